@@ -1,0 +1,124 @@
+"""The vocabulary of memtrace and the tables of a trace, format version 1.
+
+Everything that records, reads, analyses or shows uses these words. Bytes are ``int``; times are ``int``
+nanoseconds since the recording began (``t0_epoch_ns`` of the manifest ties them to the wall clock). What is not
+known is null, never 0. The order of the rows of ``events`` is the order of what happened; times follow it except
+for small disorder between threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FORMAT_VERSION: Final = 1
+MANIFEST_NAME: Final = "manifest.json"
+
+EVENT_KINDS: Final = (
+    "alloc",  # a block begins
+    "free",  # its memory can be reused (CUDA: free_completed)
+    "read",  # an operator reads the block
+    "write",  # an operator writes the block
+    "baseline",  # a block older than the recording, or not from a traced allocator, is seen for the first time
+    "free_requested",  # CUDA: the program gave the block back; streams may still use it
+    "segment_alloc",  # CUDA: the allocator took a segment from the device
+    "segment_free",
+    "segment_map",  # CUDA: expandable segments grew
+    "segment_unmap",
+    "oom",  # size = bytes asked for
+    "snapshot",  # CUDA: a snapshot was taken; size = bytes allocated then
+)
+PHASES: Final = ("forward", "backward", "optimizer", "other")
+CATEGORIES: Final = (
+    "parameter",  # parameters and buffers of modules
+    "gradient",
+    "optimizer_state",
+    "activation",  # made in forward and read in backward
+    "input",
+    "temporary",  # dies in the phase that made it
+    "workspace",  # born and dead within one operator call
+    "unknown",
+)
+SPAN_KINDS: Final = (
+    "step",  # one training iteration; index = its number
+    "phase",  # name = forward, backward or optimizer
+    "module",  # one forward call of a module; name = its qualified name
+    "data_wait",  # the training loop waits for its data
+    "range",  # a user annotation (record_function) or one of torch's own
+)
+NAME_KINDS: Final = ("operator", "module", "tensor", "frame", "stack", "thread", "range")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: its name, its type (see ``arrow_type``), and its meaning with unit and what null says."""
+
+    name: str
+    type: str
+    meaning: str
+
+
+TABLES: Final[dict[str, tuple[Column, ...]]] = {
+    "events": (
+        Column("time_ns", "int64", "when; a read has its operator's start, a write its end"),
+        Column("kind", "text", "one of EVENT_KINDS"),
+        Column("device", "text", "'cpu', 'cuda:0', ..."),
+        Column("block", "int64", "which block: numbered from 0 in order of first sight; null for segments, oom"),
+        Column("size", "int64", "requested bytes (alloc, free, baseline, free_requested, oom), bytes of the segment; null for accesses"),
+        Column("allocated_size", "int64", "bytes the allocator counts for the block, rounding included; null: unknown or no such number"),
+        Column("address", "int64", "start of the block or segment; null for accesses and oom"),
+        Column("op", "int64", "the operator call it belongs to (ops.op); null: none known"),
+        Column("stream", "int64", "CUDA stream; null on the CPU and for accesses"),
+        Column("thread", "int16", "numbered from 0 in order of first sight; null: unknown"),
+    ),
+    "ops": (
+        Column("op", "int64", "identity of the operator call; rows may be out of this order"),
+        Column("name", "int32", "names.id of kind operator"),
+        Column("start_ns", "int64", "host time at which the call began"),
+        Column("duration_ns", "int64", "host time until it returned; null: unknown"),
+        Column("thread", "int16", "as in events"),
+        Column("module", "int32", "names.id of kind module: innermost module call; for a backward operator that of its forward operator; null: none known"),
+        Column("phase", "text", "one of PHASES; null: unknown"),
+        Column("stack", "int32", "names.id of kind stack; for a backward operator that of its forward operator; null: not taken"),
+        Column("sequence_nr", "int64", "autograd sequence number of the node it made (forward) or runs in (backward); null: none"),
+        Column("recompute", "bool", "a forward operator run again inside backward (activation checkpointing)"),
+    ),
+    "spans": (
+        Column("kind", "text", "one of SPAN_KINDS"),
+        Column("name", "int32", "names.id (module or range); null for steps and data_wait"),
+        Column("start_ns", "int64", "when it began"),
+        Column("duration_ns", "int64", "how long it lasted"),
+        Column("thread", "int16", "as in events"),
+        Column("index", "int64", "step number for kind step, numbered from 0; else null"),
+    ),
+    "labels": (
+        Column("block", "int64", "events.block"),
+        Column("category", "text", "one of CATEGORIES, known from the program itself; null: only the name is known"),
+        Column("name", "int32", "names.id of kind tensor, such as blocks.0.attn.qkv.weight; null: unnamed"),
+    ),
+    "names": (
+        Column("id", "int32", "what the other tables refer to; unique within a rank"),
+        Column("kind", "text", "one of NAME_KINDS"),
+        Column("text", "string", "the name; for a frame 'file<TAB>line<TAB>function'; null for a stack"),
+        Column("frames", "list<int32>", "for a stack: names.id of its frames, innermost first; else null"),
+    ),
+}
+
+
+def arrow_schema(table: str) -> pa.Schema:
+    """The Arrow schema of one of TABLES. ``text`` columns are dictionary-encoded strings."""
+    import pyarrow as pa
+
+    types = {
+        "int64": pa.int64(),
+        "int32": pa.int32(),
+        "int16": pa.int16(),
+        "bool": pa.bool_(),
+        "string": pa.string(),
+        "text": pa.dictionary(pa.int8(), pa.string()),
+        "list<int32>": pa.list_(pa.int32()),
+    }
+    return pa.schema([pa.field(column.name, types[column.type]) for column in TABLES[table]])
