@@ -1,0 +1,85 @@
+"""Observers: what sees allocations and accesses in the running process. Two of them, one contract."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+# One drained batch: columns as raw little-endian bytes under "table.column", and the new names under "names"
+# as tuples (id, index into NAME_KINDS, text, frames).
+Batch = dict[str, Any]
+
+COLUMN_DTYPES: Final[dict[str, dict[str, str]]] = {
+    "events": {
+        "time_ns": "i8", "kind": "i1", "device": "i1", "block": "i8", "size": "i8", "address": "i8", "op": "i8",
+        "stream": "i8", "thread": "i2",
+    },
+    "ops": {
+        "op": "i8", "name": "i4", "start_ns": "i8", "duration_ns": "i8", "thread": "i2", "module": "i4", "phase": "i1",
+        "stack": "i4", "sequence_nr": "i8", "recompute": "i1",
+    },
+    "spans": {"kind": "i1", "name": "i4", "start_ns": "i8", "duration_ns": "i8", "thread": "i2", "index": "i8"},
+    "labels": {"block": "i8", "category": "i1", "name": "i4"},
+}  # fmt: skip
+"""Columns and numpy dtypes of a batch. Kinds, phases and categories are indices into the tuples of memtrace.schema,
+``device`` is 0 for the CPU and 1 + i for cuda:i, -1 stands for null."""
+
+
+class Observer(Protocol):
+    """Sees every allocation, free, read and write from ``start`` to ``stop``; ``drain`` hands over what it saw.
+
+    The marking functions are called by the session's hooks on the thread they speak of. Name ids come from
+    ``name_id``; -1 stands for no name.
+    """
+
+    kind: str
+
+    def start(self, *, accesses: bool, stacks: bool, stack_min_bytes: int) -> None:
+        """Begin to observe this process; the calling thread at once, others with their first allocation."""
+
+    def stop(self) -> None:
+        """End; nothing is left hooked. What was seen and not drained stays for one last ``drain``."""
+
+    def wait(self, seconds: float) -> int:
+        """Sleep until there is much to drain, the time is over or the observer stopped; the number of records."""
+
+    def wake(self) -> None:
+        """End a ``wait`` on another thread."""
+
+    def drain(self) -> Batch:
+        """Take what was seen since the last call."""
+
+    def overrun(self) -> bool:
+        """Whether the observer ended itself because nobody drained it."""
+
+    def now(self) -> int:
+        """Nanoseconds since ``start``."""
+
+    def name_id(self, kind: int, text: str) -> int:
+        """The id of a name, new or known; kind is an index into NAME_KINDS."""
+
+    def push_module(self, name: int) -> int:
+        """A module's forward begins; the depth of module calls then."""
+
+    def pop_module(self, name: int) -> None:
+        """It ends, and with it calls inside it that an exception cut short."""
+
+    def begin_backward(self) -> int:
+        """The autograd engine starts; the time."""
+
+    def end_backward(self, started: int) -> None:
+        """It has returned; ``started`` is what ``begin_backward`` gave."""
+
+    def span(self, kind: int, name: int, start_ns: int, end_ns: int, index: int) -> None:
+        """Record a span; kind is an index into SPAN_KINDS."""
+
+    def waiting(self, on: bool) -> None:
+        """While on, ranges of a DataLoader are part of a wait that is being timed already."""
+
+    def label(self, tensors: list[torch.Tensor], category: int, names: list[int], gradient_category: int) -> None:
+        """Tell the category and names of the blocks behind tensors; those of their gradients too unless it is -1."""
+
+    def baseline(self, tensors: list[torch.Tensor]) -> None:
+        """Tell of tensors that are older than the recording."""

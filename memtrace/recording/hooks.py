@@ -1,0 +1,95 @@
+"""The hooks a recording puts into torch: module calls, the autograd engine's entry, optimizer steps. All are undone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.nn.modules import module as module_hooks
+from torch.optim import optimizer as optimizer_hooks
+
+from memtrace.recording.labels import Labeller
+from memtrace.recording.observers import Observer
+
+
+def install(
+    observer: Observer, labeller: Labeller, stepped: Callable[[torch.optim.Optimizer], None]
+) -> ExitStack:
+    """Put the hooks in; closing the stack takes them out. ``stepped`` is told of every optimizer step's end."""
+    undo = ExitStack()
+    try:
+        _watch_modules(observer, labeller, undo)
+        _watch_backward(observer, undo)
+        _watch_optimizers(labeller, stepped, undo)
+    except BaseException:
+        undo.close()
+        raise
+    return undo
+
+
+def _watch_modules(observer: Observer, labeller: Labeller, undo: ExitStack) -> None:
+    push, pop, name_of = observer.push_module, observer.pop_module, labeller.module_name
+    known = labeller.known_modules
+    is_compiling = torch.compiler.is_compiling
+
+    def before(module: torch.nn.Module, inputs: Any) -> None:
+        if is_compiling():
+            return
+        name = known.get(id(module))
+        if push(name_of(module) if name is None else name) == 1 and torch.is_grad_enabled():
+            labeller.label_inputs(inputs)
+
+    def after(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if is_compiling():
+            return
+        name = known.get(id(module))
+        if name is not None:
+            pop(name)
+
+    undo.callback(module_hooks.register_module_forward_pre_hook(before).remove)
+    undo.callback(module_hooks.register_module_forward_hook(after, always_call=True).remove)
+
+
+def _watch_backward(observer: Observer, undo: ExitStack) -> None:
+    original = torch.autograd.graph._engine_run_backward
+
+    @functools.wraps(original)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        started = observer.begin_backward()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            observer.end_backward(started)
+
+    # torch.compiler's own tracing patches the function in the same two places.
+    places: tuple[Any, ...] = (torch.autograd.graph, torch.autograd)
+    for place in places:
+        place._engine_run_backward = run_backward
+
+    def restore() -> None:
+        for place in places:
+            if place._engine_run_backward is run_backward:
+                place._engine_run_backward = original
+
+    undo.callback(restore)
+
+
+def _watch_optimizers(
+    labeller: Labeller, stepped: Callable[[torch.optim.Optimizer], None], undo: ExitStack
+) -> None:
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            labeller.before_optimizer_step(optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            labeller.after_optimizer_step(optimizer)
+            stepped(optimizer)
+
+    undo.callback(optimizer_hooks.register_optimizer_step_pre_hook(before).remove)
+    undo.callback(optimizer_hooks.register_optimizer_step_post_hook(after).remove)

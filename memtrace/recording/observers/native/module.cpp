@@ -1,0 +1,375 @@
+// The Python face of the native observer: memtrace.recording.observers.native calls these functions and no other.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <memory>
+#include <stdexcept>
+
+#include "cuda_allocator.h"
+#include "dispatch.h"
+#include "state.h"
+#include "tables.h"
+
+namespace memtrace {
+namespace {
+
+std::unique_ptr<Resolver> resolver;   // of the running recording; used by one draining thread at a time
+
+PyObject* fail(const char* what) {
+  PyErr_SetString(PyExc_RuntimeError, what);
+  return nullptr;
+}
+
+PyObject* start(PyObject*, PyObject* arguments) {
+  int accesses = 0, stacks = 0;
+  long long stack_min_bytes = 0;
+  Py_ssize_t wake = 0, limit = 0;
+  if (!PyArg_ParseTuple(arguments, "ppLnn", &accesses, &stacks, &stack_min_bytes, &wake, &limit)) return nullptr;
+  Recorder& r = recorder();
+  if (r.active) return fail("a recording is already running");
+  try {
+    install_dispatch_mode();
+    {
+      std::lock_guard<std::mutex> lock(r.mutex);
+      r.options = {accesses != 0, stacks != 0, stack_min_bytes, static_cast<size_t>(wake), static_cast<size_t>(limit)};
+      r.events.clear();
+      r.ops.clear();
+      r.spans.clear();
+      r.threads.clear();
+    }
+    r.names.clear();
+    r.next_op = 0;
+    r.overrun = false;
+    r.epoch++;
+    r.t0 = std::chrono::steady_clock::now();
+    resolver = std::make_unique<Resolver>();
+    install_cpu_allocator(true);
+    install_cuda_allocator();
+    watch_backward(true);
+    r.active = true;
+    enable_thread(true);
+  } catch (const std::exception& error) {
+    install_cpu_allocator(false);
+    watch_backward(false);
+    return fail(error.what());
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* stop(PyObject*, PyObject*) {
+  Recorder& r = recorder();
+  enable_thread(false);
+  if (r.active) {
+    std::vector<ThreadState*> threads;
+    {
+      std::lock_guard<std::mutex> lock(r.mutex);
+      threads = r.threads;
+    }
+    for (ThreadState* thread : threads) end_forward(*thread);
+  }
+  r.active = false;
+  install_cpu_allocator(false);
+  watch_backward(false);
+  release_foreign();
+  release_stacks();
+  r.wake_writer.notify_all();
+  r.buffer_taken.notify_all();
+  Py_RETURN_NONE;
+}
+
+// wait(seconds) -> records waiting; returns early when there is much to write
+PyObject* wait(PyObject*, PyObject* argument) {
+  const double seconds = PyFloat_AsDouble(argument);
+  if (PyErr_Occurred()) return nullptr;
+  Recorder& r = recorder();
+  size_t waiting = 0;
+  Py_BEGIN_ALLOW_THREADS {
+    std::unique_lock<std::mutex> lock(r.mutex);
+    r.wake_writer.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
+      return !r.active || r.events.size() + r.ops.size() >= r.options.wake_records;
+    });
+    waiting = r.events.size() + r.ops.size();
+  }
+  Py_END_ALLOW_THREADS
+  return PyLong_FromSize_t(waiting);
+}
+
+PyObject* wake(PyObject*, PyObject*) {
+  recorder().wake_writer.notify_all();
+  Py_RETURN_NONE;
+}
+
+template <typename T>
+bool put(PyObject* dict, const char* name, const std::vector<T>& column) {
+  PyObject* bytes = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(column.data()),
+                                              static_cast<Py_ssize_t>(column.size() * sizeof(T)));
+  if (bytes == nullptr) return false;
+  const bool ok = PyDict_SetItemString(dict, name, bytes) == 0;
+  Py_DECREF(bytes);
+  return ok;
+}
+
+PyObject* names_list() {
+  std::vector<Names::Row> rows = recorder().names.take_new();
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(rows.size()));
+  for (size_t i = 0; list != nullptr && i < rows.size(); ++i) {
+    PyObject* frames = PyList_New(static_cast<Py_ssize_t>(rows[i].frames.size()));
+    for (size_t k = 0; k < rows[i].frames.size(); ++k)
+      PyList_SET_ITEM(frames, static_cast<Py_ssize_t>(k), PyLong_FromLong(rows[i].frames[k]));
+    PyObject* text = PyUnicode_DecodeUTF8(rows[i].text.data(), static_cast<Py_ssize_t>(rows[i].text.size()), "replace");
+    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i),
+                    Py_BuildValue("(iiNN)", rows[i].id, static_cast<int>(rows[i].kind), text, frames));
+  }
+  return list;
+}
+
+bool put_tables(PyObject* out, const Tables& tables) {
+  const EventColumns& e = tables.events;
+  const OpColumns& o = tables.ops;
+  const SpanColumns& s = tables.spans;
+  const LabelColumns& l = tables.labels;
+  return put(out, "events.time_ns", e.time_ns) && put(out, "events.kind", e.kind) && put(out, "events.device", e.device) &&
+         put(out, "events.block", e.block) && put(out, "events.size", e.size) && put(out, "events.address", e.address) &&
+         put(out, "events.op", e.op) && put(out, "events.stream", e.stream) && put(out, "events.thread", e.thread) &&
+         put(out, "ops.op", o.op) && put(out, "ops.name", o.name) && put(out, "ops.start_ns", o.start_ns) &&
+         put(out, "ops.duration_ns", o.duration_ns) && put(out, "ops.thread", o.thread) && put(out, "ops.module", o.module) &&
+         put(out, "ops.phase", o.phase) && put(out, "ops.stack", o.stack) && put(out, "ops.sequence_nr", o.sequence_nr) &&
+         put(out, "ops.recompute", o.recompute) && put(out, "spans.kind", s.kind) && put(out, "spans.name", s.name) &&
+         put(out, "spans.start_ns", s.start_ns) && put(out, "spans.duration_ns", s.duration_ns) &&
+         put(out, "spans.thread", s.thread) && put(out, "spans.index", s.index) && put(out, "labels.block", l.block) &&
+         put(out, "labels.category", l.category) && put(out, "labels.name", l.name);
+}
+
+// drain() -> {"events.time_ns": bytes, ..., "names": [(id, kind, text, frames)]}
+PyObject* drain(PyObject*, PyObject*) {
+  if (resolver == nullptr) return fail("no recording was started");
+  Recorder& r = recorder();
+  Tables tables;
+  Py_BEGIN_ALLOW_THREADS {
+    if (r.active) release_foreign();
+    std::vector<Event> events;
+    std::vector<OpCall> ops;
+    std::vector<Span> spans;
+    {
+      std::lock_guard<std::mutex> lock(r.mutex);
+      events.swap(r.events);
+      ops.swap(r.ops);
+      spans.swap(r.spans);
+      r.events.reserve(r.options.wake_records);
+      r.ops.reserve(r.options.wake_records / 2);
+    }
+    r.buffer_taken.notify_all();
+    resolver->add(events, tables);
+    resolver->add(ops, tables);
+    resolver->add(spans, tables);
+  }
+  Py_END_ALLOW_THREADS
+  PyObject* out = PyDict_New();
+  PyObject* names = names_list();
+  if (out == nullptr || names == nullptr || !put_tables(out, tables) || PyDict_SetItemString(out, "names", names) != 0) {
+    Py_XDECREF(out);
+    Py_XDECREF(names);
+    return nullptr;
+  }
+  Py_DECREF(names);
+  return out;
+}
+
+PyObject* name_id(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 2) return fail("name_id(kind, text)");
+  const long kind = PyLong_AsLong(arguments[0]);
+  Py_ssize_t length = 0;
+  const char* text = PyUnicode_AsUTF8AndSize(arguments[1], &length);
+  if (text == nullptr || (kind == -1 && PyErr_Occurred())) return nullptr;
+  return PyLong_FromLong(recorder().names.id(static_cast<NameKind>(kind), {text, static_cast<size_t>(length)}));
+}
+
+// push_module(name) -> depth after it
+PyObject* push_module(PyObject*, PyObject* name) {
+  const long id = PyLong_AsLong(name);
+  if (id == -1 && PyErr_Occurred()) return nullptr;
+  if (!recorder().active) return PyLong_FromLong(0);
+  ThreadState& thread = thread_state();
+  if (!thread_enabled()) enable_thread(true);
+  thread.modules.emplace_back(static_cast<int32_t>(id), recorder().now());
+  return PyLong_FromSize_t(thread.modules.size());
+}
+
+// pop_module(name): ends the innermost call of that module, and calls inside it that an exception cut short
+PyObject* pop_module(PyObject*, PyObject* name) {
+  const long id = PyLong_AsLong(name);
+  if (id == -1 && PyErr_Occurred()) return nullptr;
+  Recorder& r = recorder();
+  ThreadState& thread = thread_state();
+  auto& open = thread.modules;
+  bool is_open = false;
+  for (const auto& module : open) is_open |= module.first == id;
+  if (!is_open || !r.active) Py_RETURN_NONE;   // entered before the recording
+  const int64_t now = r.now();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  while (true) {
+    const auto [module, began] = open.back();
+    open.pop_back();
+    r.spans.push_back(Span{began, now - began, kNone, module, thread.index, SpanKind::module});
+    if (module == id) break;
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* begin_backward(PyObject*, PyObject*) {
+  ThreadState& thread = thread_state();
+  if (thread.backward_calls++ == 0) {
+    end_forward(thread);
+    thread.modules_outside = thread.modules.size();
+    thread.last_node = Node{kNone, 0, false};
+  }
+  return PyLong_FromLongLong(recorder().now());
+}
+
+// end_backward(start of it, as begin_backward gave it)
+PyObject* end_backward(PyObject*, PyObject* started) {
+  const int64_t start = PyLong_AsLongLong(started);
+  if (start == -1 && PyErr_Occurred()) return nullptr;
+  Recorder& r = recorder();
+  ThreadState& thread = thread_state();
+  if (thread.backward_calls == 0 || --thread.backward_calls > 0) Py_RETURN_NONE;
+  thread.modules_outside = 0;
+  r.add(Span{start, r.now() - start, kNone, r.names.id(NameKind::range, "backward"), thread.index, SpanKind::phase});
+  Py_RETURN_NONE;
+}
+
+// span(kind, name or -1, start_ns, end_ns, index or -1)
+PyObject* span(PyObject*, PyObject* arguments) {
+  int kind = 0, name = 0;
+  long long start = 0, end = 0, index = 0;
+  if (!PyArg_ParseTuple(arguments, "iiLLL", &kind, &name, &start, &end, &index)) return nullptr;
+  if (static_cast<SpanKind>(kind) == SpanKind::step) end_forward(thread_state());
+  recorder().add(Span{start, end - start, index, name, thread_state().index, static_cast<SpanKind>(kind)});
+  Py_RETURN_NONE;
+}
+
+// waiting(on): while on, a DataLoader's own range is part of a wait that is being timed already
+PyObject* waiting(PyObject*, PyObject* on) {
+  thread_state().wait_ranges += PyObject_IsTrue(on) ? 1 : -1;
+  Py_RETURN_NONE;
+}
+
+PyObject* now(PyObject*, PyObject*) { return PyLong_FromLongLong(recorder().now()); }
+
+void add_label(const at::Tensor& tensor, EventKind kind, int category, int32_t name, std::vector<Event>& out) {
+  Event event{};
+  if (!describe_storage(tensor, event)) return;
+  event.kind = kind;
+  event.op = category;
+  event.name = name;
+  out.push_back(event);
+}
+
+// label(tensors, category, names, category of their gradients or -1): names has an id (or -1) for each tensor
+PyObject* label(PyObject*, PyObject* arguments) {
+  PyObject *tensors = nullptr, *names = nullptr;
+  int category = 0, gradient_category = 0;
+  if (!PyArg_ParseTuple(arguments, "O!iO!i", &PyList_Type, &tensors, &category, &PyList_Type, &names, &gradient_category))
+    return nullptr;
+  std::vector<Event> events;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors) && i < PyList_GET_SIZE(names); ++i) {
+    PyObject* object = PyList_GET_ITEM(tensors, i);
+    if (!THPVariable_Check(object)) continue;
+    const auto name = static_cast<int32_t>(PyLong_AsLong(PyList_GET_ITEM(names, i)));
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    add_label(tensor, EventKind::label, category, name, events);
+    if (gradient_category >= 0 && tensor.defined() && tensor.grad().defined())
+      add_label(tensor.grad(), EventKind::label, gradient_category, name, events);
+  }
+  Recorder& r = recorder();
+  const int64_t time = r.now();
+  const int16_t thread = thread_state().index;
+  std::lock_guard<std::mutex> lock(r.mutex);
+  if (!r.active) Py_RETURN_NONE;
+  for (Event& event : events) {
+    event.time_ns = time;
+    event.thread = thread;
+    r.events.push_back(event);
+  }
+  Py_RETURN_NONE;
+}
+
+// baseline(tensors): blocks that are there before the recording
+PyObject* baseline(PyObject*, PyObject* tensors) {
+  if (!PyList_Check(tensors)) return fail("baseline(list of tensors)");
+  std::vector<Event> events;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
+    PyObject* object = PyList_GET_ITEM(tensors, i);
+    if (THPVariable_Check(object)) add_label(THPVariable_Unpack(object), EventKind::baseline, kNone, kNone, events);
+  }
+  Recorder& r = recorder();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  for (Event& event : events) r.events.push_back(event);
+  Py_RETURN_NONE;
+}
+
+// cuda_event(kind, device, address, size, stream): a hand-made entry of the CUDA allocator's trace, for tests
+PyObject* cuda_event(PyObject*, PyObject* arguments) {
+  int kind = 0, device = 0;
+  unsigned long long address = 0;
+  long long size = 0, stream = 0;
+  if (!PyArg_ParseTuple(arguments, "iiKLL", &kind, &device, &address, &size, &stream)) return nullptr;
+  record_cuda_event({static_cast<EventKind>(kind), device, address, size, stream});
+  Py_RETURN_NONE;
+}
+
+PyObject* status(PyObject*, PyObject*) {
+  Recorder& r = recorder();
+  return Py_BuildValue("{s:O,s:O,s:O,s:O,s:L}", "active", r.active ? Py_True : Py_False, "overrun",
+                       r.overrun ? Py_True : Py_False, "thread_enabled", thread_enabled() ? Py_True : Py_False, "cuda",
+                       cuda_supported() ? Py_True : Py_False, "blocks",
+                       static_cast<long long>(resolver ? resolver->num_blocks() : 0));
+}
+
+PyMethodDef methods[] = {
+    {"start", start, METH_VARARGS, nullptr},
+    {"stop", stop, METH_NOARGS, nullptr},
+    {"wait", wait, METH_O, nullptr},
+    {"wake", wake, METH_NOARGS, nullptr},
+    {"drain", drain, METH_NOARGS, nullptr},
+    {"name_id", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&name_id)), METH_FASTCALL, nullptr},
+    {"push_module", push_module, METH_O, nullptr},
+    {"pop_module", pop_module, METH_O, nullptr},
+    {"begin_backward", begin_backward, METH_NOARGS, nullptr},
+    {"end_backward", end_backward, METH_O, nullptr},
+    {"span", span, METH_VARARGS, nullptr},
+    {"waiting", waiting, METH_O, nullptr},
+    {"now", now, METH_NOARGS, nullptr},
+    {"label", label, METH_VARARGS, nullptr},
+    {"baseline", baseline, METH_O, nullptr},
+    {"cuda_event", cuda_event, METH_VARARGS, nullptr},
+    {"status", status, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "memtrace_native", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+void wait_for_writer() {
+  Recorder& r = recorder();
+  const bool holds_gil = PyGILState_Check() != 0;
+  PyThreadState* saved = holds_gil ? PyEval_SaveThread() : nullptr;   // the writer needs the GIL to go on
+  {
+    std::unique_lock<std::mutex> lock(r.mutex);
+    r.wake_writer.notify_one();
+    const bool taken = r.buffer_taken.wait_for(lock, std::chrono::seconds(10), [&] {
+      return !r.active || r.events.size() + r.ops.size() <= r.options.limit_records;
+    });
+    if (!taken) {
+      r.overrun = true;
+      r.active = false;
+      r.wake_writer.notify_all();
+    }
+  }
+  if (saved != nullptr) PyEval_RestoreThread(saved);
+}
+
+}  // namespace memtrace
+
+PyMODINIT_FUNC PyInit_memtrace_native() { return PyModule_Create(&memtrace::definition); }

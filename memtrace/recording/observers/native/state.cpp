@@ -1,0 +1,110 @@
+#include "state.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace memtrace {
+
+int32_t Names::id(NameKind kind, std::string_view text) {
+  std::string key(1, static_cast<char>('0' + static_cast<int>(kind)));
+  key.append(text);
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto [found, is_new] = ids_.try_emplace(std::move(key), next_);
+  if (is_new) new_rows_.push_back({next_++, kind, std::string(text), {}});
+  return found->second;
+}
+
+int32_t Names::add_stack(std::vector<int32_t> frames) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  new_rows_.push_back({next_, NameKind::stack, {}, std::move(frames)});
+  return next_++;
+}
+
+std::vector<Names::Row> Names::take_new() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(new_rows_, {});
+}
+
+void Names::clear() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ids_.clear();
+  new_rows_.clear();
+  next_ = 0;
+}
+
+namespace {
+
+void before_fork() { recorder().mutex.lock(); }
+void after_fork_in_parent() { recorder().mutex.unlock(); }
+// A child (a DataLoader worker, say) has no writer: it must not collect.
+void after_fork_in_child() {
+  recorder().active = false;
+  recorder().mutex.unlock();
+}
+
+}  // namespace
+
+Recorder& recorder() {
+  static Recorder* instance = [] {
+    auto* made = new Recorder;
+    pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+    return made;
+  }();
+  return *instance;
+}
+
+void Recorder::notify_if_due() {
+  if (events.size() + ops.size() == options.wake_records) wake_writer.notify_one();
+}
+
+void Recorder::add(const Event& event) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (!active) return;
+  events.push_back(event);
+  notify_if_due();
+}
+
+void Recorder::add(const Span& span) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (!active) return;
+  spans.push_back(span);
+}
+
+ThreadState& thread_state() {
+  // Leaked on purpose, a few hundred bytes a thread: blocks are freed while a thread's own storage is torn down.
+  thread_local ThreadState* state = nullptr;
+  thread_local uint32_t epoch = 0;
+  Recorder& r = recorder();
+  const uint32_t now = r.epoch.load(std::memory_order_relaxed);
+  if (state != nullptr && epoch == now) return *state;
+  if (state == nullptr) state = new ThreadState;
+  *state = ThreadState{};
+  epoch = now;
+  char name[16] = "";
+  pthread_getname_np(pthread_self(), name, sizeof name);
+  std::lock_guard<std::mutex> lock(r.mutex);
+  state->index = static_cast<int16_t>(std::min<size_t>(r.threads.size(), INT16_MAX));
+  r.threads.push_back(state);
+  r.names.id(NameKind::thread, std::to_string(state->index) + "\t" + name);
+  state->autograd_worker = std::string_view(name).rfind("pt_autograd", 0) == 0;
+  return *state;
+}
+
+Phase current_phase(const ThreadState& thread) {
+  const bool deeper = thread.modules.size() > thread.modules_outside;
+  if (thread.backward_calls > 0 || !thread.nodes.empty() || thread.autograd_worker) return Phase::backward;
+  if (thread.optimizer_ranges > 0 && !deeper) return Phase::optimizer;
+  return deeper ? Phase::forward : Phase::other;
+}
+
+void end_forward(ThreadState& thread) {
+  if (thread.forward_start == kNone) return;
+  Recorder& r = recorder();
+  r.add(Span{thread.forward_start, thread.forward_end - thread.forward_start, kNone,
+             r.names.id(NameKind::range, "forward"), thread.index, SpanKind::phase});
+  thread.forward_start = kNone;
+}
+
+}  // namespace memtrace

@@ -1,0 +1,162 @@
+// The shared state of the native observer: what one event, operator call and span are, the buffer they
+// are collected in, and what is known of each thread. Light on purpose: only the standard library.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+namespace memtrace {
+
+// The order is that of memtrace.schema.EVENT_KINDS; `label` never leaves the observer as an event.
+enum class EventKind : int8_t {
+  alloc, free, read, write, baseline, free_requested, segment_alloc, segment_free, segment_map, segment_unmap,
+  oom, snapshot, label
+};
+enum class Phase : int8_t { forward, backward, optimizer, other };         // memtrace.schema.PHASES
+enum class SpanKind : int8_t { step, phase, module, data_wait, range };    // memtrace.schema.SPAN_KINDS
+enum class NameKind : int8_t { op, module, tensor, frame, stack, thread, range };  // memtrace.schema.NAME_KINDS
+
+constexpr int kNone = -1;
+
+struct Event {
+  int64_t time_ns;
+  uint64_t address;
+  int64_t size;     // bytes of the block
+  int64_t op;       // the call; for a label its category
+  int64_t stream;   // CUDA only
+  int32_t name;     // labels only
+  int16_t thread;
+  EventKind kind;
+  int8_t device;    // 0 = cpu, 1 + i = cuda:i
+  bool foreign;     // memory that no traced allocator gave out (NumPy, shared memory)
+};
+
+struct OpCall {
+  int64_t op, start_ns, duration_ns;
+  int64_t sequence_nr;      // of the first node it made, or of the one it runs in
+  int64_t sequence_end;     // one past the last node it made
+  uint64_t forward_thread;  // whose numbers sequence_nr counts
+  int32_t name, module, stack;
+  int16_t thread;
+  Phase phase;
+  bool recompute;
+  bool made_node;
+  bool touched_blocks;      // false: kept only so that its backward operator finds its module
+};
+
+struct Span {
+  int64_t start_ns, duration_ns, index;
+  int32_t name;
+  int16_t thread;
+  SpanKind kind;
+};
+
+// Where an operator called in the forward pass came from: its backward operator inherits it.
+struct Node {
+  int64_t sequence_nr;
+  uint64_t forward_thread;
+  bool in_python;           // a user's autograd Function: its backward has frames of its own
+};
+
+struct OpenRange {
+  int32_t name;
+  int64_t start_ns;
+  bool optimizer, data_wait;
+};
+
+struct ThreadState {
+  int16_t index = 0;
+  int64_t current_op = kNone;
+  int64_t op_allocated_bytes = 0;
+  std::vector<uint64_t> op_blocks;                       // live blocks allocated by the current operator
+  std::vector<std::pair<int32_t, int64_t>> modules;      // name, start
+  std::vector<Node> nodes;                               // autograd nodes being run
+  Node last_node{kNone, 0, false};                       // the engine fits gradients to shape after a node has run
+  std::vector<OpenRange> ranges;
+  int backward_calls = 0, optimizer_ranges = 0, wait_ranges = 0;
+  bool autograd_worker = false;                          // a thread of the autograd engine
+  size_t modules_outside = 0;                            // module depth at which backward or the optimizer began
+  int64_t forward_start = kNone, forward_end = kNone;    // the forward phase that is running
+};
+
+struct Options {
+  bool accesses = true;
+  bool stacks = true;
+  int64_t stack_min_bytes = 0;
+  size_t wake_records = 1 << 16;    // the writer is woken at this many records
+  size_t limit_records = 1 << 19;   // a training thread waits for the writer at this many
+};
+
+// Interned names of one recording; the writer takes the new ones with every drain.
+class Names {
+ public:
+  int32_t id(NameKind kind, std::string_view text);
+  int32_t add_stack(std::vector<int32_t> frames);
+  struct Row {
+    int32_t id;
+    NameKind kind;
+    std::string text;
+    std::vector<int32_t> frames;
+  };
+  std::vector<Row> take_new();
+  void clear();
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<std::string, int32_t> ids_;
+  std::vector<Row> new_rows_;
+  int32_t next_ = 0;
+};
+
+struct Recorder {
+  std::atomic<bool> active{false};
+  std::atomic<bool> overrun{false};        // the writer did not keep up: recording ended itself
+  std::atomic<uint32_t> epoch{0};          // counts recordings: what a thread kept of an older one is stale
+  std::atomic<int64_t> next_op{0};
+  std::atomic<int64_t> graph_replays{0};
+  Options options;
+  std::chrono::steady_clock::time_point t0;
+  Names names;
+
+  std::mutex mutex;                        // guards all below
+  std::condition_variable wake_writer, buffer_taken;
+  std::vector<Event> events;
+  std::vector<OpCall> ops;
+  std::vector<Span> spans;
+  std::vector<ThreadState*> threads;
+
+  int64_t now() const {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - t0).count();
+  }
+  void add(const Event& event);            // takes the mutex
+  void add(const Span& span);
+  void notify_if_due();                    // call with the mutex held
+};
+
+Recorder& recorder();          // never destroyed: blocks outlive every recording
+ThreadState& thread_state();   // of the calling thread, fresh for every recording
+Phase current_phase(const ThreadState& thread);
+void end_forward(ThreadState& thread);
+void wait_for_writer();        // back pressure; called where no lock is held
+
+// The pieces that are switched on for a recording and off after it.
+void install_dispatch_mode();               // throws std::runtime_error when another mode holds the key
+void enable_thread(bool on);
+bool thread_enabled();
+void watch_backward(bool on);
+void install_cpu_allocator(bool on);        // throws std::runtime_error when the allocator cannot be wrapped
+void release_foreign();
+bool cuda_supported();
+void install_cuda_allocator();
+// names.id of the calling thread's Python stack, or kNone. Where a lock may be held it must not wait for the GIL.
+int32_t python_stack(bool may_wait);
+void release_stacks();
+
+}  // namespace memtrace

@@ -1,0 +1,45 @@
+"""The native observer: a dispatcher mode and an allocator hook in C++ (see ``native/`` and ``build``)."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from memtrace.recording.observers.build import native_module
+
+# Records of some 60 bytes, events and operator calls together: when the writer is woken, and when a training thread
+# waits for it.
+WAKE_RECORDS: Final = 1 << 16
+LIMIT_RECORDS: Final = 1 << 18
+
+
+class NativeObserver:
+    """The contract of ``Observer`` on top of the compiled module. Raises BuildError where it cannot be built."""
+
+    kind = "native"
+
+    def __init__(self) -> None:
+        native: Any = native_module()
+        self._native = native
+        # The module's functions themselves, without a layer of Python: some run at every module call.
+        self.stop = native.stop
+        self.wait = native.wait
+        self.wake = native.wake
+        self.drain = native.drain
+        self.now = native.now
+        self.name_id = native.name_id
+        self.push_module = native.push_module
+        self.pop_module = native.pop_module
+        self.begin_backward = native.begin_backward
+        self.end_backward = native.end_backward
+        self.span = native.span
+        self.waiting = native.waiting
+        self.label = native.label
+        self.baseline = native.baseline
+
+    def start(self, *, accesses: bool, stacks: bool, stack_min_bytes: int) -> None:
+        """See ``Observer.start``. Raises RuntimeError when torch's allocator or the dispatch key is taken."""
+        self._native.start(accesses, stacks, stack_min_bytes, WAKE_RECORDS, LIMIT_RECORDS)
+
+    def overrun(self) -> bool:
+        """See ``Observer.overrun``."""
+        return bool(self._native.status()["overrun"])

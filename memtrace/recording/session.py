@@ -1,0 +1,337 @@
+"""The recording of a training loop: ``with memtrace.record("run.memtrace") as rec:``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from memtrace import __version__, schema
+from memtrace.errors import MemtraceError
+from memtrace.recording import hooks
+from memtrace.recording.labels import Labeller
+from memtrace.recording.observers import Observer
+from memtrace.recording.observers.build import BuildError
+from memtrace.recording.ring import Ring
+from memtrace.recording.steps import StepFinder
+from memtrace.recording.writer import FLUSH_SECONDS, Writer, write_manifest
+
+logger = logging.getLogger("memtrace")
+
+Batch = TypeVar("Batch")
+ObserverKind = Literal["auto", "native", "dispatch"]
+_running: Recording | None = None
+
+
+def record(
+    path: str | os.PathLike[str] = "run.memtrace",
+    *,
+    model: torch.nn.Module | Mapping[str, torch.nn.Module] | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    stacks: bool = True,
+    accesses: bool = True,
+    last_steps: int | None = None,
+    max_steps: int | None = None,
+    observer: ObserverKind = "auto",
+    stack_min_bytes: int = 512,
+    flush_seconds: float = FLUSH_SECONDS,
+) -> Recording:
+    """Record the memory of everything that runs inside the ``with`` block.
+
+    Args:
+        path: folder of the trace. A trace that is there already is kept under another name.
+        model: the model, or several by name, so that names are exactly those of ``named_parameters()``; without it
+            models are found by themselves and their names begin with their class.
+        optimizer: the optimizer, or several, so that their state is known before the first step.
+        stacks: take the Python stack of operators that allocate (and of those that autograd records).
+        accesses: record every read and write of a block, not only its allocation and free.
+        last_steps: keep only (about) the last N steps on disk, for long jobs.
+        max_steps: end the recording after N steps; the program goes on.
+        observer: "native" (C++), "dispatch" (pure Python; also for fake tensors), or "auto": dispatch under a
+            FakeTensorMode and where the native one cannot be built, saying so, else native.
+        stack_min_bytes: operators that allocate less get no stack of their own.
+        flush_seconds: how much a killed process loses at most.
+
+    Raises:
+        MemtraceError: an option makes no sense, or ``observer="native"`` cannot be had. Trouble with the disk is a
+            warning, never an exception: the program is not harmed.
+    """
+    for name, value in (("last_steps", last_steps), ("max_steps", max_steps)):
+        if value is not None and value < 1:
+            raise MemtraceError(f"{name}={value} makes no sense; give a number of steps from 1, or None")
+    if observer not in ("auto", "native", "dispatch"):
+        raise MemtraceError(f'observer={observer!r} is not one of "auto", "native", "dispatch"')
+    options = {
+        "stacks": stacks, "accesses": accesses, "last_steps": last_steps, "max_steps": max_steps, "observer": observer,
+        "stack_min_bytes": stack_min_bytes, "flush_seconds": flush_seconds,
+    }  # fmt: skip
+    return Recording(Path(path), options, _models(model), _optimizers(optimizer))
+
+
+def _models(model: torch.nn.Module | Mapping[str, torch.nn.Module] | None) -> dict[str, torch.nn.Module]:
+    if model is None:
+        return {}
+    return {"": model} if isinstance(model, torch.nn.Module) else dict(model)
+
+
+def _optimizers(
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None,
+) -> list[torch.optim.Optimizer]:
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+
+
+def make_observer(kind: ObserverKind) -> tuple[Observer, list[str]]:
+    """The observer to use and notes on why it is not the native one. Raises MemtraceError when "native" cannot be had."""
+    from memtrace.recording.observers.dispatch_observer import DispatchObserver, fake_mode_active
+
+    if kind == "dispatch":
+        return DispatchObserver(), []
+    if kind == "auto" and fake_mode_active():
+        return DispatchObserver(), ["fake tensors: sizes are those the program would allocate; nothing was computed"]
+    try:
+        from memtrace.recording.observers.native_observer import NativeObserver
+
+        return NativeObserver(), []
+    except BuildError as error:
+        if kind == "native":
+            raise MemtraceError(f"the native observer cannot be used: {error}") from error
+        note = f"recorded in pure Python, about three times slower: {error}"
+        logger.warning("memtrace: %s", note)
+        return DispatchObserver(), [note]
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Rank and world size of this process, as torchrun or torch.distributed give them; (0, 1) for a single one."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return int(os.environ.get("RANK", "0") or 0), int(os.environ.get("WORLD_SIZE", "1") or 1)
+
+
+class Recording:
+    """One recording, made by ``record``. Enter it once; after the block its trace is complete.
+
+    Attributes:
+        path: folder of the trace.
+        is_recording: whether events are being recorded now.
+    """
+
+    def __init__(
+        self, path: Path, options: dict[str, Any], models: dict[str, torch.nn.Module],
+        optimizers: list[torch.optim.Optimizer],
+    ) -> None:  # fmt: skip
+        self.path = path
+        self.is_recording = False
+        self._options = options
+        self._models = models
+        self._optimizers = optimizers
+        self._outer: Recording | None = None
+        self._hooks = ExitStack()
+        self._observer: Observer | None = None
+        self._labeller: Labeller | None = None
+        self._steps: StepFinder | None = None
+        self._writer: Writer | None = None
+        self._manifest: dict[str, Any] = {}
+        self._folder = path
+
+    def __enter__(self) -> Recording:
+        global _running
+        if _running is not None:
+            # One allocator, one observer: the inner recording becomes a range of the outer one.
+            self._outer = _running
+            logger.warning(
+                "memtrace: %s is already being recorded; %s becomes a range in it", _running.path, self.path
+            )
+            self._outer_started = _running._now()
+            return self
+        _running = self
+        try:
+            self._start()
+        except BaseException:
+            _running = None
+            self._hooks.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        global _running
+        if self._outer is not None:
+            self._outer._mark_range(str(self.path), self._outer_started)
+            return
+        _running = None
+        self._stop(None if kind is None else f"{kind.__name__} left the recorded block")
+
+    # What the program tells.
+
+    def step(self) -> None:
+        """Mark the end of a training step; from the first call on, only such marks make steps."""
+        if self._outer is not None:
+            self._outer.step()
+        elif self._steps is not None and self.is_recording:
+            self._steps.mark()
+
+    def steps(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """Iterate over a loader: each round is a step, the time it waits for data is recorded, its batch is input."""
+        iterator = iter(loader)
+        while True:
+            recording = self._outer or self
+            batch, ended = recording._next_batch(iterator)
+            if ended:
+                return
+            yield batch
+            recording.step()
+
+    def _next_batch(self, iterator: Iterator[Batch]) -> tuple[Any, bool]:
+        observer = self._observer
+        if observer is None or not self.is_recording:
+            batch = next(iterator, self)
+            return batch, batch is self
+        started = observer.now()
+        observer.waiting(True)
+        try:
+            batch = next(iterator, self)
+        finally:
+            observer.waiting(False)
+        if batch is not self:
+            observer.span(schema.SPAN_KINDS.index("data_wait"), -1, started, observer.now(), -1)
+            assert self._labeller is not None
+            self._labeller.label_inputs(batch)
+        return batch, batch is self
+
+    def _now(self) -> int:
+        return self._observer.now() if self._observer is not None else 0
+
+    def _mark_range(self, name: str, started: int) -> None:
+        if self._observer is not None and self.is_recording:
+            name_id = self._observer.name_id(schema.NAME_KINDS.index("range"), name)
+            self._observer.span(schema.SPAN_KINDS.index("range"), name_id, started, self._observer.now(), -1)
+
+    # Start and end.
+
+    def _start(self) -> None:
+        self._observer, notes = make_observer(self._options["observer"])
+        rank, world_size = rank_and_world()
+        self._folder = self.path / f"rank={rank}"
+        self._manifest = _manifest(self._observer, self._options, notes, rank, world_size)
+        try:
+            keep_older_trace(self._folder)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_manifest(self._folder, self._manifest)
+        except (OSError, MemtraceError) as error:
+            logger.warning("memtrace: nothing is recorded, the program goes on: %s", error)
+            self._observer = None
+            return
+        self._begin_to_observe(self._observer)
+
+    def _begin_to_observe(self, observer: Observer) -> None:
+        ring = Ring(self._folder, last) if (last := self._options["last_steps"]) is not None else None
+        self._labeller = Labeller(observer)
+        self._steps = StepFinder(observer, ring, self._options["max_steps"], self._end_at_max_steps)
+        self._writer = Writer(observer, self._folder, self._manifest, ring, self._writing_failed, self._options["flush_seconds"])
+        options = {name: self._options[name] for name in ("accesses", "stacks", "stack_min_bytes")}
+        observer.start(**options)
+        try:
+            self._manifest["t0_epoch_ns"] = time.time_ns() - observer.now()
+            self._hooks = hooks.install(observer, self._labeller, self._steps.optimizer_stepped)
+            for name, model in self._models.items():
+                self._labeller.adopt(model, name)
+            self._labeller.label_older_tensors()
+            for optimizer in self._optimizers:
+                self._labeller.before_optimizer_step(optimizer)
+                self._labeller.after_optimizer_step(optimizer)
+        except BaseException:
+            observer.stop()
+            raise
+        self.is_recording = True
+        self._writer.start()
+
+    def _end_at_max_steps(self) -> None:
+        self._stop("max_steps reached", finished=True)
+
+    def _writing_failed(self, reason: str) -> None:
+        # On the writer's thread: the program may be running our hooks, so they stay until the block ends, inert.
+        self.is_recording = False
+        self._manifest["stop_reason"] = reason
+        logger.warning("memtrace: recording ends here, the program goes on: %s", reason)
+        if self._observer is not None:
+            self._observer.stop()
+
+    def _stop(self, reason: str | None, *, finished: bool = True) -> None:
+        self._hooks.close()
+        observer, writer = self._observer, self._writer
+        if observer is None or writer is None:
+            return
+        self._observer = self._writer = None
+        if self.is_recording:
+            self.is_recording = False
+            assert self._labeller is not None and self._steps is not None
+            self._labeller.label_leftover_gradients()
+            self._steps.close()
+            observer.stop()
+            writer.stop()
+        else:
+            writer.stop()
+            finished = False
+        self._manifest["finished"] = finished and self._manifest["stop_reason"] is None
+        self._manifest["stop_reason"] = self._manifest["stop_reason"] or reason
+        self._manifest["num_events"] = writer.num_events
+        try:
+            write_manifest(self._folder, self._manifest)
+        except OSError as error:
+            logger.warning("memtrace: the trace %s is incomplete: %s", self.path, error)
+
+
+def keep_older_trace(folder: Path) -> None:
+    """Move a trace that is already in ``folder`` (one rank of a trace) to the first free name beside it.
+
+    Raises MemtraceError when the folder holds something that is not a trace of ours.
+    """
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not (folder / schema.MANIFEST_NAME).is_file():
+        raise MemtraceError(f"{folder} exists and is not a memtrace trace; choose another path")
+    trace = folder.parent
+    number = 1
+    while (kept := trace.with_name(f"{trace.stem}-old{number}{trace.suffix}") / folder.name).exists():
+        number += 1
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    folder.rename(kept)
+    print(f"memtrace: the trace that was in {trace} is now {kept.parent}", file=sys.stderr)
+
+
+def _manifest(observer: Observer, options: dict[str, Any], notes: list[str], rank: int, world_size: int) -> dict[str, Any]:
+    cuda = torch.cuda.is_available()
+    return {
+        "format": "memtrace",
+        "format_version": schema.FORMAT_VERSION,
+        "memtrace_version": __version__,
+        "source": {"kind": "recording", "observer": observer.kind, "file": None},
+        "rank": rank,
+        "world_size": world_size,
+        "finished": False,
+        "stop_reason": None,
+        "t0_epoch_ns": None,
+        "num_events": 0,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
+        "devices": {
+            "cpu": {"name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
+            **({f"cuda:{i}": {"name": torch.cuda.get_device_name(i)} for i in range(torch.cuda.device_count())} if cuda else {}),
+        },
+        "host": platform.node(),
+        "process": os.getpid(),
+        "command": sys.argv,
+        "options": options,
+        "coverage": {"lost_events": 0, "dropped_events": 0, "notes": notes},
+    }

@@ -1,0 +1,175 @@
+"""Writes what an observer sees to Parquet parts, off the training thread.
+
+A part is written under a temporary name and renamed into place when it is whole: a killed process leaves a trace that
+opens and lacks its last flush at most. A disk that is full or slow never breaks the training: one warning, and the
+recording ends with what was written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from memtrace import schema
+from memtrace.recording import arrow
+from memtrace.recording.observers import Batch, Observer
+from memtrace.recording.ring import Ring
+
+logger = logging.getLogger("memtrace")
+
+FLUSH_SECONDS: Final = 5.0
+PART_ROWS: Final = 4_000_000
+
+# Counters grow by small steps and times by small differences; the rest repeats.
+_DELTA: Final = {
+    "events": ("time_ns", "block", "op", "address"),
+    "ops": ("op", "start_ns", "duration_ns", "sequence_nr"),
+    "spans": ("start_ns", "duration_ns", "index"),
+    "labels": ("block",),
+    "names": ("id",),
+}
+
+
+def open_part(path: Path, table: str, metadata: dict[str, str] | None = None) -> pq.ParquetWriter:
+    """A Parquet writer for one part of a table, with the encodings that suit its columns."""
+    target = schema.arrow_schema(table).with_metadata(metadata or {})
+    return pq.ParquetWriter(
+        path,
+        target,
+        compression="zstd",
+        write_statistics=False,
+        use_dictionary=[field.name for field in target if field.name not in _DELTA[table] and field.name not in ("frames", "recompute")],
+        column_encoding=dict.fromkeys(_DELTA[table], "DELTA_BINARY_PACKED"),
+    )
+
+
+class PartWriter:
+    """The parts of one rank: rows are appended as they come, ``flush`` makes them durable."""
+
+    def __init__(self, folder: Path, ring: Ring | None) -> None:
+        self._folder = folder
+        self._ring = ring
+        self._open: dict[str, pq.ParquetWriter] = {}
+        self._index = 0
+        self.num_events = 0
+        self.rows_in_part = 0
+
+    def _path(self, table: str, *, temporary: bool) -> Path:
+        name = f"{table}-{self._index:05d}.parquet"
+        return self._folder / (f".{name}.tmp" if temporary else name)
+
+    def append(self, batch: Batch) -> None:
+        """Add a drained batch to the current part. Raises OSError when the disk does not take it."""
+        for name in schema.TABLES:
+            rows = arrow.table(name, batch)
+            if rows.num_rows == 0:
+                continue
+            if name not in self._open:
+                self._open[name] = open_part(self._path(name, temporary=True), name)
+            self._open[name].write_table(rows)
+            if name == "events":
+                self.num_events += rows.num_rows
+                self.rows_in_part += rows.num_rows
+
+    def flush(self) -> None:
+        """End the current part and rename it into place."""
+        if not self._open:
+            return
+        # Events come last: whoever reads while we write finds the names and operators they refer to.
+        for name in ("names", "labels", "spans", "ops", "events"):
+            if name in self._open:
+                self._open[name].close()
+                self._path(name, temporary=True).replace(self._path(name, temporary=False))
+        self._open.clear()
+        self.rows_in_part = 0
+        if self._ring is not None:
+            self._ring.part_written(self._index)
+        self._index += 1
+
+    def abandon(self) -> None:
+        """Drop the current part after an error."""
+        for name, writer in self._open.items():
+            try:
+                writer.close()
+            except (OSError, pa.ArrowException):
+                logger.debug("closing a part that failed", exc_info=True)
+            self._path(name, temporary=True).unlink(missing_ok=True)
+        self._open.clear()
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write manifest.json in one step, so that it is whole at every moment."""
+    temporary = folder / f".{schema.MANIFEST_NAME}.tmp"
+    temporary.write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
+    temporary.replace(folder / schema.MANIFEST_NAME)
+
+
+class Writer:
+    """Drains an observer on a thread of its own until told to stop.
+
+    ``failed`` is called, once, on that thread when writing ends early, with the reason.
+    """
+
+    def __init__(self, observer: Observer, folder: Path, manifest: dict[str, Any], ring: Ring | None,
+                 failed: Callable[[str], None], flush_seconds: float = FLUSH_SECONDS) -> None:
+        self._observer = observer
+        self._folder = folder
+        self._manifest = manifest
+        self._ring = ring
+        self._failed = failed
+        self._flush_seconds = flush_seconds
+        self._parts = PartWriter(folder, ring)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="memtrace-writer", daemon=True)
+
+    @property
+    def num_events(self) -> int:
+        """Events written so far."""
+        return self._parts.num_events
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write what is left and end; call after the observer stopped."""
+        self._stopping.set()
+        self._observer.wake()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._write_until_stopped()
+        except (OSError, pa.ArrowException, MemoryError) as error:
+            self._parts.abandon()
+            self._failed(f"cannot write to {self._folder}: {error}")
+
+    def _write_until_stopped(self) -> None:
+        due = time.monotonic() + self._flush_seconds
+        while not self._stopping.is_set():
+            self._observer.wait(max(0.0, min(due - time.monotonic(), self._flush_seconds)))
+            self._parts.append(self._observer.drain())
+            if self._observer.overrun():
+                self._flush()
+                self._failed("the disk does not keep up with the program")
+                return
+            if time.monotonic() >= due or self._parts.rows_in_part >= PART_ROWS:
+                self._flush()
+                due = time.monotonic() + self._flush_seconds
+        self._parts.append(self._observer.drain())
+        self._flush()
+
+    def _flush(self) -> None:
+        self._parts.flush()
+        self._manifest["num_events"] = self._parts.num_events
+        if self._ring is not None:
+            self._manifest["coverage"]["dropped_events"] = self._ring.dropped_events
+        write_manifest(self._folder, self._manifest)
