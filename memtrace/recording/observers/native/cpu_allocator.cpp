@@ -18,7 +18,7 @@ void delete_traced(void* data) {
   if (r.active.load(std::memory_order_relaxed)) {
     ThreadState& thread = thread_state();
     const auto address = reinterpret_cast<uint64_t>(data);
-    r.add(Event{r.now(), address, 0, thread.current_op, kNone, kNone, thread.index, EventKind::free, 0, false});
+    r.add(Event{r.now(), address, 0, thread.current_op, kNone, thread.index, 0, EventKind::free, false});
     auto& mine = thread.op_blocks;
     for (size_t i = mine.size(); i-- > 0;) {
       if (mine[i] == address) {
@@ -60,13 +60,16 @@ bool adopt_deleter(c10::DataPtr& data) {
 
 bool has_traced_deleter(const c10::DataPtr& data) { return data.get_deleter() == delete_traced; }
 
-void record_allocation(uint64_t address, int64_t size, int8_t device, int64_t stream) {
+void record_allocation(uint64_t address, int64_t size, int8_t device, int32_t stream) {
   Recorder& r = recorder();
   ThreadState& thread = thread_state();
-  if (thread.current_op != kNone) {
+  const bool in_operator = thread.current_op != kNone;
+  if (in_operator) {
     thread.op_blocks.push_back(address);
     thread.op_allocated_bytes += size;
-    r.add(Event{r.now(), address, size, thread.current_op, stream, kNone, thread.index, EventKind::alloc, device, false});
+  }
+  if (in_operator || size < r.options.stack_min_bytes) {
+    r.add(Event{r.now(), address, size, thread.current_op, stream, thread.index, device, EventKind::alloc, false});
     return;
   }
   // Outside every operator (a storage resized from Python, a compiled kernel): a call of no name carries the stack.
@@ -78,10 +81,10 @@ void record_allocation(uint64_t address, int64_t size, int8_t device, int64_t st
   call.thread = thread.index;
   call.phase = current_phase(thread);
   call.touched_blocks = true;
-  if (r.options.stacks && size >= r.options.stack_min_bytes) call.stack = python_stack(false);
-  std::lock_guard<std::mutex> lock(r.mutex);
+  if (r.options.stacks) call.stack = python_stack(false);
+  Lock lock(r.mutex);
   r.ops.push_back(call);
-  r.events.push_back(Event{call.start_ns, address, size, call.op, stream, kNone, thread.index, EventKind::alloc, device, false});
+  r.events.push_back(Event{call.start_ns, address, size, call.op, stream, thread.index, device, EventKind::alloc, false});
   r.notify_if_due();
 }
 

@@ -3,6 +3,8 @@
 // be tested with hand-made entries.
 #include "cuda_allocator.h"
 
+#include <algorithm>
+
 #include "cpu_allocator.h"
 #include "state.h"
 
@@ -12,17 +14,29 @@
 
 namespace memtrace {
 
+namespace {
+
+int32_t stream_index(int64_t stream) {
+  Recorder& r = recorder();
+  Lock lock(r.mutex);
+  const auto found = std::find(r.streams.begin(), r.streams.end(), stream);
+  if (found == r.streams.end()) r.streams.push_back(stream);
+  return static_cast<int32_t>(std::find(r.streams.begin(), r.streams.end(), stream) - r.streams.begin());
+}
+
+}  // namespace
+
 void record_cuda_event(const CudaEvent& event) {
   Recorder& r = recorder();
   if (!r.active.load(std::memory_order_relaxed)) return;
   if (event.kind == EventKind::alloc) {
     if (!thread_enabled()) enable_thread(true);
-    record_allocation(event.address, event.size, static_cast<int8_t>(event.device + 1), event.stream);
+    record_allocation(event.address, event.size, static_cast<int8_t>(event.device + 1), stream_index(event.stream));
     return;
   }
   ThreadState& thread = thread_state();
-  r.add(Event{r.now(), event.address, event.size, thread.current_op, event.stream, kNone, thread.index, event.kind,
-              static_cast<int8_t>(event.device + 1), false});
+  r.add(Event{r.now(), event.address, event.size, thread.current_op, stream_index(event.stream), thread.index,
+              static_cast<int8_t>(event.device + 1), event.kind, false});
 }
 
 #ifdef MEMTRACE_CUDA

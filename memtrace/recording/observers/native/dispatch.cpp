@@ -26,7 +26,7 @@ constexpr c10::DispatchKeySet kCallsOthers({
     c10::DispatchKey::FuncTorchBatchedDecomposition, c10::DispatchKey::FuncTorchVmapMode,
     c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchDynamicLayerBackMode});
 
-enum class Role : uint8_t { plain, range_enter, range_exit, untouched };
+enum class Role : uint8_t { plain, view, range_enter, range_exit, untouched };
 
 struct ArgumentUse {
   uint16_t index;
@@ -65,6 +65,14 @@ Role role_of(const std::string& name) {
   return Role::plain;
 }
 
+// Its result looks at its argument's memory, which it does not touch.
+bool makes_view(const c10::FunctionSchema& schema) {
+  if (schema.name() == "aten::_unsafe_view" || schema.name() == "aten::_reshape_alias") return true;
+  for (const c10::Argument& result : schema.returns())
+    if (result.alias_info() == nullptr || result.alias_info()->isWrite()) return false;
+  return !schema.returns().empty();
+}
+
 bool holds_tensors(const c10::TypePtr& type, bool& is_list) {
   if (type->kind() == c10::TypeKind::OptionalType) return holds_tensors(type->containedType(0), is_list);
   if (type->kind() == c10::TypeKind::ListType) {
@@ -79,6 +87,7 @@ std::unique_ptr<OperatorInfo> inspect(const c10::OperatorHandle& op) {
   const c10::FunctionSchema& schema = op.schema();
   const std::string& name = schema.name();
   info->role = role_of(name);
+  if (info->role == Role::plain && makes_view(schema)) info->role = Role::view;
   info->writes_result = !starts_with(name, "aten::empty") && !starts_with(name, "aten::new_empty");
   info->composite = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
                     !op.hasKernelForDispatchKey(c10::DispatchKey::CPU) && !op.hasKernelForDispatchKey(c10::DispatchKey::CUDA) &&
@@ -106,7 +115,10 @@ const OperatorInfo& info_of(const c10::OperatorHandle& op) {
     const c10::FunctionSchema* key = nullptr;
     const OperatorInfo* info = nullptr;
   };
-  thread_local std::array<Slot, 512> near{};
+  // By pointer: what a shared library keeps in thread-local storage itself should be small.
+  thread_local std::array<Slot, 512>* near_slots = nullptr;
+  if (near_slots == nullptr) near_slots = new std::array<Slot, 512>{};
+  std::array<Slot, 512>& near = *near_slots;
   Recorder& r = recorder();
   const c10::FunctionSchema* key = &op.schema();
   Slot& slot = near[(reinterpret_cast<uintptr_t>(key) >> 6) % near.size()];
@@ -218,6 +230,28 @@ void exit_range(ThreadState& thread) {
   }
 }
 
+OpCall describe_call(const OperatorInfo& info, ThreadState& thread, int64_t sequence) {
+  OpCall call{};
+  call.name = info.name;
+  call.stack = kNone;
+  call.thread = thread.index;
+  call.phase = current_phase(thread);
+  call.module = thread.modules.empty() ? kNone : thread.modules.back().first;
+  call.recompute = call.phase == Phase::backward && thread.modules.size() > thread.modules_outside;
+  call.num_nodes = static_cast<uint32_t>(static_cast<int64_t>(at::sequence_number::peek()) - sequence);
+  call.sequence_nr = call.num_nodes > 0 ? sequence : kNone;
+  call.forward_thread = static_cast<uint32_t>(at::RecordFunction::currentThreadId());
+  if (call.phase == Phase::backward && !call.recompute) {
+    const Node& node = thread.nodes.empty() ? thread.last_node : thread.nodes.back();
+    call.num_nodes = 0;
+    call.sequence_nr = node.sequence_nr;
+    call.forward_thread = node.forward_thread;
+  } else if (call.phase == Phase::other && call.num_nodes > 0) {
+    call.phase = Phase::forward;   // a loss outside every module: autograd records it
+  }
+  return call;
+}
+
 // One operator call from its start to its end, also when it throws.
 class Call {
  public:
@@ -232,7 +266,7 @@ class Call {
     if (r.options.accesses) collect_arguments(info, stack, accesses_);
     start_ = r.now();
     if (accesses_.empty()) return;
-    std::lock_guard<std::mutex> lock(r.mutex);
+    Lock lock(r.mutex);
     for (const Access& access : accesses_)
       if (access.reads) push(r, access.address, access.size, EventKind::read, access.device, start_, access.foreign);
     r.notify_if_due();
@@ -243,15 +277,16 @@ class Call {
     const int64_t end = r.now();
     thread_.current_op = outer_op_;
     OpCall call = describe(end);
-    const bool inherits = call.phase == Phase::backward && !call.recompute && call.sequence_nr >= 0 && !node().in_python;
+    const bool in_python = !thread_.nodes.empty() && thread_.nodes.back().in_python;
+    const bool inherits = call.phase == Phase::backward && !call.recompute && call.sequence_nr >= 0 && !in_python;
     // A view allocates nothing, but its backward operator may: it inherits the stack of the call that made the node.
     const bool allocates = thread_.op_allocated_bytes > 0 && thread_.op_allocated_bytes >= r.options.stack_min_bytes;
-    if (r.options.stacks && !inherits && (allocates || call.made_node)) call.stack = python_stack(true);
+    if (r.options.stacks && !inherits && (allocates || call.num_nodes > 0)) call.stack = python_stack(true);
     bool full;
     {
-      std::lock_guard<std::mutex> lock(r.mutex);
+      Lock lock(r.mutex);
       if (r.options.accesses) push_writes(r, end);
-      if (call.touched_blocks || call.made_node) r.ops.push_back(call);
+      if (call.touched_blocks || call.num_nodes > 0) r.ops.push_back(call);
       r.notify_if_due();
       full = r.events.size() + r.ops.size() > r.options.limit_records;
     }
@@ -263,31 +298,12 @@ class Call {
   Call& operator=(const Call&) = delete;
 
  private:
-  const Node& node() const { return thread_.nodes.empty() ? thread_.last_node : thread_.nodes.back(); }
-
   OpCall describe(int64_t end) {
-    OpCall call{};
+    OpCall call = describe_call(info_, thread_, sequence_);
     call.op = op_;
     call.start_ns = start_;
     call.duration_ns = end - start_;
-    call.name = info_.name;
-    call.stack = kNone;
-    call.thread = thread_.index;
-    call.phase = current_phase(thread_);
-    call.module = thread_.modules.empty() ? kNone : thread_.modules.back().first;
-    call.recompute = call.phase == Phase::backward && thread_.modules.size() > thread_.modules_outside;
     call.touched_blocks = !accesses_.empty() || thread_.op_allocated_bytes > 0;
-    call.sequence_end = static_cast<int64_t>(at::sequence_number::peek());
-    call.made_node = call.sequence_end > sequence_;
-    call.sequence_nr = call.made_node ? sequence_ : kNone;
-    call.forward_thread = at::RecordFunction::currentThreadId();
-    if (call.phase == Phase::backward && !call.recompute) {
-      call.made_node = false;
-      call.sequence_nr = node().sequence_nr;
-      call.forward_thread = node().forward_thread;
-    } else if (call.phase == Phase::other && call.made_node) {
-      call.phase = Phase::forward;   // a loss outside every module: autograd records it
-    }
     if (call.phase == Phase::forward) {
       if (thread_.forward_start == kNone) thread_.forward_start = start_;
       thread_.forward_end = end;
@@ -296,7 +312,7 @@ class Call {
   }
 
   void push(Recorder& r, uint64_t address, int64_t size, EventKind kind, int8_t device, int64_t time, bool foreign) {
-    r.events.push_back({time, address, size, op_, kNone, kNone, thread_.index, kind, device, foreign});
+    r.events.push_back(Event{time, address, size, op_, kNone, thread_.index, device, kind, foreign});
   }
 
   void push_writes(Recorder& r, int64_t end) {
@@ -313,6 +329,20 @@ class Call {
   int64_t outer_op_, op_, start_, sequence_;
 };
 
+// A view touches no memory; what matters is the autograd node it may make, whose backward may allocate.
+void observe_view(const OperatorInfo& info, const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) {
+  const auto sequence = static_cast<int64_t>(at::sequence_number::peek());
+  op.redispatchBoxed(below, stack);
+  if (static_cast<int64_t>(at::sequence_number::peek()) == sequence) return;
+  Recorder& r = recorder();
+  OpCall call = describe_call(info, thread_state(), sequence);
+  if (call.num_nodes == 0) return;
+  if (r.options.stacks) call.stack = python_stack(true);
+  Lock lock(r.mutex);
+  r.ops.push_back(call);
+  r.notify_if_due();
+}
+
 bool sees_through(const OperatorInfo& info, c10::DispatchKeySet keys) {
   return info.composite || keys.has_any(kCallsOthers) || (info.autocasts_cpu && keys.has(c10::DispatchKey::AutocastCPU)) ||
          (info.autocasts_cuda && keys.has(c10::DispatchKey::AutocastCUDA));
@@ -325,7 +355,7 @@ void observe(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit
     return op.redispatchBoxed(below, stack);
   }
   const OperatorInfo& info = info_of(op);
-  if (info.role != Role::plain) {
+  if (info.role > Role::view) {
     ThreadState& thread = thread_state();
     if (info.role == Role::range_exit) exit_range(thread);
     if (info.role == Role::range_enter) {
@@ -337,6 +367,7 @@ void observe(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit
   }
   if (sees_through(info, keys)) return op.redispatchBoxed(below, stack);
   c10::impl::ExcludeDispatchKeyGuard guard(kMode);
+  if (info.role == Role::view) return observe_view(info, op, below, stack);
   Call call(info, *stack);
   op.redispatchBoxed(below, stack);
 }
@@ -348,7 +379,7 @@ std::unique_ptr<at::ObserverContext> enter_node(const at::RecordFunction& functi
   const char* name = function.name();
   const size_t length = std::char_traits<char>::length(name);
   const bool in_python = length > 0 && (name[length - 1] < '0' || name[length - 1] > '9') && function.seqNr() >= 0;
-  thread.nodes.push_back({function.seqNr(), function.forwardThreadId(), in_python});
+  thread.nodes.push_back({function.seqNr(), static_cast<uint32_t>(function.forwardThreadId()), in_python});
   return nullptr;
 }
 
@@ -393,8 +424,7 @@ void release_foreign() {
   for (auto it = foreign_blocks.begin(); it != foreign_blocks.end();) {
     if (!r.active || it->second.storage.expired()) {
       if (r.active)
-        r.add(Event{r.now(), it->second.address, 0, kNone, kNone, kNone, kNone,
-                    EventKind::free, 0, true});
+        r.add(Event{r.now(), it->second.address, 0, kNone, kNone, kNone, 0, EventKind::free, true});
       it = foreign_blocks.erase(it);
     } else {
       ++it;
@@ -410,7 +440,6 @@ bool describe_storage(const at::Tensor& tensor, Event& event) {
   event.size = found[0].size;
   event.device = found[0].device;
   event.foreign = found[0].foreign;
-  event.stream = kNone;
   return true;
 }
 

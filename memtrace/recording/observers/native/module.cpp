@@ -31,12 +31,13 @@ PyObject* start(PyObject*, PyObject* arguments) {
   try {
     install_dispatch_mode();
     {
-      std::lock_guard<std::mutex> lock(r.mutex);
+      Lock lock(r.mutex);
       r.options = {accesses != 0, stacks != 0, stack_min_bytes, static_cast<size_t>(wake), static_cast<size_t>(limit)};
       r.events.clear();
       r.ops.clear();
       r.spans.clear();
       r.threads.clear();
+      r.streams.clear();
     }
     r.names.clear();
     r.next_op = 0;
@@ -63,7 +64,7 @@ PyObject* stop(PyObject*, PyObject*) {
   if (r.active) {
     std::vector<ThreadState*> threads;
     {
-      std::lock_guard<std::mutex> lock(r.mutex);
+      Lock lock(r.mutex);
       threads = r.threads;
     }
     for (ThreadState* thread : threads) end_forward(*thread);
@@ -73,6 +74,11 @@ PyObject* stop(PyObject*, PyObject*) {
   watch_backward(false);
   release_foreign();
   release_stacks();
+  {
+    Lock lock(r.mutex);
+    std::vector<Event>().swap(r.spare_events);
+    std::vector<OpCall>().swap(r.spare_ops);
+  }
   r.wake_writer.notify_all();
   r.buffer_taken.notify_all();
   Py_RETURN_NONE;
@@ -85,7 +91,7 @@ PyObject* wait(PyObject*, PyObject* argument) {
   Recorder& r = recorder();
   size_t waiting = 0;
   Py_BEGIN_ALLOW_THREADS {
-    std::unique_lock<std::mutex> lock(r.mutex);
+    std::unique_lock<SpinLock> lock(r.mutex);
     r.wake_writer.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
       return !r.active || r.events.size() + r.ops.size() >= r.options.wake_records;
     });
@@ -151,18 +157,27 @@ PyObject* drain(PyObject*, PyObject*) {
     std::vector<Event> events;
     std::vector<OpCall> ops;
     std::vector<Span> spans;
+    std::vector<int64_t> streams;
     {
-      std::lock_guard<std::mutex> lock(r.mutex);
+      Lock lock(r.mutex);
       events.swap(r.events);
       ops.swap(r.ops);
       spans.swap(r.spans);
-      r.events.reserve(r.options.wake_records);
-      r.ops.reserve(r.options.wake_records / 2);
+      r.events.swap(r.spare_events);
+      r.ops.swap(r.spare_ops);
+      streams = r.streams;
     }
     r.buffer_taken.notify_all();
-    resolver->add(events, tables);
+    resolver->add(events, streams, tables);
     resolver->add(ops, tables);
     resolver->add(spans, tables);
+    events.clear();
+    ops.clear();
+    Lock lock(r.mutex);
+    if (r.active) {
+      r.spare_events.swap(events);
+      r.spare_ops.swap(ops);
+    }
   }
   Py_END_ALLOW_THREADS
   PyObject* out = PyDict_New();
@@ -207,7 +222,7 @@ PyObject* pop_module(PyObject*, PyObject* name) {
   for (const auto& module : open) is_open |= module.first == id;
   if (!is_open || !r.active) Py_RETURN_NONE;   // entered before the recording
   const int64_t now = r.now();
-  std::lock_guard<std::mutex> lock(r.mutex);
+  Lock lock(r.mutex);
   while (true) {
     const auto [module, began] = open.back();
     open.pop_back();
@@ -262,7 +277,7 @@ void add_label(const at::Tensor& tensor, EventKind kind, int category, int32_t n
   if (!describe_storage(tensor, event)) return;
   event.kind = kind;
   event.op = category;
-  event.name = name;
+  event.detail = name;
   out.push_back(event);
 }
 
@@ -285,7 +300,7 @@ PyObject* label(PyObject*, PyObject* arguments) {
   Recorder& r = recorder();
   const int64_t time = r.now();
   const int16_t thread = thread_state().index;
-  std::lock_guard<std::mutex> lock(r.mutex);
+  Lock lock(r.mutex);
   if (!r.active) Py_RETURN_NONE;
   for (Event& event : events) {
     event.time_ns = time;
@@ -304,7 +319,7 @@ PyObject* baseline(PyObject*, PyObject* tensors) {
     if (THPVariable_Check(object)) add_label(THPVariable_Unpack(object), EventKind::baseline, kNone, kNone, events);
   }
   Recorder& r = recorder();
-  std::lock_guard<std::mutex> lock(r.mutex);
+  Lock lock(r.mutex);
   for (Event& event : events) r.events.push_back(event);
   Py_RETURN_NONE;
 }
@@ -356,7 +371,7 @@ void wait_for_writer() {
   const bool holds_gil = PyGILState_Check() != 0;
   PyThreadState* saved = holds_gil ? PyEval_SaveThread() : nullptr;   // the writer needs the GIL to go on
   {
-    std::unique_lock<std::mutex> lock(r.mutex);
+    std::unique_lock<SpinLock> lock(r.mutex);
     r.wake_writer.notify_one();
     const bool taken = r.buffer_taken.wait_for(lock, std::chrono::seconds(10), [&] {
       return !r.active || r.events.size() + r.ops.size() <= r.options.limit_records;

@@ -60,14 +60,14 @@ void Recorder::notify_if_due() {
 }
 
 void Recorder::add(const Event& event) {
-  std::lock_guard<std::mutex> lock(mutex);
+  Lock lock(mutex);
   if (!active) return;
   events.push_back(event);
   notify_if_due();
 }
 
 void Recorder::add(const Span& span) {
-  std::lock_guard<std::mutex> lock(mutex);
+  Lock lock(mutex);
   if (!active) return;
   spans.push_back(span);
 }
@@ -75,16 +75,15 @@ void Recorder::add(const Span& span) {
 ThreadState& thread_state() {
   // Leaked on purpose, a few hundred bytes a thread: blocks are freed while a thread's own storage is torn down.
   thread_local ThreadState* state = nullptr;
-  thread_local uint32_t epoch = 0;
   Recorder& r = recorder();
   const uint32_t now = r.epoch.load(std::memory_order_relaxed);
-  if (state != nullptr && epoch == now) return *state;
+  if (state != nullptr && state->epoch == now) return *state;
   if (state == nullptr) state = new ThreadState;
   *state = ThreadState{};
-  epoch = now;
+  state->epoch = now;
   char name[16] = "";
   pthread_getname_np(pthread_self(), name, sizeof name);
-  std::lock_guard<std::mutex> lock(r.mutex);
+  Lock lock(r.mutex);
   state->index = static_cast<int16_t>(std::min<size_t>(r.threads.size(), INT16_MAX));
   r.threads.push_back(state);
   r.names.id(NameKind::thread, std::to_string(state->index) + "\t" + name);

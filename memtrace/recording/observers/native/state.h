@@ -9,6 +9,7 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -25,30 +26,29 @@ enum class NameKind : int8_t { op, module, tensor, frame, stack, thread, range }
 
 constexpr int kNone = -1;
 
+// Both are kept small: an operator-bound program makes half a million of them a second.
 struct Event {
   int64_t time_ns;
   uint64_t address;
-  int64_t size;     // bytes of the block
-  int64_t op;       // the call; for a label its category
-  int64_t stream;   // CUDA only
-  int32_t name;     // labels only
+  int64_t size;
+  int64_t op;        // the call; for a label its category
+  int32_t detail;    // for a label its name; else the index of the stream in `Recorder::streams`, or kNone
   int16_t thread;
-  EventKind kind;
-  int8_t device;    // 0 = cpu, 1 + i = cuda:i
-  bool foreign;     // memory that no traced allocator gave out (NumPy, shared memory)
+  int8_t device;     // 0 = cpu, 1 + i = cuda:i
+  EventKind kind : 7;
+  bool foreign : 1;  // memory that no traced allocator gave out (NumPy, shared memory)
 };
 
 struct OpCall {
   int64_t op, start_ns, duration_ns;
   int64_t sequence_nr;      // of the first node it made, or of the one it runs in
-  int64_t sequence_end;     // one past the last node it made
-  uint64_t forward_thread;  // whose numbers sequence_nr counts
+  uint32_t num_nodes;       // how many it made
+  uint32_t forward_thread;  // whose numbers sequence_nr counts
   int32_t name, module, stack;
   int16_t thread;
   Phase phase;
-  bool recompute;
-  bool made_node;
-  bool touched_blocks;      // false: kept only so that its backward operator finds its module
+  bool recompute : 1;
+  bool touched_blocks : 1;  // false: kept only so that its backward operator finds its module
 };
 
 struct Span {
@@ -61,7 +61,7 @@ struct Span {
 // Where an operator called in the forward pass came from: its backward operator inherits it.
 struct Node {
   int64_t sequence_nr;
-  uint64_t forward_thread;
+  uint32_t forward_thread;
   bool in_python;           // a user's autograd Function: its backward has frames of its own
 };
 
@@ -72,6 +72,7 @@ struct OpenRange {
 };
 
 struct ThreadState {
+  uint32_t epoch = 0;                                    // the recording it belongs to
   int16_t index = 0;
   int64_t current_op = kNone;
   int64_t op_allocated_bytes = 0;
@@ -115,6 +116,21 @@ class Names {
   int32_t next_ = 0;
 };
 
+// Held for tens of nanoseconds, several times an operator: half the price of a std::mutex.
+class SpinLock {
+ public:
+  void lock() {
+    for (int tries = 0; held_.exchange(true, std::memory_order_acquire); ++tries)
+      if (tries > 64) std::this_thread::yield();
+  }
+  void unlock() { held_.store(false, std::memory_order_release); }
+
+ private:
+  std::atomic<bool> held_{false};
+};
+
+using Lock = std::lock_guard<SpinLock>;
+
 struct Recorder {
   std::atomic<bool> active{false};
   std::atomic<bool> overrun{false};        // the writer did not keep up: recording ended itself
@@ -125,11 +141,14 @@ struct Recorder {
   std::chrono::steady_clock::time_point t0;
   Names names;
 
-  std::mutex mutex;                        // guards all below
-  std::condition_variable wake_writer, buffer_taken;
+  std::condition_variable_any wake_writer, buffer_taken;
+  SpinLock mutex;                          // guards all below
+  std::vector<int64_t> streams;            // CUDA streams seen
   std::vector<Event> events;
   std::vector<OpCall> ops;
   std::vector<Span> spans;
+  std::vector<Event> spare_events;         // buffers that were drained: fresh memory would cost page faults
+  std::vector<OpCall> spare_ops;
   std::vector<ThreadState*> threads;
 
   int64_t now() const {

@@ -21,7 +21,7 @@ void Resolver::row(const Event& event, EventKind kind, int64_t block, int8_t dev
   out.size.push_back(access ? kNone : size);
   out.address.push_back(access || event.address == 0 ? kNone : static_cast<int64_t>(event.address));
   out.op.push_back(kind == EventKind::baseline ? kNone : event.op);
-  out.stream.push_back(event.stream);
+  out.stream.push_back(event.kind == EventKind::label || event.detail == kNone ? kNone : streams_[static_cast<size_t>(event.detail)]);
   out.thread.push_back(event.thread);
 }
 
@@ -45,7 +45,8 @@ void Resolver::end(const Event& event, Tables& out) {
   live_.erase(found);
 }
 
-void Resolver::add(const std::vector<Event>& events, Tables& out) {
+void Resolver::add(const std::vector<Event>& events, std::vector<int64_t> streams, Tables& out) {
+  streams_ = std::move(streams);
   for (const Event& event : events) {
     if (event.kind == EventKind::free) {
       end(event, out);
@@ -73,7 +74,7 @@ void Resolver::add(const std::vector<Event>& events, Tables& out) {
       block.labels |= bit;
       out.labels.block.push_back(block.block);
       out.labels.category.push_back(static_cast<int8_t>(event.op));
-      out.labels.name.push_back(event.name);
+      out.labels.name.push_back(event.detail);
     } else if (event.kind != EventKind::baseline) {
       row(event, event.kind, block.block, block.device, block.size, out.events);
     }
@@ -95,9 +96,9 @@ void Resolver::add(const std::vector<OpCall>& ops, Tables& out) {
   OpColumns& columns = out.ops;
   for (const OpCall& call : ops) {
     int32_t module = call.module, stack = call.stack;
-    if (call.made_node) {
+    if (call.num_nodes > 0) {
       std::deque<Forward>& made = forward_[call.forward_thread];
-      made.push_back({call.sequence_nr, call.sequence_end, call.module, call.stack});
+      made.push_back({call.sequence_nr, call.sequence_nr + call.num_nodes, call.module, call.stack});
       if (made.size() > kForwardKept) made.pop_front();
     } else if (call.phase == Phase::backward && !call.recompute && call.sequence_nr >= 0) {
       if (const Forward* forward = forward_of(call)) {

@@ -44,7 +44,7 @@ struct Tables {
 // Used by one thread at a time, in the order in which things happened.
 class Resolver {
  public:
-  void add(const std::vector<Event>& events, Tables& out);
+  void add(const std::vector<Event>& events, std::vector<int64_t> streams, Tables& out);
   void add(const std::vector<OpCall>& ops, Tables& out);
   void add(const std::vector<Span>& spans, Tables& out);
   int64_t num_blocks() const { return next_block_; }
@@ -67,6 +67,7 @@ class Resolver {
 
   std::unordered_map<uint64_t, Live> live_;
   std::unordered_map<uint64_t, std::deque<Forward>> forward_;
+  std::vector<int64_t> streams_;
   int64_t next_block_ = 0;
 };
 

@@ -1,0 +1,94 @@
+"""A small GPT trained on synthetic text: ``python examples/gpt.py [--steps N] [--record run.memtrace]``."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, vocabulary: int = 256, width: int = 128, layers: int = 4, heads: int = 4, length: int = 128) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def synthetic_text(batch: int, length: int, vocabulary: int = 256) -> torch.Tensor:
+    """Counting sequences with random starts and strides: something a GPT can learn in a few steps."""
+    start, stride = torch.randint(vocabulary, (batch, 1)), torch.randint(1, 4, (batch, 1))
+    return (start + stride * torch.arange(length + 1)) % vocabulary
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, text: torch.Tensor) -> torch.Tensor:
+    logits = model(text[:, :-1])
+    loss = functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--record", metavar="TRACE", help="record under memtrace, into this folder")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if arguments.record:
+        import memtrace
+
+        recording = memtrace.record(arguments.record)
+    else:
+        recording = nullcontext()
+    with recording:
+        for step in range(arguments.steps):
+            loss = train_step(model, optimizer, synthetic_text(arguments.batch, 128))
+            if step % 5 == 0 or step == arguments.steps - 1:
+                print(f"step {step:3d}  loss {loss.item():.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Which operator call, phase and step an event belongs to.
+
+The order of the rows of ``events`` is the truth; times follow it except for small disorder between threads. An
+instant therefore cuts the rows at the first row whose time is at or past it: what comes before it is before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memtrace.arrays import Array
+from memtrace.schema import EVENT_KINDS, PHASES, SPAN_KINDS
+from memtrace.trace import Trace
+
+KIND = {kind: np.int8(code) for code, kind in enumerate(EVENT_KINDS)}
+PHASE = {phase: np.int8(code) for code, phase in enumerate(PHASES)}
+SPAN = {kind: np.int8(code) for code, kind in enumerate(SPAN_KINDS)}
+
+
+def rows_at(trace: Trace, times: Array) -> Array:
+    """For each time the first row of events at or past it; the number of rows where there is none."""
+
+    def rising() -> Array:
+        time = trace.columns("events", "time_ns")["time_ns"]
+        return time if bool(np.all(time[1:] >= time[:-1])) else np.maximum.accumulate(time)
+
+    return np.searchsorted(trace.cached("rising times", rising), times, side="left")
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The steps of a trace in order of time: which rows of events each holds, as ``first_row`` to ``end_row``."""
+
+    number: Array
+    start_ns: Array
+    duration_ns: Array
+    first_row: Array
+    end_row: Array
+
+    def of_rows(self, rows: Array) -> Array:
+        """The step's number for each row of events, -1 outside of all steps."""
+        if not len(self.number):
+            return np.full(len(rows), -1, np.int64)
+        place = np.searchsorted(self.first_row, rows, side="right") - 1
+        inside = (place >= 0) & (rows < self.end_row[place])
+        return np.where(inside, self.number[place], -1)
+
+
+def step_rows(trace: Trace) -> StepRows:
+    """The steps from the spans of kind step, half-open [start, start + duration); empty where there are none."""
+
+    def compute() -> StepRows:
+        spans = trace.columns("spans", "kind", "start_ns", "duration_ns", "index")
+        chosen = np.flatnonzero(spans["kind"] == SPAN["step"])
+        chosen = chosen[np.argsort(spans["start_ns"][chosen], kind="stable")]
+        start, duration = spans["start_ns"][chosen], spans["duration_ns"][chosen]
+        return StepRows(
+            spans["index"][chosen], start, duration, rows_at(trace, start), rows_at(trace, start + duration)
+        )
+
+    return trace.cached("step rows", compute)
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The operator calls by their identity. Rows that were never written (a killed process) are row -1."""
+
+    first: int
+    row_of: Array
+
+    def rows(self, ops: Array) -> Array:
+        """The row of ``ops`` for each operator call, -1 where there is none."""
+        if not len(self.row_of):
+            return np.full(len(ops), -1, np.int32)
+        place = ops - self.first
+        known = (ops >= 0) & (place >= 0) & (place < len(self.row_of))
+        return np.where(known, self.row_of[np.where(known, place, 0)], np.int32(-1))
+
+
+def ops_lookup(trace: Trace) -> Ops:
+    """A lookup from operator call to its row."""
+
+    def compute() -> Ops:
+        identity = trace.columns("ops", "op")["op"]
+        if not len(identity):
+            return Ops(0, np.empty(0, np.int32))
+        first, last = int(identity.min()), int(identity.max())
+        row_of = np.full(last - first + 1, -1, np.int32)
+        row_of[identity - first] = np.arange(len(identity), dtype=np.int32)
+        return Ops(first, row_of)
+
+    return trace.cached("ops lookup", compute)
+
+
+def op_column(trace: Trace, ops: Array, name: str) -> Array:
+    """A column of the table ops for each operator call, -1 (False) where the call is not known."""
+    column = trace.columns("ops", name)[name]
+    missing = column.dtype.type(False) if column.dtype == bool else column.dtype.type(-1)
+    if not len(column):
+        return np.full(len(ops), missing, column.dtype)
+    rows = ops_lookup(trace).rows(ops)
+    return np.where(rows >= 0, column[rows], missing)
+
+
+@dataclass(frozen=True)
+class PhaseRows:
+    """The rows of events cut wherever a phase or a step begins or ends; one phase a piece."""
+
+    first_row: Array
+    phase: Array
+
+    def pieces(self, rows: Array) -> Array:
+        """The piece of each row."""
+        return np.searchsorted(self.first_row, rows, side="right") - 1
+
+
+def phase_rows(trace: Trace) -> PhaseRows | None:
+    """The phases by the spans of kind phase: innermost span, ``other`` between them; None without such spans."""
+
+    def compute() -> PhaseRows | None:
+        spans = trace.columns("spans", "kind", "name", "start_ns", "duration_ns")
+        chosen = np.flatnonzero(spans["kind"] == SPAN["phase"])
+        if not len(chosen):
+            return None
+        chosen = chosen[np.argsort(spans["start_ns"][chosen], kind="stable")]
+        start = spans["start_ns"][chosen]
+        end = start + spans["duration_ns"][chosen]
+        names = {int(name): PHASE.get(trace.name(int(name)) or "", np.int8(-1)) for name in set(spans["name"][chosen])}
+        phase = np.array([names[int(name)] for name in spans["name"][chosen]], np.int8)
+        steps = step_rows(trace)
+        times = np.unique(np.concatenate([start, end, steps.start_ns, steps.start_ns + steps.duration_ns]))
+        piece_phase = np.full(len(times) + 1, PHASE["other"], np.int8)
+        # Spans in order of start, so an inner one overwrites its part of the outer one.
+        for first, last, code in zip(
+            np.searchsorted(times, start), np.searchsorted(times, end), phase, strict=True
+        ):
+            piece_phase[first + 1 : last + 1] = code
+        return PhaseRows(np.concatenate([[0], rows_at(trace, times)]), piece_phase)
+
+    return trace.cached("phase rows", compute)

@@ -1,0 +1,107 @@
+"""Arrow columns to plain numpy columns, as the analysis kernels take them.
+
+Integers: null becomes -1. Text of a closed vocabulary: int8 codes into the vocabulary, -1 for null. Booleans: null
+becomes False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from memtrace.errors import TraceError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+NARROW_LIMIT = 2**31 - 1
+
+
+def integers(parts: Sequence[pa.ChunkedArray], dtype: type[np.signedinteger[Any]]) -> Array:
+    """The parts joined as ``dtype``, null as -1."""
+    import pyarrow.compute as pc
+
+    joined = np.empty(sum(len(part) for part in parts), dtype)
+    at = 0
+    for part in parts:
+        for chunk in part.chunks:
+            filled = pc.fill_null(chunk, -1) if chunk.null_count else chunk
+            joined[at : at + len(chunk)] = filled.to_numpy(zero_copy_only=False)
+            at += len(chunk)
+    return joined
+
+
+def narrowest(parts: Sequence[pa.ChunkedArray]) -> type[np.signedinteger[Any]]:
+    """int32 where every value fits, else int64. Half the memory for identities, which are dense."""
+    import pyarrow.compute as pc
+
+    largest = max((pc.max(part).as_py() or 0 for part in parts), default=0)
+    return np.int32 if largest <= NARROW_LIMIT else np.int64
+
+
+def booleans(parts: Sequence[pa.ChunkedArray]) -> Array:
+    """The parts joined as bool, null as False."""
+    import pyarrow.compute as pc
+
+    chunks = [chunk for part in parts for chunk in part.chunks]
+    arrays = [pc.fill_null(chunk, False).to_numpy(zero_copy_only=False) for chunk in chunks]
+    return np.concatenate(arrays).astype(bool, copy=False) if arrays else np.empty(0, bool)
+
+
+def text_values(parts: Sequence[pa.ChunkedArray]) -> set[str]:
+    """Every text that occurs in the parts."""
+    import pyarrow.compute as pc
+
+    values: set[str] = set()
+    # By chunk: the dictionaries of two row groups may differ.
+    for chunk in (chunk for part in parts for chunk in part.chunks):
+        values.update(value for value in pc.unique(chunk).to_pylist() if value is not None)
+    return values
+
+
+def codes(parts: Sequence[pa.ChunkedArray], code_of: Callable[[str], int]) -> Array:
+    """The parts joined as int8 codes: ``code_of`` each text, -1 for null."""
+    joined = np.empty(sum(len(part) for part in parts), np.int8)
+    at = 0
+    for part in parts:
+        for chunk in part.chunks:
+            encoded = chunk if hasattr(chunk, "dictionary") else chunk.dictionary_encode()
+            joined[at : at + len(chunk)] = _codes_of_chunk(encoded, code_of)
+            at += len(chunk)
+    return joined
+
+
+def _codes_of_chunk(chunk: Any, code_of: Callable[[str], int]) -> Array:
+    import pyarrow.compute as pc
+
+    indices = chunk.indices
+    if indices.null_count:
+        indices = pc.fill_null(indices, -1)
+    present = indices.to_numpy(zero_copy_only=False)
+    # A dictionary may hold texts that no row uses: only those in use must be known. The last entry serves null.
+    used = set(np.unique(present).tolist())
+    texts = chunk.dictionary.to_pylist()
+    lookup = np.full(len(texts) + 1, -1, np.int8)
+    for index, text in enumerate(texts):
+        if index in used and text is not None:
+            lookup[index] = code_of(text)
+    return lookup[present]
+
+
+def vocabulary_coder(vocabulary: Sequence[str], column: str) -> Callable[[str], int]:
+    """A function from a text to its place in a closed vocabulary; TraceError for a text that is not in it."""
+    places = {text: place for place, text in enumerate(vocabulary)}
+
+    def code_of(text: str) -> int:
+        if text not in places:
+            raise TraceError(
+                f"the column {column} holds {text!r}, which is none of {', '.join(vocabulary)}: the trace was "
+                "written by another tool or a newer memtrace. Install a newer memtrace, or record again."
+            )
+        return places[text]
+
+    return code_of

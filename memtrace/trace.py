@@ -1,0 +1,343 @@
+"""A recording opened for reading.
+
+    trace = memtrace.load("run.memtrace")
+    trace.coverage                      # what the trace covers, and what it cannot answer
+    trace.blocks.nlargest(10, "size")   # tables are DataFrames, read when first used
+
+The tables and their columns are those of ``memtrace.schema``; ``blocks`` and ``steps`` are made from them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from memtrace import arrays
+from memtrace.arrays import Array
+from memtrace.errors import TraceError
+from memtrace.schema import CATEGORIES, EVENT_KINDS, NAME_KINDS, PHASES, SPAN_KINDS, TABLES
+from memtrace.storage import MemoryTables, Source, open_folder
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+T = TypeVar("T")
+
+_VOCABULARIES = {
+    ("events", "kind"): EVENT_KINDS,
+    ("ops", "phase"): PHASES,
+    ("spans", "kind"): SPAN_KINDS,
+    ("labels", "category"): CATEGORIES,
+    ("names", "kind"): NAME_KINDS,
+}
+_IDENTITIES = {("events", "block"), ("events", "op"), ("ops", "op"), ("labels", "block")}
+_DTYPES: dict[str, type[np.signedinteger[Any]]] = {"int64": np.int64, "int32": np.int32, "int16": np.int16}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One Python frame of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a trace covers. None: not known. Bytes are requested bytes."""
+
+    first_event_ns: int | None
+    """Time of the first event, ns since the recording began."""
+    last_event_ns: int | None
+    """Time of the last event."""
+    num_events: int
+    num_steps: int
+    lost_events: int | None
+    """Events the recorder could not write."""
+    dropped_events: int | None
+    """Events older than the steps a ring recording keeps."""
+    baseline_bytes: int
+    """Bytes of the blocks older than the recording that it came to see, all devices."""
+    unattributed_bytes: int
+    """Bytes live at the requested peak in blocks of category unknown, summed over the devices."""
+    outside_allocator_bytes: int | None
+    """Bytes that the process holds on its devices outside the traced allocator; None on a CPU."""
+    finished: bool
+    """False: the process died or was killed while recording; the trace ends at the last flush."""
+    stop_reason: str | None
+    notes: tuple[str, ...]
+    """Sentences about what the trace cannot tell, and why."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain JSON values."""
+        return asdict(self) | {"notes": list(self.notes)}
+
+
+class Trace:
+    """One recording: the tables of one rank, or of several (then ``rank(n)`` gives one)."""
+
+    def __init__(self, path: Path | None, sources: Mapping[int, Source]) -> None:
+        self.path = path
+        self._sources = dict(sources)
+        self._columns: dict[tuple[str, str], Array] = {}
+        self._results: dict[Any, Any] = {}
+
+    @classmethod
+    def from_tables(
+        cls, manifest: dict[str, Any], tables: Mapping[str, pa.Table], path: Path | None = None
+    ) -> Trace:
+        """A trace of one rank from tables in memory; tables that are absent count as empty."""
+        return cls(path, {int(manifest.get("rank", 0)): MemoryTables(manifest, tables)})
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks in this trace, in order."""
+        return tuple(self._sources)
+
+    def rank(self, number: int) -> Trace:
+        """The trace of one rank; TraceError where it is not there."""
+        if number not in self._sources:
+            held = ", ".join(map(str, self.ranks))
+            raise TraceError(f"{self._where} has no rank {number}: it holds rank {held}.")
+        if len(self._sources) == 1:
+            return self
+        return self.cached(("rank", number), lambda: Trace(self.path, {number: self._sources[number]}))
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The manifest of the rank."""
+        return self._source.manifest
+
+    @property
+    def file_notes(self) -> list[str]:
+        """What the files themselves tell about what is missing."""
+        return self._source.notes()
+
+    @property
+    def coverage(self) -> Coverage:
+        """What the trace covers and what it cannot answer."""
+        from memtrace.analysis.coverage import coverage
+
+        return self.cached("coverage", lambda: coverage(self))
+
+    # -- columns, for the analysis ---------------------------------------------------------------------------
+
+    def num_rows(self, table: str) -> int:
+        """How many rows a table has."""
+        return self._source.num_rows(table)
+
+    def columns(self, table: str, *names: str) -> dict[str, Array]:
+        """Columns of a table as numpy arrays, read on first use and kept.
+
+        Integers have -1 for null; kind, phase and category are int8 codes into the tuples of ``schema``, device
+        into ``devices``, -1 for null; ``recompute`` is False for null. Block and operator ids are int32 where they
+        fit. Where the blocks' ids are sparse (a long ring recording), ``block`` is their place in ``block_ids``.
+        """
+        wanted = [name for name in names if (table, name) not in self._columns]
+        if wanted:
+            self._read(table, wanted)
+        return {name: self._columns[table, name] for name in names}
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices that have events, cpu first, then by name and number."""
+        self.columns("events", "device")
+        devices: tuple[str, ...] = self._results["devices"]
+        return devices
+
+    @property
+    def block_ids(self) -> Array | None:
+        """The blocks' ids in order of first sight where they are sparse; None where they count from 0."""
+        self.columns("events", "block")
+        ids: Array | None = self._results["block_ids"]
+        return ids
+
+    def cached(self, key: Any, compute: Callable[[], T]) -> T:
+        """The result of ``compute``, kept under ``key`` for as long as the trace lives."""
+        if key not in self._results:
+            self._results[key] = compute()
+        result: T = self._results[key]
+        return result
+
+    def name(self, identity: int) -> str | None:
+        """The text of an id of the table names; None for -1 and for a name that was never written."""
+        texts, _ = self._names
+        return texts.get(identity)
+
+    def frames(self, stack: int) -> list[Frame]:
+        """The frames of a stack, innermost first; empty for -1 and for a stack that was never written."""
+        texts, stacks = self._names
+        return [_frame(texts[identity]) for identity in stacks.get(stack, ()) if identity in texts]
+
+    # -- tables, for people ----------------------------------------------------------------------------------
+
+    @property
+    def events(self) -> pd.DataFrame:
+        """One row an event: the columns of ``schema.TABLES['events']``, null as NA."""
+        return self._frame_of("events")
+
+    @property
+    def ops(self) -> pd.DataFrame:
+        """One row an operator call: the columns of ``schema.TABLES['ops']``, null as NA."""
+        return self._frame_of("ops")
+
+    @property
+    def spans(self) -> pd.DataFrame:
+        """Steps, phases, module calls, waits and ranges: the columns of ``schema.TABLES['spans']``."""
+        return self._frame_of("spans")
+
+    @property
+    def labels(self) -> pd.DataFrame:
+        """What the program itself told of its blocks: the columns of ``schema.TABLES['labels']``."""
+        return self._frame_of("labels")
+
+    @property
+    def names(self) -> pd.DataFrame:
+        """Interned names, frames and stacks: the columns of ``schema.TABLES['names']``."""
+        return self._frame_of("names")
+
+    @property
+    def blocks(self) -> pd.DataFrame:
+        """One row a block; see ``memtrace.analysis.blocks.blocks_table``."""
+        from memtrace.analysis.blocks import blocks_table
+
+        return blocks_table(self)
+
+    @property
+    def steps(self) -> pd.DataFrame:
+        """One row a step; see ``memtrace.analysis.steps.steps``."""
+        from memtrace.analysis.steps import steps
+
+        return steps(self)
+
+    def __repr__(self) -> str:
+        """The path and the ranks."""
+        return f"<memtrace.Trace {self._where}, rank {', '.join(map(str, self.ranks))}>"
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    @property
+    def _where(self) -> str:
+        return str(self.path) if self.path else "the trace"
+
+    @property
+    def _source(self) -> Source:
+        if len(self._sources) != 1:
+            held = ", ".join(map(str, self.ranks))
+            raise TraceError(
+                f"{self._where} holds several ranks ({held}): choose one with trace.rank({self.ranks[0]}), or "
+                f"--rank {self.ranks[0]} on the command line."
+            )
+        return next(iter(self._sources.values()))
+
+    def _read(self, table: str, names: list[str]) -> None:
+        parts = self._source.read(table, tuple(names))
+        for name in names:
+            present = [part.column(name) for part in parts if name in part.column_names]
+            if len(present) < len(parts) or not parts:
+                column = self._absent(table, name)
+            else:
+                column = self._convert(table, name, present)
+            self._columns[table, name] = column
+
+    def _absent(self, table: str, name: str) -> Array:
+        """A column that the trace does not have: null in every row."""
+        import pyarrow as pa
+
+        from memtrace.schema import arrow_schema
+
+        nulls = pa.nulls(self.num_rows(table), arrow_schema(table).field(name).type)
+        return self._convert(table, name, [pa.chunked_array([nulls])])
+
+    def _convert(self, table: str, name: str, parts: list[pa.ChunkedArray]) -> Array:
+        if (table, name) == ("events", "device"):
+            devices = tuple(sorted(arrays.text_values(parts), key=_natural))
+            self._results["devices"] = devices
+            return arrays.codes(parts, devices.index)
+        if (table, name) in _VOCABULARIES:
+            return arrays.codes(parts, arrays.vocabulary_coder(_VOCABULARIES[table, name], f"{table}.{name}"))
+        kind = next(column.type for column in TABLES[table] if column.name == name)
+        if kind == "bool":
+            return arrays.booleans(parts)
+        dtype = arrays.narrowest(parts) if (table, name) in _IDENTITIES else _DTYPES[kind]
+        column = arrays.integers(parts, dtype)
+        return self._densify(table, column) if name == "block" else column
+
+    def _densify(self, table: str, column: Array) -> Array:
+        """Block ids as places in ``block_ids`` where they are sparse, so that arrays can be indexed by them."""
+        if table == "events":
+            largest = int(column.max(initial=-1))
+            sparse = largest >= 4 * len(column) + 1024
+            self._results["block_ids"] = np.unique(column[column >= 0]) if sparse else None
+        ids = self.block_ids
+        if ids is None:
+            return column
+        places = np.searchsorted(ids, column)
+        known = (places < len(ids)) & (ids[np.minimum(places, len(ids) - 1)] == column)
+        return np.where(known, places, -1).astype(np.int32)
+
+    @property
+    def _names(self) -> tuple[dict[int, str], dict[int, list[int]]]:
+        return self.cached("names", self._read_names)
+
+    def _read_names(self) -> tuple[dict[int, str], dict[int, list[int]]]:
+        texts: dict[int, str] = {}
+        stacks: dict[int, list[int]] = {}
+        for part in self._source.read("names", ("id", "text", "frames")):
+            ids = part.column("id").to_pylist()
+            texts.update(_present(zip(ids, part.column("text").to_pylist(), strict=True)))
+            if "frames" in part.column_names:
+                stacks.update(_present(zip(ids, part.column("frames").to_pylist(), strict=True)))
+        return texts, stacks
+
+    def _frame_of(self, table: str) -> pd.DataFrame:
+        import pandas as pd
+        import pyarrow as pa
+
+        from memtrace.schema import arrow_schema
+
+        schema = arrow_schema(table)
+        parts = self._source.read(table, tuple(schema.names))
+        nullable = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype(), pa.int16(): pd.Int16Dtype()}
+        whole = pa.concat_tables([*parts, schema.empty_table()], promote_options="permissive")
+        frame: pd.DataFrame = whole.unify_dictionaries().to_pandas(types_mapper=nullable.get)
+        return frame
+
+
+def load(path: str | Path) -> Trace:
+    """Open a trace: a ``*.memtrace`` folder, the folder of one rank, or a file of another tool.
+
+    Raises TraceError where there is nothing to read, and where what is there is damaged, foreign or too new.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return Trace(path, open_folder(path))
+    if not path.exists():
+        raise TraceError(f"{path} does not exist. Give the folder that memtrace.record wrote (*.memtrace).")
+    from memtrace import readers
+
+    ranks = readers.read(path)
+    return Trace(path, {manifest["rank"]: MemoryTables(manifest, tables) for manifest, tables in ranks})
+
+
+def _present(pairs: Iterable[tuple[int, T | None]]) -> Iterable[tuple[int, T]]:
+    return ((key, value) for key, value in pairs if value is not None)
+
+
+def _frame(text: str) -> Frame:
+    file, _, rest = text.partition("\t")
+    line, _, function = rest.partition("\t")
+    return Frame(file, int(line) if line.isdigit() else 0, function)
+
+
+def _natural(device: str) -> tuple[bool, list[tuple[int, str]]]:
+    """cpu first; cuda:2 before cuda:10."""
+    pieces = re.findall(r"\d+|\D+", device)
+    return device != "cpu", [(int(piece) if piece.isdigit() else -1, piece) for piece in pieces]
