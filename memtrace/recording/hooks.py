@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
 from memtrace.recording.labels import Labeller
@@ -31,26 +30,32 @@ def install(
 
 
 def _watch_modules(observer: Observer, labeller: Labeller, undo: ExitStack) -> None:
-    push, pop, name_of = observer.push_module, observer.pop_module, labeller.module_name
-    known = labeller.known_modules
+    """Wrap ``Module.__call__``: torch's global forward hooks would cost every module call several times more."""
+    original = torch.nn.Module.__call__
+    push, pop, name_of, known = observer.push_module, observer.pop_module, labeller.module_name, labeller.known_modules
     is_compiling = torch.compiler.is_compiling
 
-    def before(module: torch.nn.Module, inputs: Any) -> None:
+    @functools.wraps(original)
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
-            return
-        name = known.get(id(module))
-        if push(name_of(module) if name is None else name) == 1 and torch.is_grad_enabled():
-            labeller.label_inputs(inputs)
-
-    def after(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if is_compiling():
-            return
-        name = known.get(id(module))
-        if name is not None:
+            return original(self, *args, **kwargs)
+        name = known.get(id(self))
+        if name is None:
+            name = name_of(self)
+        if push(name) == 1 and torch.is_grad_enabled():
+            labeller.label_inputs((args, kwargs))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
             pop(name)
 
-    undo.callback(module_hooks.register_module_forward_pre_hook(before).remove)
-    undo.callback(module_hooks.register_module_forward_hook(after, always_call=True).remove)
+    def restore() -> None:
+        if torch.nn.Module.__call__ is call:
+            torch.nn.Module.__call__ = original  # type: ignore[method-assign]
+
+    observer.hide_frames_of(call.__code__)
+    torch.nn.Module.__call__ = call  # type: ignore[method-assign]
+    undo.callback(restore)
 
 
 def _watch_backward(observer: Observer, undo: ExitStack) -> None:

@@ -64,6 +64,7 @@ class Labeller:
         self._references: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._parameters: dict[int, _Parameter] = {}  # by id(tensor); entries go with their tensor
         self._state_names: dict[int, dict[str, int]] = {}
+        self._seen_state: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]] = weakref.WeakKeyDictionary()
         self._root_names: dict[str, int] = {}
 
     def module_name(self, module: torch.nn.Module) -> int:
@@ -140,6 +141,11 @@ class Labeller:
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Tell of the state the optimizer keeps."""
+        first = next(iter(optimizer.state.values()), None)
+        tensors_of_first = [id(value) for value in first.values()] if isinstance(first, dict) else []
+        if tensors_of_first and self._seen_state.get(optimizer) == tensors_of_first:
+            return  # an optimizer that updates its state in place: told already
+        self._seen_state[optimizer] = tensors_of_first
         tensors, names = [], []
         for parameter, state in optimizer.state.items():
             if not isinstance(state, dict):

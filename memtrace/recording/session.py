@@ -106,7 +106,7 @@ def make_observer(kind: ObserverKind) -> tuple[Observer, list[str]]:
     except BuildError as error:
         if kind == "native":
             raise MemtraceError(f"the native observer cannot be used: {error}") from error
-        note = f"recorded in pure Python, about three times slower: {error}"
+        note = f"recorded in pure Python, several times slower: {error}"
         logger.warning("memtrace: %s", note)
         return DispatchObserver(), [note]
 

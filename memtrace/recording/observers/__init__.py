@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
@@ -59,6 +60,9 @@ class Observer(Protocol):
 
     def name_id(self, kind: int, text: str) -> int:
         """The id of a name, new or known; kind is an index into NAME_KINDS."""
+
+    def hide_frames_of(self, code: CodeType) -> None:
+        """Leave the frames of a function of ours out of Python stacks."""
 
     def push_module(self, name: int) -> int:
         """A module's forward begins; the depth of module calls then."""

@@ -73,7 +73,7 @@ def _compile_flags() -> list[str]:
 
     # NDEBUG: without it RecordFunction has another layout than in the wheel, and every callback throws.
     abi = int(torch.compiled_with_cxx11_abi())
-    return ["-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-ftls-model=initial-exec", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *_include_flags()]
+    return ["-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-ftls-model=initial-exec", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *_include_flags()]
 
 
 def _link_flags() -> list[str]:

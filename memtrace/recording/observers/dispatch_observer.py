@@ -8,7 +8,7 @@ Differences to the native observer, each with its reason:
 * Fake tensors have sizes but no addresses; their address is null.
 * Memory that changes size in place (``Tensor.resize_``) keeps the size it was first seen with.
 * Other threads are seen only as far as torch carries its modes there: autograd's threads, not the user's own.
-* It costs about three times the step time of an operator-bound program; the native one a few per cent.
+* It is slow: see BENCHMARKS.md for both.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class DispatchObserver(TorchDispatchMode):
         self._blocks: dict[int, _Block] = {}
         self._forward: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
         self._num_blocks = self._num_ops = self._num_threads = 0
+        self._hidden: set[CodeType] = set()
         self._active = False
-        self._epoch = 0
 
     # Start and end.
 
@@ -164,6 +164,10 @@ class DispatchObserver(TorchDispatchMode):
                 known = self._name_ids[key] = len(self._name_ids)
                 self._new_names.append((known, kind, text, frames))
             return known
+
+    def hide_frames_of(self, code: CodeType) -> None:
+        """See ``Observer.hide_frames_of``."""
+        self._hidden.add(code)
 
     def push_module(self, name: int) -> int:
         """See ``Observer.push_module``."""
@@ -432,7 +436,7 @@ class DispatchObserver(TorchDispatchMode):
         frame: FrameType | None = sys._getframe(1)
         positions: list[tuple[CodeType, int]] = []
         while frame is not None and len(positions) < _MAX_DEPTH:
-            if frame.f_code.co_filename != __file__:
+            if frame.f_code not in self._hidden and frame.f_code.co_filename != __file__:
                 positions.append((frame.f_code, frame.f_lineno))
             frame = frame.f_back
         key = tuple(positions)

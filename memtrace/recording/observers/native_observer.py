@@ -27,6 +27,7 @@ class NativeObserver:
         self.drain = native.drain
         self.now = native.now
         self.name_id = native.name_id
+        self.hide_frames_of = native.hide_frames_of
         self.push_module = native.push_module
         self.pop_module = native.pop_module
         self.begin_backward = native.begin_backward

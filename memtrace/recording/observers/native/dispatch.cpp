@@ -5,11 +5,14 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/library.h>
 
 #include <array>
+#include <cstring>
 #include <memory>
 #include <stdexcept>
+#include <typeinfo>
 
 #include "cpu_allocator.h"
 #include "dispatch.h"
@@ -230,22 +233,30 @@ void exit_range(ThreadState& thread) {
   }
 }
 
+// A user's autograd Function: no forward operator made its node, but its backward has Python frames of its own.
+bool runs_python_node() {
+  const auto node = torch::autograd::get_current_node();
+  if (!node) return false;
+  const torch::autograd::Node& running = *node;
+  return std::strstr(typeid(running).name(), "PyNode") != nullptr;   // torch does not export the class itself
+}
+
 OpCall describe_call(const OperatorInfo& info, ThreadState& thread, int64_t sequence) {
   OpCall call{};
   call.name = info.name;
   call.stack = kNone;
   call.thread = thread.index;
-  call.phase = current_phase(thread);
+  const auto node = torch::autograd::get_current_node();
+  call.phase = node ? Phase::backward : current_phase(thread);
   call.module = thread.modules.empty() ? kNone : thread.modules.back().first;
   call.recompute = call.phase == Phase::backward && thread.modules.size() > thread.modules_outside;
   call.num_nodes = static_cast<uint32_t>(static_cast<int64_t>(at::sequence_number::peek()) - sequence);
   call.sequence_nr = call.num_nodes > 0 ? sequence : kNone;
-  call.forward_thread = static_cast<uint32_t>(at::RecordFunction::currentThreadId());
+  if (call.num_nodes > 0) call.forward_thread = static_cast<uint32_t>(at::RecordFunction::currentThreadId());
   if (call.phase == Phase::backward && !call.recompute) {
-    const Node& node = thread.nodes.empty() ? thread.last_node : thread.nodes.back();
     call.num_nodes = 0;
-    call.sequence_nr = node.sequence_nr;
-    call.forward_thread = node.forward_thread;
+    call.sequence_nr = node ? static_cast<int64_t>(node->sequence_nr()) : kNone;
+    call.forward_thread = node ? static_cast<uint32_t>(node->thread_id()) : 0;
   } else if (call.phase == Phase::other && call.num_nodes > 0) {
     call.phase = Phase::forward;   // a loss outside every module: autograd records it
   }
@@ -277,11 +288,10 @@ class Call {
     const int64_t end = r.now();
     thread_.current_op = outer_op_;
     OpCall call = describe(end);
-    const bool in_python = !thread_.nodes.empty() && thread_.nodes.back().in_python;
-    const bool inherits = call.phase == Phase::backward && !call.recompute && call.sequence_nr >= 0 && !in_python;
+    const bool inherits = call.phase == Phase::backward && !call.recompute && call.sequence_nr >= 0;
     // A view allocates nothing, but its backward operator may: it inherits the stack of the call that made the node.
     const bool allocates = thread_.op_allocated_bytes > 0 && thread_.op_allocated_bytes >= r.options.stack_min_bytes;
-    if (r.options.stacks && !inherits && (allocates || call.num_nodes > 0)) call.stack = python_stack(true);
+    if (r.options.stacks && (allocates || call.num_nodes > 0) && !(inherits && !runs_python_node())) call.stack = python_stack(true);
     bool full;
     {
       Lock lock(r.mutex);
@@ -372,26 +382,6 @@ void observe(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit
   op.redispatchBoxed(below, stack);
 }
 
-struct NodeContext : at::ObserverContext {};
-
-std::unique_ptr<at::ObserverContext> enter_node(const at::RecordFunction& function) {
-  ThreadState& thread = thread_state();
-  const char* name = function.name();
-  const size_t length = std::char_traits<char>::length(name);
-  const bool in_python = length > 0 && (name[length - 1] < '0' || name[length - 1] > '9') && function.seqNr() >= 0;
-  thread.nodes.push_back({function.seqNr(), static_cast<uint32_t>(function.forwardThreadId()), in_python});
-  return nullptr;
-}
-
-void exit_node(const at::RecordFunction&, at::ObserverContext*) {
-  ThreadState& thread = thread_state();
-  if (thread.nodes.empty()) return;
-  thread.last_node = thread.nodes.back();
-  thread.nodes.pop_back();
-}
-
-at::CallbackHandle node_callback = at::INVALID_CALLBACK_HANDLE;
-
 }  // namespace
 
 void install_dispatch_mode() {
@@ -407,16 +397,6 @@ void install_dispatch_mode() {
 
 void enable_thread(bool on) { c10::impl::tls_set_dispatch_key_included(kMode, on); }
 bool thread_enabled() { return c10::impl::tls_is_dispatch_key_included(kMode); }
-
-void watch_backward(bool on) {
-  if (on && node_callback == at::INVALID_CALLBACK_HANDLE) {
-    node_callback = at::addGlobalCallback(
-        at::RecordFunctionCallback(&enter_node, &exit_node).scopes({at::RecordScope::BACKWARD_FUNCTION}));
-  } else if (!on && node_callback != at::INVALID_CALLBACK_HANDLE) {
-    at::removeCallback(node_callback);
-    node_callback = at::INVALID_CALLBACK_HANDLE;
-  }
-}
 
 void release_foreign() {
   Recorder& r = recorder();

@@ -12,6 +12,9 @@
 #include "tables.h"
 
 namespace memtrace {
+
+void hide_frames_of(PyObject* code);   // stacks.cpp
+
 namespace {
 
 std::unique_ptr<Resolver> resolver;   // of the running recording; used by one draining thread at a time
@@ -47,12 +50,10 @@ PyObject* start(PyObject*, PyObject* arguments) {
     resolver = std::make_unique<Resolver>();
     install_cpu_allocator(true);
     install_cuda_allocator();
-    watch_backward(true);
     r.active = true;
     enable_thread(true);
   } catch (const std::exception& error) {
     install_cpu_allocator(false);
-    watch_backward(false);
     return fail(error.what());
   }
   Py_RETURN_NONE;
@@ -71,7 +72,6 @@ PyObject* stop(PyObject*, PyObject*) {
   }
   r.active = false;
   install_cpu_allocator(false);
-  watch_backward(false);
   release_foreign();
   release_stacks();
   {
@@ -191,6 +191,12 @@ PyObject* drain(PyObject*, PyObject*) {
   return out;
 }
 
+PyObject* hide_code(PyObject*, PyObject* code) {
+  if (!PyCode_Check(code)) return fail("hide_frames_of(code)");
+  hide_frames_of(code);
+  Py_RETURN_NONE;
+}
+
 PyObject* name_id(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 2) return fail("name_id(kind, text)");
   const long kind = PyLong_AsLong(arguments[0]);
@@ -237,7 +243,6 @@ PyObject* begin_backward(PyObject*, PyObject*) {
   if (thread.backward_calls++ == 0) {
     end_forward(thread);
     thread.modules_outside = thread.modules.size();
-    thread.last_node = Node{kNone, 0, false};
   }
   return PyLong_FromLongLong(recorder().now());
 }
@@ -349,6 +354,7 @@ PyMethodDef methods[] = {
     {"wake", wake, METH_NOARGS, nullptr},
     {"drain", drain, METH_NOARGS, nullptr},
     {"name_id", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&name_id)), METH_FASTCALL, nullptr},
+    {"hide_frames_of", hide_code, METH_O, nullptr},
     {"push_module", push_module, METH_O, nullptr},
     {"pop_module", pop_module, METH_O, nullptr},
     {"begin_backward", begin_backward, METH_NOARGS, nullptr},

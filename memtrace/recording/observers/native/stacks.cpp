@@ -21,6 +21,7 @@ struct Position {
 
 // All guarded by the GIL. Code objects are kept alive while their address stands for them.
 auto& stacks = *new std::unordered_map<uint64_t, int32_t>;
+auto& hidden_code = *new std::unordered_set<PyCodeObject*>;   // kept alive for ever: a few functions of memtrace
 auto& kept_code = *new std::unordered_set<PyCodeObject*>;
 
 int where_in(PyFrameObject* frame) {
@@ -77,12 +78,14 @@ int32_t walk() {
   PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
   while (frame != nullptr && depth < kMaxDepth) {
     PyCodeObject* code = PyFrame_GetCode(frame);
-    const Position position{code, where_in(frame)};
     Py_DECREF(code);   // the frame holds it
-    positions[depth++] = position;
-    for (uint64_t part : {reinterpret_cast<uint64_t>(code), static_cast<uint64_t>(position.where)}) {
-      hash = (hash ^ part) * 1099511628211ull;
-      hash ^= hash >> 29;
+    if (hidden_code.count(code) == 0) {
+      const Position position{code, where_in(frame)};
+      positions[depth++] = position;
+      for (uint64_t part : {reinterpret_cast<uint64_t>(code), static_cast<uint64_t>(position.where)}) {
+        hash = (hash ^ part) * 1099511628211ull;
+        hash ^= hash >> 29;
+      }
     }
     PyFrameObject* back = PyFrame_GetBack(frame);
     Py_DECREF(frame);
@@ -112,6 +115,10 @@ int32_t python_stack(bool may_wait) {
   const int32_t id = walk();
   PyGILState_Release(gil);
   return id;
+}
+
+void hide_frames_of(PyObject* code) {
+  if (hidden_code.insert(reinterpret_cast<PyCodeObject*>(code)).second) Py_INCREF(code);
 }
 
 void release_stacks() {

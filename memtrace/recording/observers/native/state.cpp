@@ -46,14 +46,13 @@ void after_fork_in_child() {
 
 }  // namespace
 
-Recorder& recorder() {
-  static Recorder* instance = [] {
-    auto* made = new Recorder;
-    pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
-    return made;
-  }();
-  return *instance;
-}
+Recorder* const the_recorder = [] {
+  pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+  return new Recorder;
+}();
+
+// Leaked on purpose, a few hundred bytes a thread: blocks are freed while a thread's own storage is torn down.
+thread_local ThreadState* thread_state_or_null = nullptr;
 
 void Recorder::notify_if_due() {
   if (events.size() + ops.size() == options.wake_records) wake_writer.notify_one();
@@ -72,15 +71,12 @@ void Recorder::add(const Span& span) {
   spans.push_back(span);
 }
 
-ThreadState& thread_state() {
-  // Leaked on purpose, a few hundred bytes a thread: blocks are freed while a thread's own storage is torn down.
-  thread_local ThreadState* state = nullptr;
+ThreadState& fresh_thread_state() {
   Recorder& r = recorder();
-  const uint32_t now = r.epoch.load(std::memory_order_relaxed);
-  if (state != nullptr && state->epoch == now) return *state;
+  ThreadState*& state = thread_state_or_null;
   if (state == nullptr) state = new ThreadState;
   *state = ThreadState{};
-  state->epoch = now;
+  state->epoch = r.epoch.load(std::memory_order_relaxed);
   char name[16] = "";
   pthread_getname_np(pthread_self(), name, sizeof name);
   Lock lock(r.mutex);
@@ -93,7 +89,7 @@ ThreadState& thread_state() {
 
 Phase current_phase(const ThreadState& thread) {
   const bool deeper = thread.modules.size() > thread.modules_outside;
-  if (thread.backward_calls > 0 || !thread.nodes.empty() || thread.autograd_worker) return Phase::backward;
+  if (thread.backward_calls > 0 || thread.autograd_worker) return Phase::backward;
   if (thread.optimizer_ranges > 0 && !deeper) return Phase::optimizer;
   return deeper ? Phase::forward : Phase::other;
 }

@@ -58,13 +58,6 @@ struct Span {
   SpanKind kind;
 };
 
-// Where an operator called in the forward pass came from: its backward operator inherits it.
-struct Node {
-  int64_t sequence_nr;
-  uint32_t forward_thread;
-  bool in_python;           // a user's autograd Function: its backward has frames of its own
-};
-
 struct OpenRange {
   int32_t name;
   int64_t start_ns;
@@ -78,8 +71,6 @@ struct ThreadState {
   int64_t op_allocated_bytes = 0;
   std::vector<uint64_t> op_blocks;                       // live blocks allocated by the current operator
   std::vector<std::pair<int32_t, int64_t>> modules;      // name, start
-  std::vector<Node> nodes;                               // autograd nodes being run
-  Node last_node{kNone, 0, false};                       // the engine fits gradients to shape after a node has run
   std::vector<OpenRange> ranges;
   int backward_calls = 0, optimizer_ranges = 0, wait_ranges = 0;
   bool autograd_worker = false;                          // a thread of the autograd engine
@@ -159,8 +150,18 @@ struct Recorder {
   void notify_if_due();                    // call with the mutex held
 };
 
-Recorder& recorder();          // never destroyed: blocks outlive every recording
-ThreadState& thread_state();   // of the calling thread, fresh for every recording
+extern Recorder* const the_recorder;   // never destroyed: blocks outlive every recording
+inline Recorder& recorder() { return *the_recorder; }
+
+extern thread_local ThreadState* thread_state_or_null;
+ThreadState& fresh_thread_state();
+// Of the calling thread, fresh for every recording.
+inline ThreadState& thread_state() {
+  ThreadState* state = thread_state_or_null;
+  const bool current = state != nullptr && state->epoch == recorder().epoch.load(std::memory_order_relaxed);
+  return current ? *state : fresh_thread_state();
+}
+
 Phase current_phase(const ThreadState& thread);
 void end_forward(ThreadState& thread);
 void wait_for_writer();        // back pressure; called where no lock is held
@@ -169,7 +170,6 @@ void wait_for_writer();        // back pressure; called where no lock is held
 void install_dispatch_mode();               // throws std::runtime_error when another mode holds the key
 void enable_thread(bool on);
 bool thread_enabled();
-void watch_backward(bool on);
 void install_cpu_allocator(bool on);        // throws std::runtime_error when the allocator cannot be wrapped
 void release_foreign();
 bool cuda_supported();
