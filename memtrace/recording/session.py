@@ -21,7 +21,6 @@ from memtrace.recording import hooks
 from memtrace.recording.labels import Labeller
 from memtrace.recording.observers import Observer
 from memtrace.recording.observers.build import BuildError
-from memtrace.recording.ring import Ring
 from memtrace.recording.steps import StepFinder
 from memtrace.recording.writer import FLUSH_SECONDS, Writer, write_manifest
 
@@ -236,7 +235,11 @@ class Recording:
         self._begin_to_observe(self._observer)
 
     def _begin_to_observe(self, observer: Observer) -> None:
-        ring = Ring(self._folder, last) if (last := self._options["last_steps"]) is not None else None
+        ring = None
+        if (last_steps := self._options["last_steps"]) is not None:
+            from memtrace.recording.ring import Ring  # pyarrow.compute: 7 MB that only a ring needs
+
+            ring = Ring(self._folder, last_steps)
         self._labeller = Labeller(observer)
         self._steps = StepFinder(observer, ring, self._options["max_steps"], self._end_at_max_steps)
         self._writer = Writer(observer, self._folder, self._manifest, ring, self._writing_failed, self._options["flush_seconds"])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from memtrace.recording.observers import Observer
-from memtrace.recording.ring import Ring
 from memtrace.schema import SPAN_KINDS
+
+if TYPE_CHECKING:
+    from memtrace.recording.ring import Ring
 
 _STEP: Final = SPAN_KINDS.index("step")
 

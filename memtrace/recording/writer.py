@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,7 +21,9 @@ import pyarrow.parquet as pq
 from memtrace import schema
 from memtrace.recording import arrow
 from memtrace.recording.observers import Batch, Observer
-from memtrace.recording.ring import Ring
+
+if TYPE_CHECKING:
+    from memtrace.recording.ring import Ring
 
 logger = logging.getLogger("memtrace")
 

@@ -8,7 +8,7 @@ from memtrace.recording.observers.build import native_module
 
 # Records of some 60 bytes, events and operator calls together: when the writer is woken, and when a training thread
 # waits for it.
-WAKE_RECORDS: Final = 1 << 16
+WAKE_RECORDS: Final = 1 << 14
 LIMIT_RECORDS: Final = 1 << 18
 
 

@@ -166,6 +166,7 @@ PyObject* drain(PyObject*, PyObject*) {
       r.events.swap(r.spare_events);
       r.ops.swap(r.spare_ops);
       streams = r.streams;
+      r.writer_told = false;
     }
     r.buffer_taken.notify_all();
     resolver->add(events, streams, tables);

@@ -55,7 +55,9 @@ Recorder* const the_recorder = [] {
 thread_local ThreadState* thread_state_or_null = nullptr;
 
 void Recorder::notify_if_due() {
-  if (events.size() + ops.size() == options.wake_records) wake_writer.notify_one();
+  if (writer_told || events.size() + ops.size() < options.wake_records) return;
+  writer_told = true;
+  wake_writer.notify_one();
 }
 
 void Recorder::add(const Event& event) {

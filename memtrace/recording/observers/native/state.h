@@ -134,6 +134,7 @@ struct Recorder {
 
   std::condition_variable_any wake_writer, buffer_taken;
   SpinLock mutex;                          // guards all below
+  bool writer_told = false;                // that there is much to write
   std::vector<int64_t> streams;            // CUDA streams seen
   std::vector<Event> events;
   std::vector<OpCall> ops;

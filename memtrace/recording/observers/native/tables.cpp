@@ -47,6 +47,7 @@ void Resolver::end(const Event& event, Tables& out) {
 
 void Resolver::add(const std::vector<Event>& events, std::vector<int64_t> streams, Tables& out) {
   streams_ = std::move(streams);
+  out.events.reserve(events.size() + events.size() / 16);
   for (const Event& event : events) {
     if (event.kind == EventKind::free) {
       end(event, out);
@@ -94,6 +95,7 @@ const Resolver::Forward* Resolver::forward_of(const OpCall& call) const {
 
 void Resolver::add(const std::vector<OpCall>& ops, Tables& out) {
   OpColumns& columns = out.ops;
+  columns.reserve(ops.size());
   for (const OpCall& call : ops) {
     int32_t module = call.module, stack = call.stack;
     if (call.num_nodes > 0) {

@@ -11,6 +11,12 @@ struct EventColumns {
   std::vector<int64_t> time_ns, block, size, address, op, stream;
   std::vector<int16_t> thread;
   std::vector<int8_t> kind, device;
+
+  void reserve(size_t rows) {
+    for (auto* column : {&time_ns, &block, &size, &address, &op, &stream}) column->reserve(rows);
+    thread.reserve(rows);
+    for (auto* column : {&kind, &device}) column->reserve(rows);
+  }
 };
 
 struct OpColumns {
@@ -18,6 +24,13 @@ struct OpColumns {
   std::vector<int32_t> name, module, stack;
   std::vector<int16_t> thread;
   std::vector<int8_t> phase, recompute;
+
+  void reserve(size_t rows) {
+    for (auto* column : {&op, &start_ns, &duration_ns, &sequence_nr}) column->reserve(rows);
+    for (auto* column : {&name, &module, &stack}) column->reserve(rows);
+    thread.reserve(rows);
+    for (auto* column : {&phase, &recompute}) column->reserve(rows);
+  }
 };
 
 struct SpanColumns {
