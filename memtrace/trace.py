@@ -276,7 +276,9 @@ class Trace:
             largest = int(column.max(initial=-1))
             sparse = largest >= 4 * len(column) + 1024
             self._results["block_ids"] = np.unique(column[column >= 0]) if sparse else None
-        ids = self.block_ids
+            ids = self._results["block_ids"]
+        else:
+            ids = self.block_ids
         if ids is None:
             return column
         places = np.searchsorted(ids, column)

@@ -183,9 +183,11 @@ class Recording:
 
     def steps(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Iterate over a loader: each round is a step, the time it waits for data is recorded, its batch is input."""
+        recording = self._outer or self
+        if recording._steps is not None and recording.is_recording:
+            recording._steps.begin()
         iterator = iter(loader)
         while True:
-            recording = self._outer or self
             batch, ended = recording._next_batch(iterator)
             if ended:
                 return

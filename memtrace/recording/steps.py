@@ -38,6 +38,12 @@ class StepFinder:
         self._usual_round = 1
         self.num_steps = 0
 
+    def begin(self) -> None:
+        """The program says that a loop of marked steps begins here: what came before belongs to no step."""
+        self._marked = True
+        self._round.clear()
+        self._start = self._observer.now()
+
     def mark(self) -> None:
         """The program says that a step ends here."""
         if not self._marked:

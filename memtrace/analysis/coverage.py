@@ -1,0 +1,33 @@
+"""What a trace covers, printed at the head of every answer."""
+
+from __future__ import annotations
+
+from memtrace.analysis.attribution import step_rows
+from memtrace.analysis.blocks import CATEGORY, blocks
+from memtrace.analysis.peak import peak
+from memtrace.trace import Coverage, Trace
+
+
+def coverage(trace: Trace) -> Coverage:
+    """The coverage of a single-rank trace; see ``Coverage`` for its fields."""
+    manifest, found = trace.manifest, blocks(trace)
+    told = manifest.get("coverage", {})
+    time = trace.columns("events", "time_ns")["time_ns"]
+    unattributed = 0
+    for device in trace.devices:
+        live = peak(trace, device).live
+        unattributed += int(found.size[live[found.category[live] == CATEGORY["unknown"]]].sum())
+    return Coverage(
+        first_event_ns=int(time[0]) if len(time) else None,
+        last_event_ns=int(time[-1]) if len(time) else None,
+        num_events=len(time),
+        num_steps=len(step_rows(trace).number),
+        lost_events=told.get("lost_events"),
+        dropped_events=told.get("dropped_events"),
+        baseline_bytes=int(found.size[found.alloc_event < 0].sum()),
+        unattributed_bytes=unattributed,
+        outside_allocator_bytes=None,
+        finished=bool(manifest.get("finished")),
+        stop_reason=manifest.get("stop_reason"),
+        notes=(*told.get("notes", ()), *trace.file_notes),
+    )

@@ -1,0 +1,179 @@
+"""Peaks: how much was live at most, when, and what held it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from memtrace.analysis.attribution import KIND, op_column, phase_rows, rows_at, step_rows
+from memtrace.analysis.blocks import Blocks, blocks
+from memtrace.analysis.sites import site
+from memtrace.arrays import Array
+from memtrace.schema import CATEGORIES, PHASES
+from memtrace.trace import Trace
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Maximum:
+    """The maximum over time of one way to count: bytes, and the event after which it was reached (-1: the start)."""
+
+    bytes: int
+    event: int
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The peaks of one device. ``allocated`` and ``reserved`` are None where the trace cannot tell them."""
+
+    device: str
+    requested: Maximum
+    allocated: Maximum | None
+    reserved: Maximum | None
+    time_ns: int | None
+    step: int | None
+    phase: str | None
+    live: Array
+    """The blocks live at the requested peak, by number."""
+    baseline_bytes: int
+    end_bytes: int
+    reserved_end: int | None
+
+
+@dataclass(frozen=True)
+class LiveBytes:
+    """The running sum of one device: after each of ``rows`` of events, ``bytes`` are live. ``start`` before the first."""
+
+    rows: Array
+    bytes: Array
+    start: int
+
+
+def live_bytes(trace: Trace, device: str, sizes: Array) -> LiveBytes:
+    """The bytes live on a device over its allocations and frees, counted in ``sizes`` (a column of ``Blocks``)."""
+    found = blocks(trace)
+    events = trace.columns("events", "kind", "block")
+    here = found.device == trace.devices.index(device)
+    start = int(sizes[here & (found.alloc_event < 0)].sum())
+    rows = np.concatenate([found.alloc_event[here & (found.alloc_event >= 0)], found.free_event[here & (found.free_event >= 0)]])
+    rows.sort()
+    change = sizes[events["block"][rows]]
+    change = np.where(events["kind"][rows] == KIND["free"], -change, change)
+    return LiveBytes(rows, start + np.cumsum(change), start)
+
+
+def requested_bytes(trace: Trace, device: str) -> LiveBytes:
+    """The running sum of requested bytes, worked out once."""
+    return trace.cached(("requested", device), lambda: live_bytes(trace, device, blocks(trace).size))
+
+
+def reserved_bytes(trace: Trace, device: str) -> LiveBytes | None:
+    """The running sum of the device's segments; None where it has none (the CPU)."""
+    events = trace.columns("events", "kind", "device", "size")
+    grows = (events["kind"] == KIND["segment_alloc"]) | (events["kind"] == KIND["segment_map"])
+    shrinks = (events["kind"] == KIND["segment_free"]) | (events["kind"] == KIND["segment_unmap"])
+    rows = np.flatnonzero((grows | shrinks) & (events["device"] == trace.devices.index(device)))
+    if not len(rows):
+        return None
+    return LiveBytes(rows, np.cumsum(np.where(grows[rows], events["size"][rows], -events["size"][rows])), 0)
+
+
+def _maximum(live: LiveBytes) -> Maximum:
+    if not len(live.rows) or int(live.bytes.max()) <= live.start:
+        return Maximum(live.start, -1)
+    place = int(live.bytes.argmax())
+    return Maximum(int(live.bytes[place]), int(live.rows[place]))
+
+
+def _allocated(trace: Trace, device: str, found: Blocks) -> Maximum | None:
+    here = found.device == trace.devices.index(device)
+    if (found.allocated_size[here] < 0).any():
+        return None
+    same = np.array_equal(found.allocated_size[here], found.size[here])
+    return _maximum(requested_bytes(trace, device) if same else live_bytes(trace, device, found.allocated_size))
+
+
+def live_after(found: Blocks, device: int, event: int) -> Array:
+    """The blocks of a device that are live once a row of events has happened (-1: at the start)."""
+    live = (found.device == device) & (found.alloc_event <= event) & ((found.free_event < 0) | (found.free_event > event))
+    return np.flatnonzero(live)
+
+
+def peak(trace: Trace, device: str) -> Peak:
+    """The peaks of one device and what was live at the requested one; worked out once."""
+    return trace.cached(("peak", device), lambda: _peak(trace, device))
+
+
+def _peak(trace: Trace, device: str) -> Peak:
+    found, live = blocks(trace), requested_bytes(trace, device)
+    top, reserved = _maximum(live), reserved_bytes(trace, device)
+    row = np.array([max(top.event, 0)])
+    step = int(step_rows(trace).of_rows(row)[0])
+    return Peak(
+        device=device,
+        requested=top,
+        allocated=_allocated(trace, device, found),
+        reserved=_maximum(reserved) if reserved is not None else None,
+        time_ns=int(trace.columns("events", "time_ns")["time_ns"][top.event]) if top.event >= 0 else None,
+        step=step if step >= 0 else None,
+        phase=_phase_at(trace, row) if top.event >= 0 else None,
+        live=live_after(found, trace.devices.index(device), top.event),
+        baseline_bytes=live.start,
+        end_bytes=int(live.bytes[-1]) if len(live.bytes) else live.start,
+        reserved_end=int(reserved.bytes[-1]) if reserved is not None else None,
+    )
+
+
+def _phase_at(trace: Trace, row: Array) -> str | None:
+    code = int(op_column(trace, trace.columns("events", "op")["op"][row], "phase")[0])
+    spans = phase_rows(trace)
+    if code < 0 and spans is not None:
+        code = int(spans.phase[spans.pieces(row)][0])
+    return PHASES[code] if code >= 0 else None
+
+
+def sums(keys: Array, sizes: Array) -> list[tuple[int, int, int]]:
+    """(key, bytes, number of blocks) for every key, the most bytes first."""
+    values, inverse = np.unique(keys, return_inverse=True)
+    # Exact in float64 up to 2**53 bytes.
+    total = np.bincount(inverse, weights=sizes, minlength=len(values)).astype(np.int64)
+    number = np.bincount(inverse, minlength=len(values))
+    order = np.argsort(-total, kind="stable")
+    return [(int(values[i]), int(total[i]), int(number[i])) for i in order]
+
+
+def _grouped(trace: Trace, live: Array, column: str, text: Callable[[int], str | None]) -> list[tuple[str | None, int, int]]:
+    found = blocks(trace)
+    merged: dict[str | None, tuple[int, int]] = {}
+    for key, size, number in sums(getattr(found, column)[live], found.size[live]):
+        name = text(key)
+        before = merged.get(name, (0, 0))
+        merged[name] = (before[0] + size, before[1] + number)
+    return sorted(((name, *both) for name, both in merged.items()), key=lambda row: -row[1])
+
+
+def by_category(trace: Trace, live: Array) -> list[tuple[str | None, int, int]]:
+    """(category, requested bytes, blocks) of some blocks, the most bytes first."""
+    return _grouped(trace, live, "category", lambda code: CATEGORIES[code])
+
+
+def by_module(trace: Trace, live: Array) -> list[tuple[str | None, int, int]]:
+    """(qualified module name or None, requested bytes, blocks) of some blocks, the most bytes first."""
+    return _grouped(trace, live, "module", trace.name)
+
+
+def by_site(trace: Trace, live: Array) -> list[tuple[str | None, int, int]]:
+    """(the user's own line or None, requested bytes, blocks) of some blocks, the most bytes first."""
+    return _grouped(trace, live, "stack", lambda stack: site(trace, stack))
+
+
+def live_at(trace: Trace, device: str, time_ns: int) -> pd.DataFrame:
+    """The blocks live on a device at a time (ns), the largest first: rows of ``Trace.blocks``."""
+    row = int(rows_at(trace, np.array([time_ns + 1]))[0]) - 1
+    live = live_after(blocks(trace), trace.devices.index(device), row)
+    return trace.blocks.iloc[live].sort_values("size", ascending=False, kind="stable")

@@ -1,0 +1,101 @@
+"""The summary of a trace: what ``memtrace summary`` prints and ``--json`` gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from memtrace.analysis.blocks import blocks
+from memtrace.analysis.growth import growth
+from memtrace.analysis.peak import Peak, by_category, by_module, by_site, peak
+from memtrace.analysis.steps import step_columns
+from memtrace.arrays import Array
+from memtrace.schema import CATEGORIES
+from memtrace.trace import Trace
+
+TOP = 8
+
+
+def summary(trace: Trace) -> dict[str, Any]:
+    """What held the memory, when and where from, as plain JSON values; unknown is None. Bytes and ns.
+
+    ``coverage`` (see ``Coverage``); ``source`` (kind, observer, command); ``steps``: count, median_duration_ns,
+    median_peak_bytes, max_peak_bytes, median_allocated_bytes, data_wait_share, growth_bytes_per_step and
+    growth_sources (None with too few steps); ``devices``: a list of device, peak (requested_bytes, allocated_bytes,
+    reserved_bytes, time_ns, step, phase, by_category, top_sites, top_modules, top_blocks), baseline_requested_bytes,
+    live_requested_bytes_at_end, reserved_bytes_at_end. Requested is what the program asked for, allocated what the
+    allocator counts; each has its own maximum over time. What is grouped is live at the requested peak.
+    """
+    manifest = trace.manifest
+    return {
+        "coverage": trace.coverage.as_dict(),
+        "source": {**manifest.get("source", {}), "command": manifest.get("command"), "rank": manifest.get("rank", 0)},
+        "steps": _steps(trace),
+        "devices": [_device(trace, peak(trace, device)) for device in trace.devices],
+    }
+
+
+def _median(values: Array) -> int | None:
+    return int(np.median(values)) if len(values) else None
+
+
+def _steps(trace: Trace) -> dict[str, Any]:
+    columns, grows = step_columns(trace), growth(trace)
+    total = int(columns["duration_ns"].sum())
+    return {
+        "count": len(columns["step"]),
+        "median_duration_ns": _median(columns["duration_ns"]),
+        "median_peak_bytes": _median(columns["peak_bytes"]),
+        "max_peak_bytes": int(columns["peak_bytes"].max()) if len(columns["step"]) else None,
+        "median_allocated_bytes": _median(columns["allocated_bytes"]),
+        "median_allocations": _median(columns["num_allocs"]),
+        "data_wait_share": int(columns["data_wait_ns"].sum()) / total if total else None,
+        "growth_bytes_per_step": grows.bytes_per_step if grows else None,
+        "growth_sources": [{"site": text, "bytes_per_step": size} for text, size in grows.sources] if grows else None,
+    }
+
+
+def _device(trace: Trace, found: Peak) -> dict[str, Any]:
+    categories = {name: size for name, size, _ in by_category(trace, found.live)}
+    return {
+        "device": found.device,
+        "peak": {
+            "requested_bytes": found.requested.bytes,
+            "allocated_bytes": found.allocated.bytes if found.allocated else None,
+            "reserved_bytes": found.reserved.bytes if found.reserved else None,
+            "time_ns": found.time_ns,
+            "step": found.step,
+            "phase": found.phase,
+            "by_category": {name: categories[name] for name in CATEGORIES if name in categories},
+            "top_sites": [_row("site", row) for row in by_site(trace, found.live)[:TOP]],
+            "top_modules": [_row("module", row) for row in by_module(trace, found.live)[:TOP]],
+            "top_blocks": _top_blocks(trace, found.live),
+        },
+        "baseline_requested_bytes": found.baseline_bytes,
+        "live_requested_bytes_at_end": found.end_bytes,
+        "reserved_bytes_at_end": found.reserved_end,
+    }
+
+
+def _row(name: str, row: tuple[str | None, int, int]) -> dict[str, Any]:
+    return {name: row[0], "bytes": row[1], "blocks": row[2]}
+
+
+def _top_blocks(trace: Trace, live: Array) -> list[dict[str, Any]]:
+    from memtrace.analysis.sites import site
+
+    found = blocks(trace)
+    largest = live[np.argsort(-found.size[live], kind="stable")][:TOP]
+    return [
+        {
+            "block": int(block),
+            "bytes": int(found.size[block]),
+            "category": CATEGORIES[found.category[block]],
+            "name": trace.name(int(found.name[block])),
+            "module": trace.name(int(found.module[block])),
+            "operator": trace.name(int(found.op_name[block])),
+            "site": site(trace, int(found.stack[block])),
+        }
+        for block in largest
+    ]
