@@ -1,0 +1,59 @@
+"""The ``memtrace`` command. A command's module is imported when it is called, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+
+import click
+
+from memtrace import __version__
+from memtrace.errors import MemtraceError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "record": ("memtrace.cli.record", "Record a training script, unchanged."),
+    "summary": ("memtrace.cli.summary", "Say on one screen where the memory went."),
+    "report": ("memtrace.cli.report", "Write the same as one HTML page that works offline."),
+    "doctor": ("memtrace.cli.doctor", "Tell what works on this machine, and what is missing."),
+}
+
+
+class LazyGroup(click.Group):
+    """Commands by name, imported on first use; each is the attribute ``command`` of its module."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The commands in the order a user meets them."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command."""
+        if cmd_name not in COMMANDS:
+            return None
+        found = import_module(COMMANDS[cmd_name][0]).command
+        assert isinstance(found, click.Command)
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="memtrace")
+def cli() -> None:
+    """Trace the memory of DNN training in PyTorch: record it, and say where it went."""
+
+
+def main() -> None:
+    """Run the command line: errors a user can mend are a message on stderr and exit code 2."""
+    try:
+        cli(standalone_mode=True)
+    except MemtraceError as error:
+        click.echo(f"memtrace: {error}", err=True)
+        sys.exit(2)
+    except BrokenPipeError:
+        # Whoever read us has left; keep Python from complaining while it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)

@@ -167,6 +167,41 @@ def by_module(trace: Trace, live: Array) -> list[tuple[str | None, int, int]]:
     return _grouped(trace, live, "module", trace.name)
 
 
+def by_module_pattern(trace: Trace, live: Array) -> list[tuple[str | None, int, int]]:
+    """As ``by_module``, the like modules of a stack of layers as one: ``GPT.blocks.*.mlp``.
+
+    Parameters, gradients and optimizer state belong to the module that owns the parameter, which their names tell.
+    """
+    found = blocks(trace)
+    merged: dict[str | None, tuple[int, int]] = {}
+    owned = np.isin(found.category[live], [CATEGORIES.index(name) for name in ("parameter", "gradient", "optimizer_state")])
+    named = owned & (found.name[live] >= 0)
+    rows = [(_pattern(_owner(trace.name(key))), size, number) for key, size, number in
+            sums(found.name[live[named]], found.size[live[named]])]  # fmt: skip
+    rows += [(_pattern(name), size, number) for name, size, number in by_module(trace, live[~named])]
+    for name, size, number in rows:
+        before = merged.get(name, (0, 0))
+        merged[name] = (before[0] + size, before[1] + number)
+    return sorted(((name, *both) for name, both in merged.items()), key=lambda row: -row[1])
+
+
+def _owner(name: str | None) -> str | None:
+    """The module in a name such as blocks.0.weight or, of optimizer state, blocks.0.weight.exp_avg."""
+    if name is None:
+        return None
+    parts = name.split(".")
+    if parts[-1] in _STATE_NAMES:
+        parts.pop()
+    return ".".join(parts[:-1]) or None
+
+
+_STATE_NAMES = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "acc_delta")
+
+
+def _pattern(name: str | None) -> str | None:
+    return name and ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
 def by_site(trace: Trace, live: Array) -> list[tuple[str | None, int, int]]:
     """(the user's own line or None, requested bytes, blocks) of some blocks, the most bytes first."""
     return _grouped(trace, live, "stack", lambda stack: site(trace, stack))

@@ -8,7 +8,7 @@ import numpy as np
 
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.growth import growth
-from memtrace.analysis.peak import Peak, by_category, by_module, by_site, peak
+from memtrace.analysis.peak import Peak, by_category, by_module_pattern, by_site, peak
 from memtrace.analysis.steps import step_columns
 from memtrace.arrays import Array
 from memtrace.schema import CATEGORIES
@@ -69,7 +69,7 @@ def _device(trace: Trace, found: Peak) -> dict[str, Any]:
             "phase": found.phase,
             "by_category": {name: categories[name] for name in CATEGORIES if name in categories},
             "top_sites": [_row("site", row) for row in by_site(trace, found.live)[:TOP]],
-            "top_modules": [_row("module", row) for row in by_module(trace, found.live)[:TOP]],
+            "top_modules": [_row("module", row) for row in by_module_pattern(trace, found.live)[:TOP]],
             "top_blocks": _top_blocks(trace, found.live),
         },
         "baseline_requested_bytes": found.baseline_bytes,

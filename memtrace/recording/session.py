@@ -123,6 +123,7 @@ class Recording:
     Attributes:
         path: folder of the trace.
         is_recording: whether events are being recorded now.
+        end_reason: why the recording ended before its program was done, for the manifest; None where it did not.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class Recording:
     ) -> None:  # fmt: skip
         self.path = path
         self.is_recording = False
+        self.end_reason: str | None = None
         self._options = options
         self._models = models
         self._optimizers = optimizers
@@ -170,7 +172,9 @@ class Recording:
             self._outer._mark_range(str(self.path), self._outer_started)
             return
         _running = None
-        self._stop(None if kind is None else f"{kind.__name__} left the recorded block")
+        if kind is not None:
+            self.end_reason = f"{kind.__name__} left the recorded block"
+        self._stop(self.end_reason)
 
     # What the program tells.
 
@@ -263,7 +267,7 @@ class Recording:
         self._writer.start()
 
     def _end_at_max_steps(self) -> None:
-        self._stop("max_steps reached", finished=True)
+        self._stop("max_steps reached")
 
     def _writing_failed(self, reason: str) -> None:
         # On the writer's thread: the program may be running our hooks, so they stay until the block ends, inert.
@@ -273,7 +277,7 @@ class Recording:
         if self._observer is not None:
             self._observer.stop()
 
-    def _stop(self, reason: str | None, *, finished: bool = True) -> None:
+    def _stop(self, reason: str | None) -> None:
         self._hooks.close()
         observer, writer = self._observer, self._writer
         if observer is None or writer is None:
@@ -288,8 +292,7 @@ class Recording:
             writer.stop()
         else:
             writer.stop()
-            finished = False
-        self._manifest["finished"] = finished and self._manifest["stop_reason"] is None
+        self._manifest["finished"] = self._manifest["stop_reason"] is None
         self._manifest["stop_reason"] = self._manifest["stop_reason"] or reason
         self._manifest["num_events"] = writer.num_events
         try:

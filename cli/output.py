@@ -1,0 +1,59 @@
+"""How numbers and tables look on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+UNKNOWN = "unknown"
+
+
+def size(value: int | None) -> str:
+    """Bytes in binary units."""
+    if value is None:
+        return UNKNOWN
+    sign, left = ("-", -float(value)) if value < 0 else ("", float(value))
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if left < 1024 or unit == "GiB":
+            return f"{sign}{left:.0f} {unit}" if unit == "B" or left >= 100 else f"{sign}{left:.1f} {unit}"
+        left /= 1024
+    raise AssertionError
+
+
+def duration(value_ns: int | None) -> str:
+    """Nanoseconds in a unit that leaves few digits."""
+    if value_ns is None:
+        return UNKNOWN
+    for limit, divisor, unit in ((1e6, 1e3, "us"), (1e9, 1e6, "ms")):
+        if value_ns < limit:
+            return f"{value_ns / divisor:.1f} {unit}"
+    return f"{value_ns / 1e9:.2f} s"
+
+
+def share(part: float, whole: float) -> str:
+    """A share in per cent."""
+    return f"{100 * part / whole:.1f} %" if whole else UNKNOWN
+
+
+def console() -> Console:
+    """Colour and boxes on a terminal, plain text in a pipe; NO_COLOR and COLUMNS are honoured by rich."""
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 110, highlight=False)
+
+
+def plain_table(*headers: str) -> Table:
+    """A table without boxes; columns after the first are aligned to the right, the last to the left."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for place, header in enumerate(headers):
+        last = place == len(headers) - 1
+        table.add_column(header, justify="left" if place == 0 or last else "right", no_wrap=not last, overflow="fold")
+    return table
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout; NaN and infinity cannot occur."""
+    click.echo(json.dumps(value, indent=1, allow_nan=False))

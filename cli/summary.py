@@ -1,0 +1,130 @@
+"""``memtrace summary``: where the memory went, on one screen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from memtrace.cli.output import UNKNOWN, console, duration, plain_table, print_json, share, size
+
+
+@click.command("summary")
+@click.argument("trace", type=click.Path())
+@click.option("--rank", type=int, help="One rank of a trace of several; without it each rank gets a line.")
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
+def command(trace: str, rank: int | None, as_json: bool) -> None:
+    """Say on one screen where the memory of TRACE went: what held the peak, and which line put it there."""
+    from memtrace.analysis.summary import summary
+    from memtrace.trace import load
+
+    opened = load(trace)
+    ranks = opened.ranks if rank is None else (rank,)
+    found = {number: summary(opened.rank(number)) for number in ranks}
+    if as_json:
+        print_json(found[ranks[0]] if len(ranks) == 1 else {"ranks": [{"rank": n, **found[n]} for n in ranks]})
+        return
+    out = console()
+    if len(ranks) > 1:
+        _print_ranks(out, found)
+    worst = max(found, key=lambda number: max((d["peak"]["requested_bytes"] for d in found[number]["devices"]), default=0))
+    print_summary(out, trace, found[worst])
+
+
+def _print_ranks(out: Console, found: dict[int, dict[str, Any]]) -> None:
+    table = plain_table("rank", "device", "peak", "at the end", "phase")
+    for number, one in found.items():
+        for device in one["devices"]:
+            peak = device["peak"]
+            table.add_row(str(number), device["device"], size(peak["requested_bytes"]),
+                          size(device["live_requested_bytes_at_end"]), str(peak["phase"] or UNKNOWN))  # fmt: skip
+    out.print(table)
+    out.print("The rank with the highest peak:\n")
+
+
+def print_summary(out: Console, name: str, found: dict[str, Any]) -> None:
+    """Print the summary of one rank."""
+    _print_coverage(out, name, found)
+    for device in found["devices"]:
+        _print_device(out, device)
+    if not found["devices"]:
+        out.print("No memory events were recorded.")
+    _print_steps(out, found["steps"])
+    out.print(f"\nNext: memtrace report {escape(name)} -o report.html", style="dim")
+
+
+def _print_coverage(out: Console, name: str, found: dict[str, Any]) -> None:
+    told, source = found["coverage"], found["source"]
+    first, last = told["first_event_ns"], told["last_event_ns"]
+    span = duration(last - first) if first is not None else UNKNOWN
+    kind = source.get("observer") or source.get("kind") or UNKNOWN
+    out.print(f"[bold]{escape(name)}[/]  {told['num_events']:,} events in {span}, {told['num_steps']} steps, observer {kind}")
+    lost = UNKNOWN if told["lost_events"] is None else f"{told['lost_events']:,}"
+    out.print(
+        f"coverage: lost events {lost}, older than the recording {size(told['baseline_bytes'])}, of unknown category "
+        f"at the peak {size(told['unattributed_bytes'])}, outside the allocator {size(told['outside_allocator_bytes'])}"
+    )
+    if not told["finished"]:
+        why = told["stop_reason"] or "the process died while recording"
+        out.print(f"[bold]unfinished[/]: {escape(why)}; the trace ends at its last flush")
+    elif told["stop_reason"]:
+        out.print(f"ended early: {escape(told['stop_reason'])}")
+    for note in told["notes"]:
+        out.print(f"note: {escape(note)}")
+
+
+def _print_device(out: Console, device: dict[str, Any]) -> None:
+    peak = device["peak"]
+    total = peak["requested_bytes"]
+    where = ", ".join(
+        part for part in (f"step {peak['step']}" if peak["step"] is not None else "", peak["phase"] or "") if part
+    )
+    on_cpu = device["device"] == "cpu"   # whose allocator keeps no segments
+    reserved = "nothing reserved beyond that" if on_cpu else f"reserved {size(peak['reserved_bytes'])}"
+    at = f" at {duration(peak['time_ns'])}" if peak["time_ns"] is not None else " at the start"
+    out.print(f"\n[bold]{device['device']}: peak {size(total)}[/]{at}{f' ({where})' if where else ''}")
+    out.print(
+        f"allocated {size(peak['allocated_bytes'])}, {reserved}; "
+        f"live at the end {size(device['live_requested_bytes_at_end'])}"
+    )
+    table = plain_table("held at the peak by category", "size", "share", "")
+    for category, held in sorted(peak["by_category"].items(), key=lambda item: -item[1]):
+        table.add_row(category, size(held), share(held, total), "#" * round(30 * held / total) if total else "")
+    out.print()
+    out.print(table)
+    for title, key, field in (("line that allocated it", "top_sites", "site"), ("module", "top_modules", "module")):
+        table = plain_table("size", "share", "blocks", title)
+        for row in peak[key][:6]:
+            table.add_row(size(row["bytes"]), share(row["bytes"], total), str(row["blocks"]), escape(row[field] or _NOWHERE[field]))
+        out.print()
+        out.print(table)
+
+
+_NOWHERE = {
+    "site": "(no stack: older than the recording, small, or stacks were off)",
+    "module": "(outside of every module call)",
+}
+
+
+def _print_steps(out: Console, steps: dict[str, Any]) -> None:
+    out.print()
+    if steps["count"] == 0:
+        out.print("steps: none found; mark them with rec.step() or rec.steps(loader)")
+        return
+    wait = steps["data_wait_share"]
+    out.print(
+        f"[bold]steps[/]: {steps['count']}, median {duration(steps['median_duration_ns'])}, peak {size(steps['median_peak_bytes'])} "
+        f"(highest {size(steps['max_peak_bytes'])}), allocates {size(steps['median_allocated_bytes'])} in "
+        f"{steps['median_allocations']:,} blocks, waits for data {share(wait, 1) if wait is not None else UNKNOWN}"
+    )
+    growth = steps["growth_bytes_per_step"]
+    if growth is None:
+        out.print("growth: too few steps to tell")
+    elif growth <= 0:
+        out.print("growth: nothing grows from step to step")
+    else:
+        out.print(f"[bold]growth: {size(growth)} a step[/] stays live:")
+        for row in steps["growth_sources"]:
+            out.print(f"    {size(row['bytes_per_step'])} a step  {escape(row['site'])}")
