@@ -167,21 +167,32 @@ def by_module(trace: Trace, live: Array) -> list[tuple[str | None, int, int]]:
     return _grouped(trace, live, "module", trace.name)
 
 
-def by_module_pattern(trace: Trace, live: Array) -> list[tuple[str | None, int, int]]:
-    """As ``by_module``, the like modules of a stack of layers as one: ``GPT.blocks.*.mlp``.
+def by_owner(trace: Trace, live: Array) -> list[tuple[str | None, str, int, int]]:
+    """(module or None, category, requested bytes, blocks) of some blocks, the most bytes first.
 
-    Parameters, gradients and optimizer state belong to the module that owns the parameter, which their names tell.
+    The module is the one that allocated the block; parameters, gradients and optimizer state belong to the module
+    that owns the parameter, which their names tell.
     """
     found = blocks(trace)
+    codes = [CATEGORIES.index(name) for name in ("parameter", "gradient", "optimizer_state")]
+    named = np.isin(found.category[live], codes) & (found.name[live] >= 0)
+    merged: dict[tuple[str | None, str], tuple[int, int]] = {}
+    for part, column, text in ((named, found.name, _owner), (~named, found.module, None)):
+        keys = column[live[part]].astype(np.int64) * len(CATEGORIES) + found.category[live[part]]
+        for key, size, number in sums(keys, found.size[live[part]]):
+            name = trace.name(key // len(CATEGORIES))
+            place = (text(name) if text else name, CATEGORIES[key % len(CATEGORIES)])
+            before = merged.get(place, (0, 0))
+            merged[place] = (before[0] + size, before[1] + number)
+    return sorted(((*place, *both) for place, both in merged.items()), key=lambda row: -row[2])
+
+
+def by_module_pattern(trace: Trace, live: Array) -> list[tuple[str | None, int, int]]:
+    """As ``by_owner`` without the category, the like modules of a stack of layers as one: ``GPT.blocks.*.mlp``."""
     merged: dict[str | None, tuple[int, int]] = {}
-    owned = np.isin(found.category[live], [CATEGORIES.index(name) for name in ("parameter", "gradient", "optimizer_state")])
-    named = owned & (found.name[live] >= 0)
-    rows = [(_pattern(_owner(trace.name(key))), size, number) for key, size, number in
-            sums(found.name[live[named]], found.size[live[named]])]  # fmt: skip
-    rows += [(_pattern(name), size, number) for name, size, number in by_module(trace, live[~named])]
-    for name, size, number in rows:
-        before = merged.get(name, (0, 0))
-        merged[name] = (before[0] + size, before[1] + number)
+    for name, _, size, number in by_owner(trace, live):
+        before = merged.get(_pattern(name), (0, 0))
+        merged[_pattern(name)] = (before[0] + size, before[1] + number)
     return sorted(((name, *both) for name, both in merged.items()), key=lambda row: -row[1])
 
 

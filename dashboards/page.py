@@ -1,0 +1,159 @@
+"""Puts the page together: one HTML file, no network, bounded in size whatever the trace."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
+
+from memtrace import __version__
+from memtrace.dashboards import findings, holders, lifetimes, steps, timeline
+from memtrace.dashboards.palette import (
+    CATEGORY_COLORS,
+    CATEGORY_LABELS,
+    CATEGORY_MEANINGS,
+    THEMES,
+    plotly_template,
+)
+from memtrace.dashboards.sections import Section, Table
+from memtrace.dashboards.text import name_text, share_text
+
+if TYPE_CHECKING:
+    from memtrace.trace import Trace
+
+MAX_VIEWS: Final = 4
+"""Most pairs of rank and device on one page: each carries figures of its own."""
+
+# Plotly draws with inline styles and makes images in blobs; nothing is ever fetched.
+CONTENT_SECURITY_POLICY: Final = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
+)
+GLOSSARY: Final = (
+    ("block", "one lifetime of one allocation"),
+    ("requested", "bytes the program asked for"),
+    ("allocated", "bytes the allocator counts for them, rounding included; on a CPU the same"),
+    ("reserved", "bytes the CUDA allocator took from the device, used or not"),
+    ("step", "one training iteration"),
+    ("site", "your own innermost line on the stack of an allocation"),
+)
+
+SECTIONS: Final = (
+    Section("timeline", "Memory over time", "Bytes in use, stacked by what they are for. The two lanes below the curve are the "
+            "steps and their phases. Drag to zoom, double-click to go back.", timeline.timeline_figure,
+            "Nothing was allocated on this device.", height=460),
+    Section("modules", "What holds the peak, by module", "The blocks live at the peak under the module that allocated them; "
+            "parameters, gradients and optimizer state under the module that owns them. Wider is more.", holders.modules_figure,
+            "Nothing was live at the peak.", columns=2, height=470),
+    Section("categories", "By category", "What the blocks live at the peak are for.", holders.categories_table,
+            "Nothing was live at the peak.", columns=1),
+    Section("sites", "By line of your code", "The innermost line of your own that allocated what is live at the peak; for "
+            "memory made in backward, the line of its forward operator.", holders.sites_table, "No stacks were recorded."),
+    Section("blocks", "Largest blocks at the peak", "Each with the stack that allocated it.", holders.blocks_table,
+            "Nothing was live at the peak."),
+    Section("steps", "Steps", "Every step should look like the one before it: a line that climbs is memory that is never "
+            "given back.", steps.steps_figure, "No steps were found: mark them with rec.step() or rec.steps(loader).", height=440),
+    Section("lifetimes", "Lifetimes of blocks", "A rectangle is a block: from its allocation to its free, at its address, as "
+            "high as it is large.", lifetimes.lifetimes_figure, "The addresses of blocks are not known.", height=520),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A section with its content rendered."""
+
+    anchor: str
+    title: str
+    explanation: str
+    absent: str
+    columns: int
+    height: int
+    figure: Markup | None
+    table: Table | None
+    note: str
+
+
+def report(trace: Trace, path: str | Path) -> Path:
+    """Write the page of a trace to ``path`` and return it. Raises OSError where that cannot be written."""
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.tmp")
+    temporary.write_text(render(trace), encoding="utf-8")
+    temporary.replace(target)
+    return target
+
+
+def render(trace: Trace) -> str:
+    """The page as text."""
+    pairs = [(rank, device) for rank in trace.ranks for device in trace.rank(rank).devices]
+    views = [_view(trace.rank(rank), rank, device, len(trace.ranks)) for rank, device in pairs[:MAX_VIEWS]]
+    environment = Environment(loader=PackageLoader("memtrace.dashboards"), autoescape=True, trim_blocks=True)
+    environment.globals.update(zip=zip, share_text=share_text)
+    left_out = len(pairs) - len(views)
+    return environment.get_template("report.html").render(
+        title=name_text(trace.path.name if trace.path else "trace"),
+        version=__version__,
+        views=views,
+        views_note=f"{left_out} more ranks or devices: memtrace report --rank N." if left_out > 0 else "",
+        job_panels=[],
+        glossary=GLOSSARY,
+        category_meanings=CATEGORY_MEANINGS,
+        category_labels=CATEGORY_LABELS,
+        content_security_policy=CONTENT_SECURITY_POLICY,
+        themes=_json({name: {"template": plotly_template(name), "colors": THEMES[name]} for name in THEMES}),
+        inline=_inline(environment),
+    )
+
+
+def _view(trace: Trace, rank: int, device: str, num_ranks: int) -> dict[str, Any]:
+    return {
+        "id": f"{rank}-{device.replace(':', '-')}",
+        "label": f"rank {rank}, {device}" if num_ranks > 1 else device,
+        "group": f"rank {rank}",
+        "panels": [_panel(section, trace, device) for section in SECTIONS],
+        **findings.key_figures(trace, device),
+    }
+
+
+def _panel(section: Section, trace: Trace, device: str) -> Panel:
+    content = section.build(trace, device)
+    table = content if isinstance(content, Table) else None
+    figure, note = None, ""
+    if content is not None and table is None:
+        note = (content.layout.meta or {}).get("note", "")
+        content.layout.template = None
+        figure = _script_safe(content.to_json())
+    return Panel(section.anchor, section.title, section.explanation, section.absent, section.columns, section.height,
+                 figure, table, note)  # fmt: skip
+
+
+def _json(value: Any) -> Markup:
+    return _script_safe(json.dumps(value, sort_keys=True))
+
+
+def _script_safe(text: str) -> Markup:
+    """JSON that cannot end the script element it stands in."""
+    for character in ("<", ">", "&", "\u2028", "\u2029"):
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)  # noqa: S704 (every character that HTML gives a meaning is escaped above)
+
+
+def _inline(environment: Environment) -> dict[str, Markup]:
+    from plotly.offline import get_plotlyjs
+
+    def source(name: str) -> str:
+        assert environment.loader is not None
+        return environment.loader.get_source(environment, name)[0]
+
+    variables = "".join(
+        f"{selector}{{color-scheme:{name};" + "".join(f"--{key}:{value};" for key, value in THEMES[name].items()) + "}"
+        for selector, name in ((":root", "light"), (':root[data-theme="dark"]', "dark"))
+    )
+    swatches = "".join(f'.swatch[data-category="{name}"]{{background:{color}}}' for name, color in CATEGORY_COLORS.items())
+    return {
+        "style": Markup(variables + swatches + source("report.css")),  # noqa: S704 (our own files)
+        "script": Markup(source("timeline.js") + source("report.js")),  # noqa: S704
+        "plotly": Markup(get_plotlyjs()),  # noqa: S704
+    }

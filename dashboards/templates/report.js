@@ -1,0 +1,91 @@
+// The page's own behaviour: themes, lazy drawing, the choice of rank and device, rows that open.
+// Text from a trace reaches this script only inside the figures' JSON, and the page only through textContent.
+(() => {
+  "use strict";
+  const themes = JSON.parse(document.getElementById("themes").textContent);
+  const config = {
+    responsive: true, displaylogo: false, displayModeBar: "hover", plotlyServerURL: "",
+    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+  };
+  const drawn = new Map(); // figure element -> { timeline: controller or null }
+
+  const recall = () => { try { return localStorage.getItem("memtrace-theme"); } catch { return null; } };
+  const remember = (name) => { try { localStorage.setItem("memtrace-theme", name); } catch { /* file:// may refuse */ } };
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  let theme = recall() ?? (system.matches ? "dark" : "light");
+
+  function inked(data) { // lines that must stand out from the paper, whatever the theme
+    for (const trace of data) if (trace.meta?.ink && trace.line) trace.line.color = themes[theme].colors.ink;
+    return data;
+  }
+
+  async function applyTheme() {
+    document.documentElement.dataset.theme = theme;
+    const button = document.getElementById("theme");
+    button.textContent = theme === "dark" ? "Light" : "Dark";
+    button.title = `Show this page on ${theme === "dark" ? "light" : "dark"} paper`;
+    for (const [figure, state] of drawn) {
+      await Plotly.react(figure, inked(figure.data), { ...figure.layout, template: themes[theme].template }, config);
+      state.timeline?.redraw();
+    }
+  }
+
+  async function draw(figure) {
+    if (drawn.has(figure)) return;
+    const state = { timeline: null };
+    drawn.set(figure, state);
+    const { data, layout } = JSON.parse(document.getElementById(figure.dataset.figure).textContent);
+    const meta = layout.meta ?? {};
+    delete layout.meta;
+    layout.template = themes[theme].template;
+    layout.margin ??= { l: 60, r: 20, t: 30, b: 45 };
+    layout.height = Number(figure.dataset.height);
+    await Plotly.newPlot(figure, inked(data), layout, config);
+    if (meta.kind === "timeline") {
+      state.timeline = await memtraceTimeline(figure, meta, () => themes[theme].colors);
+      state.timeline.onZoom((range) => zoomOthers(figure, range));
+    } else if (meta.ns_per_unit) {
+      figure.memtraceNsPerUnit = meta.ns_per_unit;
+    }
+    figure.dataset.drawn = "true";
+  }
+
+  function zoomOthers(timeline, range) { // range in nanoseconds, null for everything
+    for (const figure of timeline.closest(".view").querySelectorAll(".figure[data-drawn]")) {
+      const unit = figure.memtraceNsPerUnit;
+      if (!unit) continue;
+      Plotly.relayout(figure, range ? { "xaxis.range": range.map((t) => t / unit) } : { "xaxis.autorange": true });
+    }
+  }
+
+  const observer = new IntersectionObserver((entries) => {
+    for (const entry of entries) if (entry.isIntersecting) { observer.unobserve(entry.target); draw(entry.target); }
+  }, { rootMargin: "600px" });
+
+  const inView = () => [...document.querySelectorAll(".figure")].filter((figure) => !figure.closest("[hidden]"));
+
+  function chooseView(id) {
+    for (const view of document.querySelectorAll(".view")) view.hidden = view.id !== `view-${id}`;
+    for (const figure of inView()) if (!drawn.has(figure)) observer.observe(figure);
+  }
+
+  function toggleRow(button) {
+    const row = document.getElementById(button.getAttribute("aria-controls"));
+    row.hidden = !row.hidden;
+    button.setAttribute("aria-expanded", String(!row.hidden));
+  }
+
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest?.("button[aria-controls]");
+    if (button) toggleRow(button);
+  });
+  document.getElementById("theme").addEventListener("click", () => {
+    theme = theme === "dark" ? "light" : "dark";
+    remember(theme);
+    applyTheme();
+  });
+  document.getElementById("view")?.addEventListener("change", (event) => chooseView(event.target.value));
+  addEventListener("beforeprint", () => inView().forEach(draw));
+  applyTheme();
+  for (const figure of inView()) observer.observe(figure);
+})();
