@@ -82,8 +82,10 @@ def draw(table: pd.DataFrame) -> go.Figure:
                 "text": f"peak {bytes_text(float(curves['requested'][top]))}",
             },
         },
-        xaxis={"title": {"text": f"time since the recording began ({time_name})"}, "hoverformat": ",.4~f"},
-        yaxis={"title": {"text": unit}, "rangemode": "tozero", "fixedrange": True, "tickformat": ",~r"},
+        # The lanes of steps and phases lie between the curve and the time axis.
+        xaxis={"title": {"text": f"time since the recording began ({time_name})"}, "hoverformat": ",.4~f",
+               "anchor": "free", "position": 0},
+        yaxis={"domain": [0.13, 1], "title": {"text": unit}, "rangemode": "tozero", "fixedrange": True, "tickformat": ",~r"},
         hovermode="x unified",
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
     )

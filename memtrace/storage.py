@@ -105,22 +105,19 @@ class RankFolder:
         return [f"{', '.join(self._leftovers)}: being written when the recording stopped, ignored"]
 
     def _valid_parts(self, table: str) -> list[Path]:
-        """The parts that count: no gap in their numbers, those replaced by a ring's survivors left out."""
+        """The parts that count: those replaced by a ring's survivors left out. All that the manifest names are there."""
         if table not in self._parts:
             numbers = self._numbers[table]
             first = max((self._survivors_through(file) for file in numbers.values()), default=0)
-            last = max(numbers, default=-1)
-            declared = _declared_parts(self.manifest, table)
-            if declared is not None and self.manifest.get("finished"):
-                last = max(last, declared - 1)
-            missing = [number for number in range(first, last + 1) if number not in numbers]
-            if missing:
+            missing = [number for number in _declared_parts(self.manifest, table) if number >= first and number not in numbers]
+            # A ring that was killed had dropped parts that its last manifest still names.
+            if missing and (self.manifest.get("finished") or not self.manifest.get("options", {}).get("last_steps")):
                 name = f"{table}-{missing[0]:05d}.parquet"
                 raise TraceError(
                     f"{self.path / name} is missing ({len(missing)} part(s) of the table {table} in all). "
                     "Copy the trace again from where it was recorded, whole."
                 )
-            self._parts[table] = [numbers[number] for number in range(first, last + 1)]
+            self._parts[table] = [numbers[number] for number in sorted(numbers) if number >= first]
         return self._parts[table]
 
     def _survivors_through(self, file: Path) -> int:
@@ -158,13 +155,11 @@ class RankFolder:
         )
 
 
-def _declared_parts(manifest: dict[str, Any], table: str) -> int | None:
-    """How many parts the manifest says a table has; null where it does not say."""
+def _declared_parts(manifest: dict[str, Any], table: str) -> list[int]:
+    """The numbers of the parts that the manifest says a table has; empty where it does not say."""
     parts = manifest.get("parts")
-    count = parts.get(table) if isinstance(parts, dict) else None
-    if isinstance(count, list):
-        return len(count)
-    return count if isinstance(count, int) else None
+    numbers = parts.get(table) if isinstance(parts, dict) else None
+    return [number for number in numbers if isinstance(number, int)] if isinstance(numbers, list) else []
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -107,6 +107,14 @@ class PartWriter:
         self._open.clear()
 
 
+def part_numbers(folder: Path) -> dict[str, list[int]]:
+    """The numbers of the parts of every table: a table without rows for a part has a gap there."""
+    return {
+        name: sorted(int(path.stem.rpartition("-")[2]) for path in folder.glob(f"{name}-*.parquet"))
+        for name in schema.TABLES
+    }
+
+
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Write manifest.json in one step, so that it is whole at every moment."""
     temporary = folder / f".{schema.MANIFEST_NAME}.tmp"
@@ -172,6 +180,7 @@ class Writer:
     def _flush(self) -> None:
         self._parts.flush()
         self._manifest["num_events"] = self._parts.num_events
+        self._manifest["parts"] = part_numbers(self._folder)
         if self._ring is not None:
             self._manifest["coverage"]["dropped_events"] = self._ring.dropped_events
         write_manifest(self._folder, self._manifest)

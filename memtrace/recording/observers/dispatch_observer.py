@@ -4,6 +4,8 @@ Differences to the native observer, each with its reason:
 
 * Memory that an operator allocates and frees within one call (workspace) is not seen: below the dispatcher there is no
   hook in Python.
+* torch itself behaves a little differently under a mode in Python: where autograd sums gradients, or an operator adds a
+  bias, it adds out of place, so that each such sum is a block of its own.
 * A block's allocation is seen when the operator that made it returns, so its time is the operator's end.
 * Fake tensors have sizes but no addresses; their address is null.
 * Memory that changes size in place (``Tensor.resize_``) keeps the size it was first seen with.
@@ -38,6 +40,7 @@ _OVERWRITES: Final = ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_
                       "_foreach_copy_", "_foreach_zero_", "set_", "resize_", "eye_")  # fmt: skip
 _UNTOUCHED: Final = ("set_data", "requires_grad_", "retain_grad", "record_stream", "is_", "_has_", "size", "stride",
                      "resize_", "set_", "sym_", "detach", "alias")  # fmt: skip
+_VIEWS: Final = ("_unsafe_view", "_reshape_alias")  # their schemas do not say so
 FORWARD_KEPT: Final = 1 << 17
 _MAX_DEPTH: Final = 128
 
@@ -349,6 +352,7 @@ class DispatchObserver(TorchDispatchMode):
         if phase == _BACKWARD and not recompute:
             node = torch._C._current_autograd_node()
             number = node._sequence_nr() if node is not None else -1
+            number = number if number < 1 << 63 else -1  # AccumulateGrad: the largest unsigned number
             inherited = self._forward.get((0, number))
         elif len(made) > 0:
             number = made[0]
@@ -412,6 +416,8 @@ class DispatchObserver(TorchDispatchMode):
                 continue
             alias = argument.alias_info
             writes = alias is not None and alias.is_write
+            if short in _VIEWS:
+                continue
             reads = alias is None or (writes and not argument.is_out and not short.startswith(_OVERWRITES))
             if reads or writes:
                 uses[argument.name if argument.kwarg_only else place] = (reads, writes)

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "cuda" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no CUDA GPU on this machine"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_hooked() -> Iterator[None]:
+    """Every test must leave torch as it found it."""
+    from torch.optim import optimizer
+
+    def hooks() -> tuple[object, ...]:
+        return (
+            torch.nn.Module.__call__,
+            torch.autograd.graph._engine_run_backward,
+            torch.autograd._engine_run_backward,
+            dict(optimizer._global_optimizer_pre_hooks),
+            dict(optimizer._global_optimizer_post_hooks),
+            torch._C._len_torch_dispatch_stack(),
+        )
+
+    before = hooks()
+    yield
+    assert hooks() == before
+    if "memtrace_native" in sys.modules:
+        status = sys.modules["memtrace_native"].status()
+        assert not status["active"]
+        assert not status["thread_enabled"]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+    # torch.profiler does not see what the helper threads of an operator allocate; we do.
+    torch.set_num_threads(1)
+    gc.collect()
