@@ -7,7 +7,6 @@ from importlib import metadata
 from typing import Any
 
 import click
-
 from memtrace.cli.output import console, plain_table, print_json
 
 PACKAGES = ("memtrace", "torch", "numpy", "pandas", "pyarrow", "plotly")
@@ -56,8 +55,12 @@ def examine() -> dict[str, Any]:
         advice.append(f"The native observer cannot be used, recording is several times slower: {error}")
     headers = build.cuda_include()
     if torch.version.cuda and headers is None:
-        advice.append("CUDA's headers were not found, so CUDA allocations are not seen: set CUDA_HOME to a CUDA toolkit.")
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+        advice.append(
+            "CUDA's headers were not found, so CUDA allocations are not seen: set CUDA_HOME to a CUDA toolkit."
+        )
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
     return {
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "compiler": build.compiler(),

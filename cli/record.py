@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import runpy
 import sys
 import traceback
@@ -37,7 +36,7 @@ def command(output: str, module: bool, program: str, arguments: tuple[str, ...],
     if not module and not Path(program).is_file():
         raise MemtraceError(f"{program} is not a file; give a Python script, or -m and a module")
     sys.argv = [program, *arguments]
-    sys.path.insert(0, os.getcwd() if module else str(Path(program).resolve().parent))
+    sys.path.insert(0, str(Path.cwd()) if module else str(Path(program).resolve().parent))
     recording = record(output, **options)
     code: Any = 0
     with recording:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import click
+from memtrace.cli.output import UNKNOWN, console, duration, plain_table, print_json, share, size
 from rich.console import Console
 from rich.markup import escape
-
-from memtrace.cli.output import UNKNOWN, console, duration, plain_table, print_json, share, size
 
 
 @click.command("summary")
@@ -29,7 +28,10 @@ def command(trace: str, rank: int | None, as_json: bool) -> None:
     out = console()
     if len(ranks) > 1:
         _print_ranks(out, found)
-    worst = max(found, key=lambda number: max((d["peak"]["requested_bytes"] for d in found[number]["devices"]), default=0))
+    worst = max(
+        found,
+        key=lambda number: max((d["peak"]["requested_bytes"] for d in found[number]["devices"]), default=0),
+    )
     print_summary(out, trace, found[worst])
 
 
@@ -60,7 +62,9 @@ def _print_coverage(out: Console, name: str, found: dict[str, Any]) -> None:
     first, last = told["first_event_ns"], told["last_event_ns"]
     span = duration(last - first) if first is not None else UNKNOWN
     kind = source.get("observer") or source.get("kind") or UNKNOWN
-    out.print(f"[bold]{escape(name)}[/]  {told['num_events']:,} events in {span}, {told['num_steps']} steps, observer {kind}")
+    out.print(
+        f"[bold]{escape(name)}[/]  {told['num_events']:,} events in {span}, {told['num_steps']} steps, observer {kind}"
+    )
     lost = UNKNOWN if told["lost_events"] is None else f"{told['lost_events']:,}"
     out.print(
         f"coverage: lost events {lost}, older than the recording {size(told['baseline_bytes'])}, of unknown category "
@@ -81,7 +85,7 @@ def _print_device(out: Console, device: dict[str, Any]) -> None:
     where = ", ".join(
         part for part in (f"step {peak['step']}" if peak["step"] is not None else "", peak["phase"] or "") if part
     )
-    on_cpu = device["device"] == "cpu"   # whose allocator keeps no segments
+    on_cpu = device["device"] == "cpu"  # whose allocator keeps no segments
     reserved = "nothing reserved beyond that" if on_cpu else f"reserved {size(peak['reserved_bytes'])}"
     at = f" at {duration(peak['time_ns'])}" if peak["time_ns"] is not None else " at the start"
     out.print(f"\n[bold]{device['device']}: peak {size(total)}[/]{at}{f' ({where})' if where else ''}")
@@ -94,10 +98,18 @@ def _print_device(out: Console, device: dict[str, Any]) -> None:
         table.add_row(category, size(held), share(held, total), "#" * round(30 * held / total) if total else "")
     out.print()
     out.print(table)
-    for title, key, field in (("line that allocated it", "top_sites", "site"), ("module", "top_modules", "module")):
+    for title, key, field in (
+        ("line that allocated it", "top_sites", "site"),
+        ("module", "top_modules", "module"),
+    ):
         table = plain_table("size", "share", "blocks", title)
         for row in peak[key][:6]:
-            table.add_row(size(row["bytes"]), share(row["bytes"], total), str(row["blocks"]), escape(row[field] or _NOWHERE[field]))
+            table.add_row(
+                size(row["bytes"]),
+                share(row["bytes"], total),
+                str(row["blocks"]),
+                escape(row[field] or _NOWHERE[field]),
+            )
         out.print()
         out.print(table)
 
@@ -114,10 +126,12 @@ def _print_steps(out: Console, steps: dict[str, Any]) -> None:
         out.print("steps: none found; mark them with rec.step() or rec.steps(loader)")
         return
     wait = steps["data_wait_share"]
+    waits = share(wait, 1) if wait is not None else UNKNOWN
     out.print(
-        f"[bold]steps[/]: {steps['count']}, median {duration(steps['median_duration_ns'])}, peak {size(steps['median_peak_bytes'])} "
-        f"(highest {size(steps['max_peak_bytes'])}), allocates {size(steps['median_allocated_bytes'])} in "
-        f"{steps['median_allocations']:,} blocks, waits for data {share(wait, 1) if wait is not None else UNKNOWN}"
+        f"[bold]steps[/]: {steps['count']}, median {duration(steps['median_duration_ns'])}, "
+        f"peak {size(steps['median_peak_bytes'])} (highest {size(steps['max_peak_bytes'])}), "
+        f"allocates {size(steps['median_allocated_bytes'])} in {steps['median_allocations']:,} blocks, "
+        f"waits for data {waits}"
     )
     growth = steps["growth_bytes_per_step"]
     if growth is None:

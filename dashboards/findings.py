@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from memtrace.dashboards.palette import CATEGORY_LABELS
+from memtrace.dashboards.text import bytes_text, name_text, share_text, time_text
+
 from memtrace.analysis.growth import growth
 from memtrace.analysis.peak import Peak, by_category, by_module_pattern, by_site, peak
 from memtrace.analysis.steps import step_columns
-from memtrace.dashboards.palette import CATEGORY_LABELS
-from memtrace.dashboards.text import bytes_text, name_text, share_text, time_text
 
 if TYPE_CHECKING:
     from memtrace.trace import Trace
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 ADVICE = {
     "activation": "Recompute them in backward (torch.utils.checkpoint) for the modules that hold most, train in bf16 "
     "(autocast), or take a smaller batch and accumulate gradients.",
-    "optimizer_state": "Use an optimizer that keeps less (SGD, Adafactor, 8-bit Adam), or shard the state (ZeRO, FSDP).",
-    "gradient": "Call zero_grad(set_to_none=True) before forward, or free gradients as they are used (optimizer in backward).",
+    "optimizer_state": "Use an optimizer that keeps less (SGD, Adafactor, 8-bit Adam), or shard it (ZeRO, FSDP).",
+    "gradient": "Call zero_grad(set_to_none=True) before forward, or free gradients as they are used "
+    "(optimizer in backward).",
     "parameter": "Store the weights in bf16, shard them (FSDP), or freeze and quantise what is not trained.",
     "temporary": "Look at the lines below: in-place operators, fused kernels or smaller chunks avoid them.",
     "workspace": "An operator's own scratch memory: another algorithm or layout may need less.",
@@ -49,14 +51,20 @@ def _coverage(trace: Trace) -> dict[str, Any]:
         warnings.insert(0, f"{told.lost_events:,} events were lost: what follows is not complete.")
     versions = {name: version for name, version in manifest.get("versions", {}).items() if version}
     facts = [
-        ("recorded by", f"memtrace {manifest.get('memtrace_version', '?')}, observer {source.get('observer') or source.get('kind', '?')}"),
+        (
+            "recorded by",
+            f"memtrace {manifest.get('memtrace_version', '?')}, {source.get('observer') or source.get('kind', '?')}",
+        ),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("command", name_text(" ".join(map(str, manifest.get("command") or ["unknown"])))),
         ("events", f"{told.num_events:,}"),
         ("lost events", "unknown" if told.lost_events is None else f"{told.lost_events:,}"),
         ("older than the recording", bytes_text(told.baseline_bytes)),
         ("of unknown category at the peak", bytes_text(told.unattributed_bytes)),
-        ("outside the allocator", "unknown" if told.outside_allocator_bytes is None else bytes_text(told.outside_allocator_bytes)),
+        (
+            "outside the allocator",
+            "unknown" if told.outside_allocator_bytes is None else bytes_text(told.outside_allocator_bytes),
+        ),
     ]
     return {
         "sentence": f"{told.num_events:,} events in {span}, {told.num_steps:,} steps; "
@@ -73,7 +81,13 @@ def _cards(trace: Trace, found: Peak) -> list[dict[str, Any]]:
         {"label": "peak requested", "value": bytes_text(total), "hint": f"at {when}, {_where(found)}"},
     ]
     if found.reserved is not None:
-        cards.append({"label": "peak reserved", "value": bytes_text(found.reserved.bytes), "hint": "taken from the device"})
+        cards.append(
+            {
+                "label": "peak reserved",
+                "value": bytes_text(found.reserved.bytes),
+                "hint": "taken from the device",
+            }
+        )
     categories = by_category(trace, found.live)
     if categories:
         name, size, _ = categories[0]
@@ -82,11 +96,23 @@ def _cards(trace: Trace, found: Peak) -> list[dict[str, Any]]:
     columns = step_columns(trace)
     if len(columns["step"]):
         usual = sorted(columns["duration_ns"].tolist())[len(columns["step"]) // 2]
-        cards.append({"label": "steps", "value": f"{len(columns['step']):,}", "hint": f"{time_text(usual)} each, as a rule"})
+        cards.append(
+            {
+                "label": "steps",
+                "value": f"{len(columns['step']):,}",
+                "hint": f"{time_text(usual)} each, as a rule",
+            }
+        )
     grows = growth(trace)
     if grows is not None:
         value = f"{bytes_text(grows.bytes_per_step)} a step" if grows.bytes_per_step > 0 else "nothing"
-        cards.append({"label": "grows", "value": value, "hint": f"over {grows.num_steps:,} steps, the first two left out"})
+        cards.append(
+            {
+                "label": "grows",
+                "value": value,
+                "hint": f"over {grows.num_steps:,} steps, the first two left out",
+            }
+        )
     return cards
 
 
@@ -98,7 +124,10 @@ def _where(found: Peak) -> str:
 def _sentences(trace: Trace, found: Peak) -> list[str]:
     total = found.requested.bytes
     sentences = []
-    for what, rows in (("line", by_site(trace, found.live)), ("module", by_module_pattern(trace, found.live))):
+    for what, rows in (
+        ("line", by_site(trace, found.live)),
+        ("module", by_module_pattern(trace, found.live)),
+    ):
         known = [row for row in rows if row[0]]
         if known:
             name, size, number = known[0]
@@ -114,15 +143,28 @@ def _hints(trace: Trace, found: Peak) -> list[dict[str, str]]:
     grows = growth(trace)
     if grows is not None and grows.bytes_per_step > 0:
         where = f" First suspect: {name_text(grows.sources[0][0])}." if grows.sources else ""
-        hints.append({"finding": f"{bytes_text(grows.bytes_per_step)} more stay live after every step.",
-                      "advice": f"Something keeps tensors: a list of losses with their graphs, a cache, a hook.{where}"})  # fmt: skip
+        hints.append(
+            {
+                "finding": f"{bytes_text(grows.bytes_per_step)} more stay live after every step.",
+                "advice": f"Something keeps tensors: a list of losses with their graphs, a cache, a hook.{where}",
+            }
+        )
     for name, size, _ in by_category(trace, found.live)[:3]:
         if total and size / total >= 0.1:
             label = CATEGORY_LABELS[name or "unknown"]
-            hints.append({"finding": f"{share_text(size, total)} of the peak: {label}.", "advice": ADVICE[name or "unknown"]})
+            hints.append(
+                {
+                    "finding": f"{share_text(size, total)} of the peak: {label}.",
+                    "advice": ADVICE[name or "unknown"],
+                }
+            )
     columns = step_columns(trace)
     wait, lasting = int(columns["data_wait_ns"].sum()), int(columns["duration_ns"].sum())
     if lasting and wait / lasting >= 0.1:
-        hints.append({"finding": f"{share_text(wait, lasting)} of the time waits for data.",
-                      "advice": "More DataLoader workers, or data prepared beforehand, would speed up every step."})  # fmt: skip
+        hints.append(
+            {
+                "finding": f"{share_text(wait, lasting)} of the time waits for data.",
+                "advice": "More DataLoader workers, or data prepared beforehand, would speed up every step.",
+            }
+        )
     return hints

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import plotly.graph_objects as go
+from memtrace.dashboards.palette import CATEGORY_COLORS, CATEGORY_LABELS
+from memtrace.dashboards.sections import Column, Row, Table
+from memtrace.dashboards.text import bytes_text, figure_text, name_text
 
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import by_category, by_owner, by_site, peak
 from memtrace.analysis.sites import own_frame, site
-from memtrace.dashboards.palette import CATEGORY_COLORS, CATEGORY_LABELS
-from memtrace.dashboards.sections import Column, Row, Table
-from memtrace.dashboards.text import bytes_text, figure_text, name_text
 from memtrace.schema import CATEGORIES
 
 if TYPE_CHECKING:
@@ -47,8 +47,10 @@ def modules_figure(trace: Trace, device: str) -> go.Figure | None:
             labels=[figure_text(CATEGORY_LABELS.get(path[-1].strip(), path[-1])) for path in paths],
             values=np.array([values[path] for path in paths], np.int64),
             text=[bytes_text(values[path]) for path in paths],
-            marker={"colors": [colors.get(path, "#5f6b77") for path in paths],
-                    "line": {"width": 1.5, "color": "#8c9299"}},
+            marker={
+                "colors": [colors.get(path, "#5f6b77") for path in paths],
+                "line": {"width": 1.5, "color": "#8c9299"},
+            },
             branchvalues="total",
             maxdepth=6,
             tiling={"orientation": "h"},
@@ -67,9 +69,16 @@ def categories_table(trace: Trace, device: str) -> Table | None:
     """The categories live at the peak: bytes, share, blocks."""
     found = peak(trace, device)
     rows = by_category(trace, found.live)
-    columns = (Column("category", "category"), Column("bytes", "number"), Column("of the peak", "share"), Column("blocks", "number"))
+    columns = (
+        Column("category", "category"),
+        Column("bytes", "number"),
+        Column("of the peak", "share"),
+        Column("blocks", "number"),
+    )
     total = max(found.requested.bytes, 1)
-    cells = tuple(Row((name or "unknown", bytes_text(size), size / total, f"{number:,}")) for name, size, number in rows)
+    cells = tuple(
+        Row((name or "unknown", bytes_text(size), size / total, f"{number:,}")) for name, size, number in rows
+    )
     return Table(columns, cells) if rows else None
 
 
@@ -78,7 +87,12 @@ def sites_table(trace: Trace, device: str) -> Table | None:
     found = peak(trace, device)
     rows = by_site(trace, found.live)
     total = max(found.requested.bytes, 1)
-    columns = (Column("line", "code"), Column("bytes", "number"), Column("of the peak", "share"), Column("blocks", "number"))
+    columns = (
+        Column("line", "code"),
+        Column("bytes", "number"),
+        Column("of the peak", "share"),
+        Column("blocks", "number"),
+    )
     cells = tuple(
         Row((name_text(name or "no stack (older than the recording, small, or stacks were off)"), bytes_text(size),
              size / total, f"{number:,}"))
@@ -100,7 +114,9 @@ def blocks_table(trace: Trace, device: str) -> Table | None:
         name = trace.name(int(found.name[block])) or trace.name(int(found.module[block])) or "–"  # noqa: RUF001
         stack = trace.frames(int(found.stack[block]))
         own = own_frame(stack)
-        lines = [f"{frame.file}:{frame.line} {frame.function}{'   <- yours' if frame is own else ''}" for frame in stack]
+        lines = [
+            f"{frame.file}:{frame.line} {frame.function}{'   <- yours' if frame is own else ''}" for frame in stack
+        ]
         rows.append(
             Row((bytes_text(int(found.size[block])), CATEGORIES[found.category[block]], name_text(name),
                  name_text(trace.name(int(found.op_name[block])) or "–"),  # noqa: RUF001

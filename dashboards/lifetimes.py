@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import plotly.graph_objects as go
+from memtrace.dashboards.palette import CATEGORY_COLORS, CATEGORY_LABELS, STACK_ORDER
+from memtrace.dashboards.text import bytes_text, time_unit
 
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import peak
-from memtrace.dashboards.palette import CATEGORY_COLORS, CATEGORY_LABELS, STACK_ORDER
-from memtrace.dashboards.text import bytes_text, time_unit
 from memtrace.schema import CATEGORIES
 
 if TYPE_CHECKING:
@@ -41,14 +41,17 @@ def lifetimes_figure(trace: Trace, device: str) -> go.Figure | None:
     for category in STACK_ORDER:
         mine = found.category[chosen] == CATEGORIES.index(category)
         if mine.any():
-            figure.add_trace(_rectangles(category, start[mine] / divisor, end[mine] / divisor, low[mine], found.size[chosen][mine]))
+            figure.add_trace(
+                _rectangles(category, start[mine] / divisor, end[mine] / divisor, low[mine], found.size[chosen][mine])
+            )
     moment = peak(trace, device).time_ns
     if moment is not None:
         figure.add_vline(x=moment / divisor, line={"dash": "dot", "width": 1.5, "color": "#8c9299"},
                          annotation_text="peak", annotation_position="top")  # fmt: skip
     figure.update_layout(
         meta={"ns_per_unit": divisor,
-              "note": f"The {len(chosen):,} largest of {len(here):,} blocks, from {bytes_text(int(found.size[chosen].min()))} up. "
+              "note": f"The {len(chosen):,} largest of {len(here):,} blocks, "
+              f"from {bytes_text(int(found.size[chosen].min()))} up. "
               "Gaps between used addresses are cut out."},
         xaxis={"title": {"text": f"time since the recording began ({unit})"}},
         yaxis={"title": {"text": "address, packed (MiB)"}, "tickformat": ",~r"},
@@ -69,7 +72,9 @@ def packed_addresses(address: NDArray[Any], size: NDArray[Any]) -> tuple[NDArray
     return packed, int((packed + size).max())
 
 
-def _rectangles(category: str, start: NDArray[Any], end: NDArray[Any], low: NDArray[Any], size: NDArray[Any]) -> go.Scatter:
+def _rectangles(
+    category: str, start: NDArray[Any], end: NDArray[Any], low: NDArray[Any], size: NDArray[Any]
+) -> go.Scatter:
     """One filled trace: five corners a rectangle, a break between two."""
     nothing = np.full(len(start), np.nan)
     bottom, top = low / 2**20, (low + size) / 2**20

@@ -29,7 +29,7 @@ def pack(columns: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     for name, values in columns.items():
         if len(values) != length:
             raise ValueError(f"column {name!r} has {len(values)} values, the first column {length}")
-        coded = _zigzag(np.diff(np.asarray(values, dtype=np.int64), prepend=np.int64(0)))
+        coded = _zigzag(np.ediff1d(np.asarray(values, dtype=np.int64), to_begin=np.asarray(values[:1], dtype=np.int64)))
         width = max(1, (int(coded.max(initial=0)).bit_length() + 7) // 8)
         layout.append((name, width))
         planes.append(coded.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :width].T.tobytes())
@@ -37,6 +37,6 @@ def pack(columns: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     return {"length": length, "columns": layout, "data": data}
 
 
-def _zigzag(values: NDArray[np.int64]) -> NDArray[np.uint64]:
+def _zigzag(values: NDArray[Any]) -> NDArray[np.uint64]:
     """0, -1, 1, -2, ... as 0, 1, 2, 3, ..."""
     return ((values << 1) ^ (values >> 63)).view(np.uint64)

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
-
-from memtrace import __version__
 from memtrace.dashboards import findings, holders, lifetimes, steps, timeline
 from memtrace.dashboards.palette import (
     CATEGORY_COLORS,
@@ -21,6 +19,8 @@ from memtrace.dashboards.palette import (
 )
 from memtrace.dashboards.sections import Section, Table
 from memtrace.dashboards.text import name_text, share_text
+
+from memtrace import __version__
 
 if TYPE_CHECKING:
     from memtrace.trace import Trace
@@ -42,23 +42,65 @@ GLOSSARY: Final = (
 )
 
 SECTIONS: Final = (
-    Section("timeline", "Memory over time", "Bytes in use, stacked by what they are for. The two lanes below the curve are the "
-            "steps and their phases. Drag to zoom, double-click to go back.", timeline.timeline_figure,
-            "Nothing was allocated on this device.", height=460),
-    Section("modules", "What holds the peak, by module", "The blocks live at the peak under the module that allocated them; "
-            "parameters, gradients and optimizer state under the module that owns them. Wider is more.", holders.modules_figure,
-            "Nothing was live at the peak.", columns=2, height=470),
-    Section("categories", "By category", "What the blocks live at the peak are for.", holders.categories_table,
-            "Nothing was live at the peak.", columns=1),
-    Section("sites", "By line of your code", "The innermost line of your own that allocated what is live at the peak; for "
-            "memory made in backward, the line of its forward operator.", holders.sites_table, "No stacks were recorded."),
-    Section("blocks", "Largest blocks at the peak", "Each with the stack that allocated it.", holders.blocks_table,
-            "Nothing was live at the peak."),
-    Section("steps", "Steps", "Every step should look like the one before it: a line that climbs is memory that is never "
-            "given back.", steps.steps_figure, "No steps were found: mark them with rec.step() or rec.steps(loader).", height=440),
-    Section("lifetimes", "Lifetimes of blocks", "A rectangle is a block: from its allocation to its free, at its address, as "
-            "high as it is large.", lifetimes.lifetimes_figure, "The addresses of blocks are not known.", height=520),
-)  # fmt: skip
+    Section(
+        "timeline",
+        "Memory over time",
+        "Bytes in use, stacked by what they are for. The two lanes below the curve are the steps and their phases. "
+        "Drag to zoom, double-click to go back.",
+        timeline.timeline_figure,
+        "Nothing was allocated on this device.",
+        height=460,
+    ),
+    Section(
+        "modules",
+        "What holds the peak, by module",
+        "The blocks live at the peak under the module that allocated them; parameters, gradients and optimizer state "
+        "under the module that owns them. Taller is more.",
+        holders.modules_figure,
+        "Nothing was live at the peak.",
+        columns=2,
+        height=470,
+    ),
+    Section(
+        "categories",
+        "By category",
+        "What the blocks live at the peak are for.",
+        holders.categories_table,
+        "Nothing was live at the peak.",
+        columns=1,
+    ),
+    Section(
+        "sites",
+        "By line of your code",
+        "The innermost line of your own that allocated what is live at the peak; for memory made in backward, the line "
+        "of its forward operator.",
+        holders.sites_table,
+        "No stacks were recorded.",
+    ),
+    Section(
+        "blocks",
+        "Largest blocks at the peak",
+        "Each with the stack that allocated it.",
+        holders.blocks_table,
+        "Nothing was live at the peak.",
+    ),
+    Section(
+        "steps",
+        "Steps",
+        "Every step should look like the one before it: a line that climbs is memory that is never given back.",
+        steps.steps_figure,
+        "No steps were found: mark them with rec.step() or rec.steps(loader).",
+        height=440,
+    ),
+    Section(
+        "lifetimes",
+        "Lifetimes of blocks",
+        "A rectangle is a block: from its allocation to its free, at its address, as high as it is large.",
+        lifetimes.lifetimes_figure,
+        "The addresses of blocks are not known.",
+        height=520,
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -137,7 +179,7 @@ def _script_safe(text: str) -> Markup:
     """JSON that cannot end the script element it stands in."""
     for character in ("<", ">", "&", "\u2028", "\u2029"):
         text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)  # noqa: S704 (every character that HTML gives a meaning is escaped above)
+    return Markup(text)
 
 
 def _inline(environment: Environment) -> dict[str, Markup]:
@@ -151,9 +193,11 @@ def _inline(environment: Environment) -> dict[str, Markup]:
         f"{selector}{{color-scheme:{name};" + "".join(f"--{key}:{value};" for key, value in THEMES[name].items()) + "}"
         for selector, name in ((":root", "light"), (':root[data-theme="dark"]', "dark"))
     )
-    swatches = "".join(f'.swatch[data-category="{name}"]{{background:{color}}}' for name, color in CATEGORY_COLORS.items())
+    swatches = "".join(
+        f'.swatch[data-category="{name}"]{{background:{color}}}' for name, color in CATEGORY_COLORS.items()
+    )
     return {
-        "style": Markup(variables + swatches + source("report.css")),  # noqa: S704 (our own files)
-        "script": Markup(source("timeline.js") + source("report.js")),  # noqa: S704
-        "plotly": Markup(get_plotlyjs()),  # noqa: S704
+        "style": Markup(variables + swatches + source("report.css")),
+        "script": Markup(source("timeline.js") + source("report.js")),
+        "plotly": Markup(get_plotlyjs()),
     }

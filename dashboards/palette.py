@@ -99,7 +99,11 @@ def plotly_template(theme: str) -> dict[str, Any]:
         "layout": {
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",
-            "font": {"color": colors["ink"], "size": 13, "family": "system-ui, 'Segoe UI', Roboto, sans-serif"},
+            "font": {
+                "color": colors["ink"],
+                "size": 13,
+                "family": "system-ui, 'Segoe UI', Roboto, sans-serif",
+            },
             "xaxis": axis,
             "yaxis": axis,
             "legend": {"bgcolor": "rgba(0,0,0,0)"},
@@ -110,6 +114,10 @@ def plotly_template(theme: str) -> dict[str, Any]:
                 "align": "left",
             },
             "annotationdefaults": {"arrowcolor": colors["ink"], "font": {"color": colors["ink"]}},
-            "modebar": {"color": colors["muted"], "activecolor": colors["accent"], "bgcolor": "rgba(0,0,0,0)"},
+            "modebar": {
+                "color": colors["muted"],
+                "activecolor": colors["accent"],
+                "bgcolor": "rgba(0,0,0,0)",
+            },
         }
     }

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import plotly.graph_objects as go
+from memtrace.dashboards.text import byte_unit, time_unit
 from plotly.subplots import make_subplots
 
 from memtrace.analysis.steps import step_columns
-from memtrace.dashboards.text import byte_unit, time_unit
 
 if TYPE_CHECKING:
     from memtrace.trace import Trace
@@ -29,15 +29,42 @@ def steps_figure(trace: Trace, device: str) -> go.Figure | None:
     divisor, unit = byte_unit(float(columns["peak_bytes"].max()))
     ns, time_name = time_unit(float(columns["duration_ns"].max()))
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.09)
-    for name, label, color in (("peak_bytes", "peak", "#0072b2"), ("live_end_bytes", "live at its end", "#e69f00")):
-        figure.add_trace(go.Scatter(x=number, y=columns[name] / divisor, name=label, mode="lines+markers", marker={"size": 5},
-                                    line={"color": color}, hovertemplate=f"%{{y:,.2f}} {unit}"), row=1, col=1)  # fmt: skip
+    for name, label, color in (
+        ("peak_bytes", "peak", "#0072b2"),
+        ("live_end_bytes", "live at its end", "#e69f00"),
+    ):
+        figure.add_trace(
+            go.Scatter(
+                x=number,
+                y=columns[name] / divisor,
+                name=label,
+                mode="lines+markers",
+                marker={"size": 5},
+                line={"color": color},
+                hovertemplate=f"%{{y:,.2f}} {unit}",
+            ),
+            row=1,
+            col=1,
+        )
     wait = columns["data_wait_ns"]
-    for values, label, color in ((columns["duration_ns"] - wait, "working", "#8e98a3"), (wait, "waiting for data", "#cc79a7")):
-        figure.add_trace(go.Bar(x=number, y=np.asarray(values) / ns, name=label, marker={"color": color},
-                                hovertemplate=f"%{{y:,.2f}} {time_name}"), row=2, col=1)  # fmt: skip
-    figure.update_layout(barmode="stack", hovermode="x unified",
-                         legend={"orientation": "h", "y": 1.03, "yanchor": "bottom", "x": 0})  # fmt: skip
+    for values, label, color in (
+        (columns["duration_ns"] - wait, "working", "#8e98a3"),
+        (wait, "waiting for data", "#cc79a7"),
+    ):
+        figure.add_trace(
+            go.Bar(
+                x=number,
+                y=np.asarray(values) / ns,
+                name=label,
+                marker={"color": color},
+                hovertemplate=f"%{{y:,.2f}} {time_name}",
+            ),
+            row=2,
+            col=1,
+        )
+    figure.update_layout(
+        barmode="stack", hovermode="x unified", legend={"orientation": "h", "y": 1.03, "yanchor": "bottom", "x": 0}
+    )
     figure.update_yaxes(title_text=unit, rangemode="tozero", row=1, col=1)
     figure.update_yaxes(title_text=time_name, rangemode="tozero", row=2, col=1)
     figure.update_xaxes(title_text="step", row=2, col=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 _BYTE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
-_TIME_UNITS: Final = ((10**9, "s"), (10**6, "ms"), (10**3, "µs"))  # noqa: RUF001 (the sign of a microsecond)
+_TIME_UNITS: Final = ((10**9, "s"), (10**6, "ms"), (10**3, "µs"))
 MAX_NAME: Final = 200
 """Longest name, in characters, that goes on the page: a trace may hold names of any length."""
 

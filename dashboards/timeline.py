@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import plotly.graph_objects as go
-
-from memtrace.analysis.timeline import timeline
 from memtrace.dashboards.packed import pack
 from memtrace.dashboards.palette import CATEGORY_COLORS, CATEGORY_LABELS, STACK_ORDER
 from memtrace.dashboards.text import byte_unit, bytes_text, time_unit
+
+from memtrace.analysis.timeline import timeline
 from memtrace.schema import PHASES, SPAN_KINDS
 
 if TYPE_CHECKING:
@@ -83,9 +83,19 @@ def draw(table: pd.DataFrame) -> go.Figure:
             },
         },
         # The lanes of steps and phases lie between the curve and the time axis.
-        xaxis={"title": {"text": f"time since the recording began ({time_name})"}, "hoverformat": ",.4~f",
-               "anchor": "free", "position": 0},
-        yaxis={"domain": [0.13, 1], "title": {"text": unit}, "rangemode": "tozero", "fixedrange": True, "tickformat": ",~r"},
+        xaxis={
+            "title": {"text": f"time since the recording began ({time_name})"},
+            "hoverformat": ",.4~f",
+            "anchor": "free",
+            "position": 0,
+        },
+        yaxis={
+            "domain": [0.13, 1],
+            "title": {"text": unit},
+            "rangemode": "tozero",
+            "fixedrange": True,
+            "tickformat": ",~r",
+        },
         hovermode="x unified",
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
     )

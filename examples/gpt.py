@@ -38,7 +38,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, vocabulary: int = 256, width: int = 128, layers: int = 4, heads: int = 4, length: int = 128) -> None:
+    def __init__(
+        self, vocabulary: int = 256, width: int = 128, layers: int = 4, heads: int = 4, length: int = 128
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(length, width)

@@ -89,7 +89,8 @@ def _codes_of_chunk(chunk: Any, code_of: Callable[[str], int]) -> Array:
     for index, text in enumerate(texts):
         if index in used and text is not None:
             lookup[index] = code_of(text)
-    return lookup[present]
+    coded: Array = lookup[present]
+    return coded
 
 
 def vocabulary_coder(vocabulary: Sequence[str], column: str) -> Callable[[str], int]:

@@ -18,7 +18,7 @@ FORMAT_VERSION: Final = 1
 MANIFEST_NAME: Final = "manifest.json"
 
 EVENT_KINDS: Final = (
-    "alloc",  # a block begins
+    "alloc",  # a block begins; memory from outside the traced allocators (NumPy): it is first seen, op is null
     "free",  # its memory can be reused (CUDA: free_completed)
     "read",  # an operator reads the block
     "write",  # an operator writes the block
@@ -67,8 +67,16 @@ TABLES: Final[dict[str, tuple[Column, ...]]] = {
         Column("kind", "text", "one of EVENT_KINDS"),
         Column("device", "text", "'cpu', 'cuda:0', ..."),
         Column("block", "int64", "which block: numbered from 0 in order of first sight; null for segments, oom"),
-        Column("size", "int64", "requested bytes (alloc, free, baseline, free_requested, oom), bytes of the segment; null for accesses"),
-        Column("allocated_size", "int64", "bytes the allocator counts for the block, rounding included; null: unknown or no such number"),
+        Column(
+            "size",
+            "int64",
+            "requested bytes (alloc, free, baseline, free_requested, oom), bytes of the segment; null for accesses",
+        ),
+        Column(
+            "allocated_size",
+            "int64",
+            "bytes the allocator counts for the block, rounding included; null: unknown or no such number",
+        ),
         Column("address", "int64", "start of the block or segment; null for accesses and oom"),
         Column("op", "int64", "the operator call it belongs to (ops.op); null: none known"),
         Column("stream", "int64", "CUDA stream; null on the CPU and for accesses"),
@@ -80,10 +88,22 @@ TABLES: Final[dict[str, tuple[Column, ...]]] = {
         Column("start_ns", "int64", "host time at which the call began"),
         Column("duration_ns", "int64", "host time until it returned; null: unknown"),
         Column("thread", "int16", "as in events"),
-        Column("module", "int32", "names.id of kind module: innermost module call; for a backward operator that of its forward operator; null: none known"),
+        Column(
+            "module",
+            "int32",
+            "names.id of kind module: the innermost call, of a backward operator that of its forward one; null: none",
+        ),
         Column("phase", "text", "one of PHASES; null: unknown"),
-        Column("stack", "int32", "names.id of kind stack; for a backward operator that of its forward operator; null: not taken"),
-        Column("sequence_nr", "int64", "autograd sequence number of the node it made (forward) or runs in (backward); null: none"),
+        Column(
+            "stack",
+            "int32",
+            "names.id of kind stack; for a backward operator that of its forward operator; null: not taken",
+        ),
+        Column(
+            "sequence_nr",
+            "int64",
+            "autograd sequence number of the node it made (forward) or runs in (backward); null: none",
+        ),
         Column("recompute", "bool", "a forward operator run again inside backward (activation checkpointing)"),
     ),
     "spans": (

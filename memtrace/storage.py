@@ -105,11 +105,13 @@ class RankFolder:
         return [f"{', '.join(self._leftovers)}: being written when the recording stopped, ignored"]
 
     def _valid_parts(self, table: str) -> list[Path]:
-        """The parts that count: those replaced by a ring's survivors left out. All that the manifest names are there."""
+        """The parts that count: those replaced by a ring's survivors left out; those the manifest names are there."""
         if table not in self._parts:
             numbers = self._numbers[table]
             first = max((self._survivors_through(file) for file in numbers.values()), default=0)
-            missing = [number for number in _declared_parts(self.manifest, table) if number >= first and number not in numbers]
+            missing = [
+                number for number in _declared_parts(self.manifest, table) if number >= first and number not in numbers
+            ]
             # A ring that was killed had dropped parts that its last manifest still names.
             if missing and (self.manifest.get("finished") or not self.manifest.get("options", {}).get("last_steps")):
                 name = f"{table}-{missing[0]:05d}.parquet"
@@ -150,7 +152,7 @@ class RankFolder:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         return TraceError(
             f"{file} is damaged ({reason}). Copy the trace again from where it was recorded; if it is damaged "
-            f"there too and is the last part of its table, delete it and set \"finished\" to false in "
+            f'there too and is the last part of its table, delete it and set "finished" to false in '
             f"{self.path / MANIFEST_NAME} to open the rest."
         )
 

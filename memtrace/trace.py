@@ -90,9 +90,7 @@ class Trace:
         self._results: dict[Any, Any] = {}
 
     @classmethod
-    def from_tables(
-        cls, manifest: dict[str, Any], tables: Mapping[str, pa.Table], path: Path | None = None
-    ) -> Trace:
+    def from_tables(cls, manifest: dict[str, Any], tables: Mapping[str, pa.Table], path: Path | None = None) -> Trace:
         """A trace of one rank from tables in memory; tables that are absent count as empty."""
         return cls(path, {int(manifest.get("rank", 0)): MemoryTables(manifest, tables)})
 
@@ -314,7 +312,7 @@ class Trace:
 
 
 def load(path: str | Path) -> Trace:
-    """Open a trace: a ``*.memtrace`` folder, the folder of one rank, or a file of another tool.
+    """Open a trace: a ``*.memtrace`` folder, or the folder of one rank in it.
 
     Raises TraceError where there is nothing to read, and where what is there is damaged, foreign or too new.
     """
@@ -323,10 +321,7 @@ def load(path: str | Path) -> Trace:
         return Trace(path, open_folder(path))
     if not path.exists():
         raise TraceError(f"{path} does not exist. Give the folder that memtrace.record wrote (*.memtrace).")
-    from memtrace import readers
-
-    ranks = readers.read(path)
-    return Trace(path, {manifest["rank"]: MemoryTables(manifest, tables) for manifest, tables in ranks})
+    raise TraceError(f"{path} is a file; memtrace reads the folders that memtrace.record writes (*.memtrace).")
 
 
 def _present(pairs: Iterable[tuple[int, T | None]]) -> Iterable[tuple[int, T]]:

@@ -55,7 +55,9 @@ def test_allocations_are_those_of_torch_profiler(program, tmp_path):
         step()
     path = tmp_path / "profile.json"
     profile.export_chrome_trace(str(path))
-    told = [event["args"]["Bytes"] for event in json.loads(path.read_text())["traceEvents"] if event["name"] == "[memory]"]
+    told = [
+        event["args"]["Bytes"] for event in json.loads(path.read_text())["traceEvents"] if event["name"] == "[memory]"
+    ]
     torch.set_rng_state(state)
     trace = recorded(step, tmp_path, steps=1)
     events = trace.events
@@ -81,7 +83,9 @@ def test_labelled_bytes_are_the_sums_over_live_tensors(observer, tmp_path):
     trace = memtrace.load(tmp_path / "run.memtrace")
     assert bytes_of(trace, "parameter") == storages([*model.parameters(), *model.buffers()])
     assert bytes_of(trace, "gradient") == storages([p.grad for p in model.parameters()])
-    assert bytes_of(trace, "optimizer_state") == storages([t for state in optimizer.state.values() for t in state.values()])
+    assert bytes_of(trace, "optimizer_state") == storages(
+        [t for state in optimizer.state.values() for t in state.values()]
+    )
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
@@ -101,7 +105,11 @@ def _described(trace: Trace) -> tuple[Counter[object], Counter[object]]:
     """What lasts, with its category, reads and writes; and what passes. Sums of gradients and biases left out."""
     table, lasts, passes = blocks(trace), Counter(), Counter()
     for row in np.flatnonzero((table.alloc_event >= 0) & (table.op_name >= 0) & (table.size > 8)):
-        name, size, category = trace.name(int(table.op_name[row])), int(table.size[row]), CATEGORIES[table.category[row]]
+        name, size, category = (
+            trace.name(int(table.op_name[row])),
+            int(table.size[row]),
+            CATEGORIES[table.category[row]],
+        )
         if name.startswith(("aten::empty", "aten::add")):
             continue
         if category in ("temporary", "workspace", "unknown"):
@@ -113,7 +121,7 @@ def _described(trace: Trace) -> tuple[Counter[object], Counter[object]]:
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_observers_agree(program, tmp_path):
-    """The same blocks, sizes, categories, reads and writes, but for the differences DispatchObserver's docstring lists."""
+    """Blocks, sizes, categories, reads and writes, but for what DispatchObserver's docstring lists."""
     found = {}
     for observer in ("native", "dispatch"):
         torch.manual_seed(2)
@@ -128,10 +136,14 @@ def test_a_backward_block_has_its_forward_operators_module(tmp_path):
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
     trace = recorded(lambda: model(torch.randn(4, 64)).sum().backward(), tmp_path, steps=1)
     ops = trace.ops
-    backward = {trace.name(int(n)): trace.name(int(m)) for n, m in
-                ops[(ops.phase == "backward") & ops.module.notna()][["name", "module"]].itertuples(index=False)}  # fmt: skip
+    known = ops[(ops.phase == "backward") & ops.module.notna()]
+    backward = {
+        trace.name(int(op)): trace.name(int(module)) for op, module in zip(known.name, known.module, strict=True)
+    }
     assert backward["aten::tanh_backward"] == "Sequential.1"
-    frames = trace.frames(int(ops[ops.name.fillna(0).map(lambda n: trace.name(int(n))) == "aten::tanh_backward"]["stack"].iloc[0]))
+    frames = trace.frames(
+        int(ops[ops.name.fillna(0).map(lambda n: trace.name(int(n))) == "aten::tanh_backward"]["stack"].iloc[0])
+    )
     assert any("activation.py" in frame.file for frame in frames)
 
 
@@ -229,14 +241,19 @@ def test_nested_and_repeated_recordings(tmp_path, caplog):
     assert "becomes a range" in caplog.text
     trace = memtrace.load(tmp_path / "outer.memtrace")
     spans = trace.spans
-    assert str(tmp_path / "inner.memtrace") in {trace.name(int(name)) for name in spans[spans.kind == "range"].name.dropna()}
+    assert str(tmp_path / "inner.memtrace") in {
+        trace.name(int(name)) for name in spans[spans.kind == "range"].name.dropna()
+    }
     assert memtrace.load(tmp_path / "outer-old1.memtrace").coverage.num_steps == 1
     assert not (tmp_path / "inner.memtrace").exists()
 
 
 def test_torch_profiler_runs_at_the_same_time(tmp_path):
     step = mlp()
-    with memtrace.record(tmp_path / "run.memtrace"), torch.profiler.profile(profile_memory=True, with_stack=True) as profile:
+    with (
+        memtrace.record(tmp_path / "run.memtrace"),
+        torch.profiler.profile(profile_memory=True, with_stack=True) as profile,
+    ):
         step()
     assert len(profile.events()) > 0
     assert memtrace.load(tmp_path / "run.memtrace").coverage.num_steps == 1
@@ -295,7 +312,9 @@ def test_a_killed_process_leaves_a_trace_that_opens(tmp_path):
         "    while True:\n"
         "        torch.randn(1000).mul(2); print('.', flush=True)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
         deadline = time.time() + 60
         while not list(tmp_path.glob("run.memtrace/rank=0/events-*.parquet")):
             assert time.time() < deadline
@@ -343,7 +362,7 @@ def test_a_foreign_folder_is_not_touched(tmp_path, caplog):
     with memtrace.record(tmp_path / "run.memtrace"):
         mlp()()
     assert "not a memtrace trace" in caplog.text
-    assert os.listdir(tmp_path / "run.memtrace" / "rank=0") == ["thesis.txt"]
+    assert [path.name for path in (tmp_path / "run.memtrace" / "rank=0").iterdir()] == ["thesis.txt"]
 
 
 def test_hand_made_cuda_events_become_blocks_and_segments(tmp_path):

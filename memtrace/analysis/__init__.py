@@ -1,0 +1,1 @@
+"""From a trace to tables; each module answers one question."""

@@ -133,9 +133,7 @@ def phase_rows(trace: Trace) -> PhaseRows | None:
         times = np.unique(np.concatenate([start, end, steps.start_ns, steps.start_ns + steps.duration_ns]))
         piece_phase = np.full(len(times) + 1, PHASE["other"], np.int8)
         # Spans in order of start, so an inner one overwrites its part of the outer one.
-        for first, last, code in zip(
-            np.searchsorted(times, start), np.searchsorted(times, end), phase, strict=True
-        ):
+        for first, last, code in zip(np.searchsorted(times, start), np.searchsorted(times, end), phase, strict=True):
             piece_phase[first + 1 : last + 1] = code
         return PhaseRows(np.concatenate([[0], rows_at(trace, times)]), piece_phase)
 

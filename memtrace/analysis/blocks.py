@@ -17,7 +17,16 @@ if TYPE_CHECKING:
 
 CATEGORY = {name: np.int8(code) for code, name in enumerate(CATEGORIES)}
 # A block can carry several labels (a parameter that is also an input): the first of these that it has wins.
-LABEL_PRIORITY = ("parameter", "gradient", "optimizer_state", "activation", "input", "temporary", "workspace", "unknown")
+LABEL_PRIORITY = (
+    "parameter",
+    "gradient",
+    "optimizer_state",
+    "activation",
+    "input",
+    "temporary",
+    "workspace",
+    "unknown",
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,9 @@ def blocks(trace: Trace) -> Blocks:
 
 
 def _compute(trace: Trace) -> Blocks:
-    events = trace.columns("events", "time_ns", "kind", "device", "block", "size", "allocated_size", "address", "op", "stream")
+    events = trace.columns(
+        "events", "time_ns", "kind", "device", "block", "size", "allocated_size", "address", "op", "stream"
+    )
     kind, block, time = events["kind"], events["block"], events["time_ns"]
     count = int(block.max(initial=-1)) + 1
     begin = np.flatnonzero(((kind == KIND["alloc"]) | (kind == KIND["baseline"])) & (block >= 0))
@@ -186,11 +197,12 @@ def blocks_table(trace: Trace) -> pd.DataFrame:
         values = getattr(found, field.name)
         if field.name in ("category", "phase", "device"):
             words = {"category": CATEGORIES, "phase": PHASES, "device": trace.devices}[field.name]
-            table[field.name] = pd.Categorical.from_codes(values, list(words))
+            table[field.name] = pd.Categorical.from_codes(values.tolist(), pd.Index(words))
         elif field.name in ("name", "module", "op_name"):
             used = [int(number) for number in np.unique(values) if number >= 0]
             texts = {number: trace.name(number) for number in used}
             table[field.name] = pd.Series([texts.get(int(number)) for number in values], dtype="string")
         else:
             table[field.name] = pd.arrays.IntegerArray(values.astype(np.int64), values < 0)
-    return pd.DataFrame(table).rename_axis("block")
+    frame: pd.DataFrame = pd.DataFrame(table).rename_axis("block")
+    return frame

@@ -9,6 +9,7 @@ import numpy as np
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.sites import site
 from memtrace.analysis.steps import step_columns
+from memtrace.arrays import Array
 from memtrace.schema import CATEGORIES
 from memtrace.trace import Trace
 
@@ -42,7 +43,7 @@ def growth(trace: Trace) -> Growth | None:
     return Growth(slope, len(live), _sources(trace, columns, len(live)) if slope > 0 else ())
 
 
-def _sources(trace: Trace, columns: dict[str, np.ndarray], num_steps: int) -> tuple[tuple[str, int], ...]:  # type: ignore[type-arg]
+def _sources(trace: Trace, columns: dict[str, Array], num_steps: int) -> tuple[tuple[str, int], ...]:
     found = blocks(trace)
     first = int(columns["step"][WARM_UP_STEPS])
     last = int(columns["step"][-1])

@@ -47,7 +47,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class LiveBytes:
-    """The running sum of one device: after each of ``rows`` of events, ``bytes`` are live. ``start`` before the first."""
+    """The running sum of one device: ``start``, and after each of ``rows`` of events ``bytes`` are live."""
 
     rows: Array
     bytes: Array
@@ -60,7 +60,9 @@ def live_bytes(trace: Trace, device: str, sizes: Array) -> LiveBytes:
     events = trace.columns("events", "kind", "block")
     here = found.device == trace.devices.index(device)
     start = int(sizes[here & (found.alloc_event < 0)].sum())
-    rows = np.concatenate([found.alloc_event[here & (found.alloc_event >= 0)], found.free_event[here & (found.free_event >= 0)]])
+    rows = np.concatenate(
+        [found.alloc_event[here & (found.alloc_event >= 0)], found.free_event[here & (found.free_event >= 0)]]
+    )
     rows.sort()
     change = sizes[events["block"][rows]]
     change = np.where(events["kind"][rows] == KIND["free"], -change, change)
@@ -100,7 +102,9 @@ def _allocated(trace: Trace, device: str, found: Blocks) -> Maximum | None:
 
 def live_after(found: Blocks, device: int, event: int) -> Array:
     """The blocks of a device that are live once a row of events has happened (-1: at the start)."""
-    live = (found.device == device) & (found.alloc_event <= event) & ((found.free_event < 0) | (found.free_event > event))
+    live = (
+        (found.device == device) & (found.alloc_event <= event) & ((found.free_event < 0) | (found.free_event > event))
+    )
     return np.flatnonzero(live)
 
 
@@ -147,7 +151,9 @@ def sums(keys: Array, sizes: Array) -> list[tuple[int, int, int]]:
     return [(int(values[i]), int(total[i]), int(number[i])) for i in order]
 
 
-def _grouped(trace: Trace, live: Array, column: str, text: Callable[[int], str | None]) -> list[tuple[str | None, int, int]]:
+def _grouped(
+    trace: Trace, live: Array, column: str, text: Callable[[int], str | None]
+) -> list[tuple[str | None, int, int]]:
     found = blocks(trace)
     merged: dict[str | None, tuple[int, int]] = {}
     for key, size, number in sums(getattr(found, column)[live], found.size[live]):
@@ -206,7 +212,16 @@ def _owner(name: str | None) -> str | None:
     return ".".join(parts[:-1]) or None
 
 
-_STATE_NAMES = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "acc_delta")
+_STATE_NAMES = (
+    "step",
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "square_avg",
+    "sum",
+    "acc_delta",
+)
 
 
 def _pattern(name: str | None) -> str | None:
@@ -222,4 +237,5 @@ def live_at(trace: Trace, device: str, time_ns: int) -> pd.DataFrame:
     """The blocks live on a device at a time (ns), the largest first: rows of ``Trace.blocks``."""
     row = int(rows_at(trace, np.array([time_ns + 1]))[0]) - 1
     live = live_after(blocks(trace), trace.devices.index(device), row)
-    return trace.blocks.iloc[live].sort_values("size", ascending=False, kind="stable")
+    frame: pd.DataFrame = trace.blocks.iloc[live].sort_values("size", ascending=False, kind="stable")
+    return frame

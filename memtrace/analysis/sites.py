@@ -7,8 +7,19 @@ from pathlib import Path
 
 from memtrace.trace import Frame, Trace
 
-_INSIDE = ("/site-packages/", "/dist-packages/", "\\site-packages\\", "<frozen ", "<string>", "<eval_with_key>")
-_STANDARD = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parent.parent), str(Path(__file__).parents[2] / "cli"))
+_INSIDE = (
+    "/site-packages/",
+    "/dist-packages/",
+    "\\site-packages\\",
+    "<frozen ",
+    "<string>",
+    "<eval_with_key>",
+)
+_STANDARD = (
+    sysconfig.get_paths()["stdlib"],
+    str(Path(__file__).parent.parent),
+    str(Path(__file__).parents[2] / "cli"),
+)
 
 
 def is_internal(frame: Frame) -> bool:

@@ -30,7 +30,8 @@ def steps(trace: Trace) -> pd.DataFrame:
     """
     import pandas as pd
 
-    return pd.DataFrame(step_columns(trace))
+    frame: pd.DataFrame = pd.DataFrame(step_columns(trace))
+    return frame
 
 
 def _compute(trace: Trace) -> dict[str, Array]:
@@ -75,7 +76,8 @@ def _window_maxima(level: Array, first: Array, end: Array) -> Array:
         return np.empty(0, np.int64)
     bounds = np.stack([first, np.minimum(end + 1, len(level))], axis=1).ravel()
     padded = np.append(level, np.int64(0))
-    return np.maximum.reduceat(padded, bounds)[::2]
+    highest: Array = np.maximum.reduceat(padded, bounds)[::2]
+    return highest
 
 
 def _allocated_bytes(trace: Trace, first_row: Array, end_row: Array) -> Array:
@@ -84,7 +86,8 @@ def _allocated_bytes(trace: Trace, first_row: Array, end_row: Array) -> Array:
     order = np.argsort(found.alloc_event[made], kind="stable")
     rows = found.alloc_event[made][order]
     total = np.concatenate([[0], np.cumsum(found.size[made][order])])
-    return total[np.searchsorted(rows, end_row)] - total[np.searchsorted(rows, first_row)]
+    made_in: Array = total[np.searchsorted(rows, end_row)] - total[np.searchsorted(rows, first_row)]
+    return made_in
 
 
 def _data_wait(trace: Trace, start_ns: Array, duration_ns: Array) -> Array:
@@ -93,4 +96,5 @@ def _data_wait(trace: Trace, start_ns: Array, duration_ns: Array) -> Array:
     order = np.argsort(spans["start_ns"][waits], kind="stable")
     begins = spans["start_ns"][waits][order]
     total = np.concatenate([[0], np.cumsum(spans["duration_ns"][waits][order])])
-    return total[np.searchsorted(begins, start_ns + duration_ns)] - total[np.searchsorted(begins, start_ns)]
+    waited: Array = total[np.searchsorted(begins, start_ns + duration_ns)] - total[np.searchsorted(begins, start_ns)]
+    return waited

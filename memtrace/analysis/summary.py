@@ -30,7 +30,11 @@ def summary(trace: Trace) -> dict[str, Any]:
     manifest = trace.manifest
     return {
         "coverage": trace.coverage.as_dict(),
-        "source": {**manifest.get("source", {}), "command": manifest.get("command"), "rank": manifest.get("rank", 0)},
+        "source": {
+            **manifest.get("source", {}),
+            "command": manifest.get("command"),
+            "rank": manifest.get("rank", 0),
+        },
         "steps": _steps(trace),
         "devices": [_device(trace, peak(trace, device)) for device in trace.devices],
     }

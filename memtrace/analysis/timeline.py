@@ -57,4 +57,5 @@ def timeline(trace: Trace, device: str, max_points: int = 2000) -> pd.DataFrame:
     for code, category in enumerate(CATEGORIES):
         sizes = np.where(found.category == code, found.size, 0)
         table[category] = _at(live_bytes(trace, device, sizes), rows)
-    return pd.DataFrame(table)
+    frame: pd.DataFrame = pd.DataFrame(table)
+    return frame

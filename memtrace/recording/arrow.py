@@ -28,7 +28,11 @@ def strings(values: Sequence[str | None]) -> pa.Array:
     offsets = np.zeros(len(encoded) + 1, np.int32)
     np.cumsum([len(value or b"") for value in encoded], out=offsets[1:])
     valid = np.array([value is not None for value in encoded], bool)
-    buffers = [_bitmap(valid), pa.py_buffer(offsets), pa.py_buffer(b"".join(value or b"" for value in encoded))]
+    buffers = [
+        _bitmap(valid),
+        pa.py_buffer(offsets),
+        pa.py_buffer(b"".join(value or b"" for value in encoded)),
+    ]
     return pa.Array.from_buffers(pa.string(), len(encoded), buffers)
 
 
@@ -38,7 +42,9 @@ def _bitmap(valid: npt.NDArray[np.bool_]) -> pa.Buffer | None:
 
 def integers(values: npt.NDArray[np.signedinteger], type_: pa.DataType) -> pa.Array:
     """An integer array; -1 becomes null."""
-    return pa.Array.from_buffers(type_, len(values), [_bitmap(values != -1), pa.py_buffer(np.ascontiguousarray(values))])
+    return pa.Array.from_buffers(
+        type_, len(values), [_bitmap(values != -1), pa.py_buffer(np.ascontiguousarray(values))]
+    )
 
 
 def times(values: npt.NDArray[np.signedinteger], type_: pa.DataType) -> pa.Array:
@@ -75,9 +81,7 @@ def table(name: str, batch: Batch) -> pa.Table:
     if name == "names":
         return _names(batch["names"])
     target = schema.arrow_schema(name)
-    columns = {
-        column: np.frombuffer(batch[f"{name}.{column}"], dtype) for column, dtype in COLUMN_DTYPES[name].items()
-    }
+    columns = {column: np.frombuffer(batch[f"{name}.{column}"], dtype) for column, dtype in COLUMN_DTYPES[name].items()}
     if name == "events":
         columns["allocated_size"] = _allocated(columns)
     arrays = []

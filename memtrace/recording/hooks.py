@@ -14,9 +14,7 @@ from memtrace.recording.labels import Labeller
 from memtrace.recording.observers import Observer
 
 
-def install(
-    observer: Observer, labeller: Labeller, stepped: Callable[[torch.optim.Optimizer], None]
-) -> ExitStack:
+def install(observer: Observer, labeller: Labeller, stepped: Callable[[torch.optim.Optimizer], None]) -> ExitStack:
     """Put the hooks in; closing the stack takes them out. ``stepped`` is told of every optimizer step's end."""
     undo = ExitStack()
     try:
@@ -32,10 +30,14 @@ def install(
 def _watch_modules(observer: Observer, labeller: Labeller, undo: ExitStack) -> None:
     """Wrap ``Module.__call__``: torch's global forward hooks would cost every module call several times more."""
     original = torch.nn.Module.__call__
-    push, pop, name_of, known = observer.push_module, observer.pop_module, labeller.module_name, labeller.known_modules
+    push, pop, name_of, known = (
+        observer.push_module,
+        observer.pop_module,
+        labeller.module_name,
+        labeller.known_modules,
+    )
     is_compiling = torch.compiler.is_compiling
 
-    @functools.wraps(original)
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return original(self, *args, **kwargs)
@@ -53,6 +55,7 @@ def _watch_modules(observer: Observer, labeller: Labeller, undo: ExitStack) -> N
         if torch.nn.Module.__call__ is call:
             torch.nn.Module.__call__ = original  # type: ignore[method-assign]
 
+    functools.update_wrapper(call, original)
     observer.hide_frames_of(call.__code__)
     torch.nn.Module.__call__ = call  # type: ignore[method-assign]
     undo.callback(restore)
@@ -84,9 +87,7 @@ def _watch_backward(observer: Observer, undo: ExitStack) -> None:
     undo.callback(restore)
 
 
-def _watch_optimizers(
-    labeller: Labeller, stepped: Callable[[torch.optim.Optimizer], None], undo: ExitStack
-) -> None:
+def _watch_optimizers(labeller: Labeller, stepped: Callable[[torch.optim.Optimizer], None], undo: ExitStack) -> None:
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             labeller.before_optimizer_step(optimizer)

@@ -25,7 +25,11 @@ INPUT: Final = CATEGORIES.index("input")
 _MODULE_NAME: Final = NAME_KINDS.index("module")
 _TENSOR_NAME: Final = NAME_KINDS.index("tensor")
 
-_WRAPPERS: Final = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
+_WRAPPERS: Final = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+}
 
 
 def tensors_in(value: object, depth: int = 3) -> Iterator[torch.Tensor]:
@@ -125,7 +129,9 @@ class Labeller:
 
     def label_inputs(self, value: object) -> None:
         """Tell of the tensors of a batch: leaves that no operator of the graph made."""
-        found = [tensor for tensor in tensors_in(value) if tensor.grad_fn is None and id(tensor) not in self._parameters]
+        found = [
+            tensor for tensor in tensors_in(value) if tensor.grad_fn is None and id(tensor) not in self._parameters
+        ]
         if found:
             self._observer.label(found, INPUT, [-1] * len(found), -1)
 

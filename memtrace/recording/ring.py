@@ -96,5 +96,3 @@ class Ring:
         with open_part(temporary, table, {SURVIVORS_KEY: str(index)}) as writer:
             writer.write_table(rows.cast(schema.arrow_schema(table)))
         temporary.replace(self._path(table, index))
-
-

@@ -91,7 +91,7 @@ def _optimizers(
 
 
 def make_observer(kind: ObserverKind) -> tuple[Observer, list[str]]:
-    """The observer to use and notes on why it is not the native one. Raises MemtraceError when "native" cannot be had."""
+    """The observer to use and notes on why it is not the native one. MemtraceError when "native" cannot be had."""
     from memtrace.recording.observers.dispatch_observer import DispatchObserver, fake_mode_active
 
     if kind == "dispatch":
@@ -150,9 +150,7 @@ class Recording:
         if _running is not None:
             # One allocator, one observer: the inner recording becomes a range of the outer one.
             self._outer = _running
-            logger.warning(
-                "memtrace: %s is already being recorded; %s becomes a range in it", _running.path, self.path
-            )
+            logger.warning("memtrace: %s is already being recorded; %s becomes a range in it", _running.path, self.path)
             self._outer_started = _running._now()
             return self
         _running = self
@@ -248,7 +246,9 @@ class Recording:
             ring = Ring(self._folder, last_steps)
         self._labeller = Labeller(observer)
         self._steps = StepFinder(observer, ring, self._options["max_steps"], self._end_at_max_steps)
-        self._writer = Writer(observer, self._folder, self._manifest, ring, self._writing_failed, self._options["flush_seconds"])
+        self._writer = Writer(
+            observer, self._folder, self._manifest, ring, self._writing_failed, self._options["flush_seconds"]
+        )
         options = {name: self._options[name] for name in ("accesses", "stacks", "stack_min_bytes")}
         observer.start(**options)
         try:
@@ -319,7 +319,9 @@ def keep_older_trace(folder: Path) -> None:
     print(f"memtrace: the trace that was in {trace} is now {kept.parent}", file=sys.stderr)
 
 
-def _manifest(observer: Observer, options: dict[str, Any], notes: list[str], rank: int, world_size: int) -> dict[str, Any]:
+def _manifest(
+    observer: Observer, options: dict[str, Any], notes: list[str], rank: int, world_size: int
+) -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     return {
         "format": "memtrace",
@@ -332,10 +334,18 @@ def _manifest(observer: Observer, options: dict[str, Any], notes: list[str], ran
         "stop_reason": None,
         "t0_epoch_ns": None,
         "num_events": 0,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+        },
         "devices": {
             "cpu": {"name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
-            **({f"cuda:{i}": {"name": torch.cuda.get_device_name(i)} for i in range(torch.cuda.device_count())} if cuda else {}),
+            **(
+                {f"cuda:{i}": {"name": torch.cuda.get_device_name(i)} for i in range(torch.cuda.device_count())}
+                if cuda
+                else {}
+            ),
         },
         "host": platform.node(),
         "process": os.getpid(),

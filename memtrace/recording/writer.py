@@ -48,7 +48,11 @@ def open_part(path: Path, table: str, metadata: dict[str, str] | None = None) ->
         target,
         compression="zstd",
         write_statistics=False,
-        use_dictionary=[field.name for field in target if field.name not in _DELTA[table] and field.name not in ("frames", "recompute")],
+        use_dictionary=[
+            field.name
+            for field in target
+            if field.name not in _DELTA[table] and field.name not in ("frames", "recompute")
+        ],
         column_encoding=dict.fromkeys(_DELTA[table], "DELTA_BINARY_PACKED"),
     )
 
@@ -128,8 +132,15 @@ class Writer:
     ``failed`` is called, once, on that thread when writing ends early, with the reason.
     """
 
-    def __init__(self, observer: Observer, folder: Path, manifest: dict[str, Any], ring: Ring | None,
-                 failed: Callable[[str], None], flush_seconds: float = FLUSH_SECONDS) -> None:
+    def __init__(
+        self,
+        observer: Observer,
+        folder: Path,
+        manifest: dict[str, Any],
+        ring: Ring | None,
+        failed: Callable[[str], None],
+        flush_seconds: float = FLUSH_SECONDS,
+    ) -> None:
         self._observer = observer
         self._folder = folder
         self._manifest = manifest

@@ -73,7 +73,16 @@ def _compile_flags() -> list[str]:
 
     # NDEBUG: without it RecordFunction has another layout than in the wheel, and every callback throws.
     abi = int(torch.compiled_with_cxx11_abi())
-    return ["-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-ftls-model=initial-exec", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *_include_flags()]
+    return [
+        "-std=c++20",
+        "-O2",
+        "-DNDEBUG",
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-ftls-model=initial-exec",
+        f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
+        *_include_flags(),
+    ]
 
 
 def _link_flags() -> list[str]:
@@ -109,7 +118,7 @@ def _compile(cxx: str, target: Path) -> None:
             list(pool.map(lambda item: _run([cxx, *flags, "-c", str(item[0]), "-o", str(item[1])]), objects.items()))
         linked = Path(folder) / target.name
         _run([cxx, *(str(path) for path in objects.values()), *_link_flags(), "-o", str(linked)])
-        linked.replace(target)   # in one step: another process sees the whole file or none
+        linked.replace(target)  # in one step: another process sees the whole file or none
 
 
 def _built(cxx: str) -> Path:
@@ -121,7 +130,9 @@ def _built(cxx: str) -> Path:
         lock_path = folder / "lock"
         lock_file = lock_path.open("w")
     except OSError as error:
-        raise BuildError(f"cannot write to the cache folder {folder} ({error}); set MEMTRACE_CACHE to one you own") from error
+        raise BuildError(
+            f"cannot write to the cache folder {folder} ({error}); set MEMTRACE_CACHE to one you own"
+        ) from error
     target = folder / f"{MODULE}-{_key(cxx)}.so"
     with lock_file:
         if target.exists():
@@ -129,8 +140,12 @@ def _built(cxx: str) -> Path:
         fcntl.flock(lock_file, fcntl.LOCK_EX)
         if not target.exists():
             began = time.monotonic()
-            print(f"memtrace: building the native observer for torch {torch.__version__} (once, under a minute) ...",
-                  end="", file=sys.stderr, flush=True)
+            print(
+                f"memtrace: building the native observer for torch {torch.__version__} (once, under a minute) ...",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
             try:
                 _compile(cxx, target)
             except BaseException:

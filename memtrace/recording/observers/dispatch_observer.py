@@ -85,13 +85,13 @@ class _Block:
     reference: Any = None
 
 
-class DispatchObserver(TorchDispatchMode):
+class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """See the module's docstring and ``Observer`` for the contract."""
 
     kind = "dispatch"
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._lock = threading.RLock()
         self._drained = threading.Event()
         self._local = threading.local()
@@ -112,7 +112,7 @@ class DispatchObserver(TorchDispatchMode):
         self._accesses, self._stacks, self._stack_min_bytes = accesses, stacks, stack_min_bytes
         self._t0 = time.perf_counter_ns()
         self._active = True
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """See ``Observer.stop``."""
@@ -121,7 +121,7 @@ class DispatchObserver(TorchDispatchMode):
         self._end_forward(self._thread())
         self._active = False
         if self in _get_current_dispatch_mode_stack():
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._blocks.clear()
         self._drained.set()
 
@@ -330,16 +330,25 @@ class DispatchObserver(TorchDispatchMode):
                 storage = self._storage(tensor) if isinstance(tensor, torch.Tensor) else None
                 if storage is not None and storage._cdata not in self._blocks:
                     fresh.append(self._begin(tensor, storage, "alloc", ended, op))
-            written = [block for block, (_, writes) in used.values() if writes] + (fresh if operator.writes_result else [])
+            written = [block for block, (_, writes) in used.values() if writes] + (
+                fresh if operator.writes_result else []
+            )
             if self._accesses:
                 for block in written:
                     self._event("write", block, ended, op, thread.index)
             self._add_call(operator, thread, op, started, ended, bool(used), sum(block.size for block in fresh))
 
     def _add_call(
-        self, operator: _Operator, thread: _Thread, op: int, started: int, ended: int, touched: bool, allocated: int
+        self,
+        operator: _Operator,
+        thread: _Thread,
+        op: int,
+        started: int,
+        ended: int,
+        touched: bool,
+        allocated: int,
     ) -> None:
-        sequence = torch.autograd._get_sequence_nr()
+        sequence = _sequence_nr()
         made = range(thread.last_sequence, sequence)
         thread.last_sequence = sequence
         phase, recompute = self._phase(thread)
@@ -364,7 +373,18 @@ class DispatchObserver(TorchDispatchMode):
             self._remember(made, module, stack)
         if touched or allocated > 0:
             self._rows["ops"].append(
-                (op, operator.name, started, ended - started, thread.index, module, phase, stack, number, int(recompute))
+                (
+                    op,
+                    operator.name,
+                    started,
+                    ended - started,
+                    thread.index,
+                    module,
+                    phase,
+                    stack,
+                    number,
+                    int(recompute),
+                )
             )
 
     def _remember(self, made: range, module: int, stack: int) -> None:
@@ -424,7 +444,10 @@ class DispatchObserver(TorchDispatchMode):
         untouched = schema.name.startswith("profiler::_record_function") or short.startswith(_UNTOUCHED)
         name = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
         operator = _Operator(
-            self.name_id(_NAME["operator"], name), uses, not short.startswith(("empty", "new_empty")), untouched
+            self.name_id(_NAME["operator"], name),
+            uses,
+            not short.startswith(("empty", "new_empty")),
+            untouched,
         )
         self._operators[func] = operator
         return operator
@@ -433,7 +456,7 @@ class DispatchObserver(TorchDispatchMode):
         thread: _Thread | None = getattr(self._local, "thread", None)
         if thread is None:
             with self._lock:
-                thread = self._local.thread = _Thread(self._num_threads, last_sequence=torch.autograd._get_sequence_nr())
+                thread = self._local.thread = _Thread(self._num_threads, last_sequence=_sequence_nr())
                 self._num_threads += 1
                 self.name_id(_NAME["thread"], f"{thread.index}\t{threading.current_thread().name}")
         return thread
@@ -454,6 +477,12 @@ class DispatchObserver(TorchDispatchMode):
             for code, line in positions
         ]
         return self._intern(_NAME["stack"], key, "", frames)
+
+
+def _sequence_nr() -> int:
+    """The number of the next autograd node of this thread."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:
