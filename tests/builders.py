@@ -1,0 +1,37 @@
+"""Small traces made by hand: a list of rows becomes a Trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+
+from memtrace import schema
+from memtrace.trace import Trace
+
+
+def trace_of(**tables: list[dict[str, Any]]) -> Trace:
+    """A single-rank trace of tables as lists of rows; columns left out are null, names get ids of their own."""
+    made = {
+        name: pa.Table.from_pylist(
+            [{column.name: row.get(column.name) for column in schema.TABLES[name]} for row in rows],
+            schema=schema.arrow_schema(name),
+        )
+        for name, rows in tables.items()
+    }
+    return Trace.from_tables({"rank": 0, "finished": True, "coverage": {"lost_events": 0}}, made)
+
+
+def event(kind: str, block: int | None, time: int, size: int | None = None, **more: Any) -> dict[str, Any]:
+    row = {"kind": kind, "block": block, "time_ns": time, "size": size, "device": "cpu", **more}
+    if size is not None and "allocated_size" not in more:
+        row["allocated_size"] = size
+    return row
+
+
+def op(number: int, phase: str, **more: Any) -> dict[str, Any]:
+    return {"op": number, "phase": phase, "start_ns": 0, "duration_ns": 1, "recompute": False, **more}
+
+
+def step(index: int, start: int, duration: int) -> dict[str, Any]:
+    return {"kind": "step", "index": index, "start_ns": start, "duration_ns": duration}
