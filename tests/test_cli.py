@@ -42,7 +42,10 @@ def test_help_is_quick_and_lists_the_commands():
     done = memtrace("--help")
     assert done.returncode == 0
     assert all(command in done.stdout for command in ("record", "summary", "report", "doctor"))
-    program = "import sys; from memtrace.cli import cli; cli(['--help'], standalone_mode=False); sys.exit(bool({'torch', 'pandas'} & set(sys.modules)))"
+    program = (
+        "import sys; from memtrace.cli import cli; cli(['--help'], standalone_mode=False); "
+        "sys.exit(bool({'torch', 'pandas'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
 
 

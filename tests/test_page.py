@@ -17,9 +17,13 @@ CHROMIUM = next((found for name in ("chromium-headless-shell", "chromium") if (f
 
 
 def hostile_trace(blocks: int = 60):
-    frames = [{"id": 0, "kind": "operator", "text": HOSTILE}, {"id": 1, "kind": "module", "text": f"A.{HOSTILE}"},
-              {"id": 2, "kind": "frame", "text": f"/x/{HOSTILE}.py\t3\t{HOSTILE}"}, {"id": 3, "kind": "stack", "frames": [2]},
-              {"id": 4, "kind": "tensor", "text": f"{HOSTILE}.weight"}]  # fmt: skip
+    frames = [
+        {"id": 0, "kind": "operator", "text": HOSTILE},
+        {"id": 1, "kind": "module", "text": f"A.{HOSTILE}"},
+        {"id": 2, "kind": "frame", "text": f"/x/{HOSTILE}.py\t3\t{HOSTILE}"},
+        {"id": 3, "kind": "stack", "frames": [2]},
+        {"id": 4, "kind": "tensor", "text": f"{HOSTILE}.weight"},
+    ]
     events = []
     for number in range(blocks):
         events.append(event("alloc", number, 10 * number, 1000 + number, address=4096 * (1 + number % 7), op=number))
