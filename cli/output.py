@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import click
@@ -52,6 +54,14 @@ def plain_table(*headers: str) -> Table:
         last = place == len(headers) - 1
         table.add_column(header, justify="left" if place == 0 or last else "right", no_wrap=not last, overflow="fold")
     return table
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """A spinner on stderr while something takes its time; nothing where stderr is not a terminal."""
+    stderr = Console(stderr=True)
+    with stderr.status(what) if stderr.is_terminal else nullcontext():
+        yield
 
 
 def print_json(value: Any) -> None:

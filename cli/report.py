@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from memtrace.cli.output import working
 
 from memtrace.errors import MemtraceError
 
@@ -24,7 +25,8 @@ def command(trace: str, output: str, rank: int | None) -> None:
 
     try:
         Path(output).parent.mkdir(parents=True, exist_ok=True)
-        written = report(opened, output)
+        with working(f"drawing {trace}"):
+            written = report(opened, output)
     except OSError as error:
         raise MemtraceError(f"cannot write {output}: {error}") from error
     click.echo(f"wrote {written} ({written.stat().st_size / 2**20:.1f} MiB)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import click
-from memtrace.cli.output import UNKNOWN, console, duration, plain_table, print_json, share, size
+from memtrace.cli.output import UNKNOWN, console, duration, plain_table, print_json, share, size, working
 from rich.console import Console
 from rich.markup import escape
 
@@ -21,7 +21,8 @@ def command(trace: str, rank: int | None, as_json: bool) -> None:
 
     opened = load(trace)
     ranks = opened.ranks if rank is None else (rank,)
-    found = {number: summary(opened.rank(number)) for number in ranks}
+    with working(f"reading {trace}"):
+        found = {number: summary(opened.rank(number)) for number in ranks}
     if as_json:
         print_json(found[ranks[0]] if len(ranks) == 1 else {"ranks": [{"rank": n, **found[n]} for n in ranks]})
         return
