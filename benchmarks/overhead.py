@@ -7,6 +7,7 @@ rounds of the ratios of neighbouring windows is printed: machines are noisy, nei
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -108,6 +109,9 @@ def added_in_all(step: Step, steps: int, folder: Path) -> dict[str, float]:
                 for _ in range(steps):
                     step()
             whole[name].append(time.perf_counter() - began)
+            # What the profiler leaves behind is not for the next one to carry.
+            del around
+            gc.collect()
     plain = statistics.median(whole.pop("plain"))
     return {name: statistics.median(values) - plain for name, values in whole.items()}
 

@@ -11,7 +11,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -176,10 +176,16 @@ class Labeller:
     def label_older_tensors(self) -> None:
         """Tell of every module and tensor that is alive when the recording begins."""
         # type(), not isinstance: asking a lazy proxy for its class can run its code.
-        everything = gc.get_objects()
-        modules = [item for item in everything if issubclass(type(item), torch.nn.Module)]
-        self._observer.baseline([item for item in everything if issubclass(type(item), torch.Tensor)])
-        del everything
+        found: dict[type, list[Any]] = {torch.nn.Module: [], torch.Tensor: []}
+        wanted: dict[type, list[Any] | None] = {}  # a process holds few types and many objects
+        for item in gc.get_objects():
+            kind = type(item)
+            if kind not in wanted:
+                wanted[kind] = next((found[base] for base in found if issubclass(kind, base)), None)
+            if (place := wanted[kind]) is not None:
+                place.append(item)
+        modules = found[torch.nn.Module]
+        self._observer.baseline(found[torch.Tensor])
         children = {id(child) for module in modules for child in _children(module)}
         for module in modules:
             if id(module) not in children and id(module) not in self.known_modules:
