@@ -223,10 +223,10 @@ def test_an_exception_in_the_block_goes_on_and_the_trace_is_whole(tmp_path):
 def test_an_exception_in_a_module_does_not_leave_it_open(tmp_path):
     class Broken(nn.Module):
         def forward(self, x):
-            raise ValueError
+            raise ValueError("broken on purpose")
 
     with memtrace.record(tmp_path / "run.memtrace"):
-        with pytest.raises(ValueError, match=""):
+        with pytest.raises(ValueError, match="broken on purpose"):
             nn.Sequential(nn.Linear(4, 4), Broken())(torch.zeros(1, 4))
         torch.ones(1000)
     ops = memtrace.load(tmp_path / "run.memtrace").ops
