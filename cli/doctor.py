@@ -49,7 +49,7 @@ def examine() -> dict[str, Any]:
     try:
         native = build.native_module()
         observer = "native"
-        if torch.version.cuda and not hasattr(native, "cuda_event"):
+        if torch.version.cuda and not native.status()["cuda"]:
             advice.append("The native observer was built without CUDA.")
     except build.BuildError as error:
         advice.append(f"The native observer cannot be used, recording is several times slower: {error}")

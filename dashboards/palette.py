@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from memtrace.schema import CATEGORIES, PHASES
+from memtrace.schema import CATEGORIES
 
 CATEGORY_COLORS: Final[dict[str, str]] = {
     "parameter": "#0072b2",
@@ -43,8 +43,6 @@ STACK_ORDER: Final = (
     "unknown",
 )
 """Bottom to top: what stays through a step first, so that what comes and goes moves on a calm base."""
-
-PHASE_LABELS: Final[dict[str, str]] = {name: name for name in PHASES}
 
 THEMES: Final[dict[str, dict[str, str]]] = {
     "light": {

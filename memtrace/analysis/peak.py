@@ -168,11 +168,6 @@ def by_category(trace: Trace, live: Array) -> list[tuple[str | None, int, int]]:
     return _grouped(trace, live, "category", lambda code: CATEGORIES[code])
 
 
-def by_module(trace: Trace, live: Array) -> list[tuple[str | None, int, int]]:
-    """(qualified module name or None, requested bytes, blocks) of some blocks, the most bytes first."""
-    return _grouped(trace, live, "module", trace.name)
-
-
 def by_owner(trace: Trace, live: Array) -> list[tuple[str | None, str, int, int]]:
     """(module or None, category, requested bytes, blocks) of some blocks, the most bytes first.
 

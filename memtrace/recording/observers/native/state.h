@@ -127,7 +127,6 @@ struct Recorder {
   std::atomic<bool> overrun{false};        // the writer did not keep up: recording ended itself
   std::atomic<uint32_t> epoch{0};          // counts recordings: what a thread kept of an older one is stale
   std::atomic<int64_t> next_op{0};
-  std::atomic<int64_t> graph_replays{0};
   Options options;
   std::chrono::steady_clock::time_point t0;
   Names names;
