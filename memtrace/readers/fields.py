@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
+from itertools import repeat
+from operator import contains, itemgetter
 from typing import Any, Final
 
 import numpy as np
@@ -48,7 +49,7 @@ def optional(rows: Sequence[Row], key: str) -> list[Any] | None:
             return list(map(itemgetter(key), rows))
         except KeyError:
             pass
-    elif not any(key in row for row in rows):
+    elif not any(map(contains, rows, repeat(key))):
         return None
     return [row.get(key) for row in rows]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -51,13 +52,68 @@ def make_table(name: str, num_rows: int, columns: Mapping[str, Array | Text | Kn
         if given is None:
             arrays.append(pa.nulls(num_rows, field.type))
         elif isinstance(given, Text):
-            codes = pa.array(given.codes, pa.int8(), mask=given.codes < 0)
-            arrays.append(pa.DictionaryArray.from_arrays(codes, pa.array(list(given.vocabulary), pa.string())))
+            codes = _primitive(given.codes.astype(np.int8), given.codes >= 0, pa.int8())
+            arrays.append(pa.DictionaryArray.from_arrays(codes, _strings(given.vocabulary)))
         elif isinstance(given, Known):
-            arrays.append(pa.array(given.values, field.type, mask=~given.known))
+            arrays.append(_primitive(given.values, given.known, field.type))
         else:
-            arrays.append(pa.array(given, field.type))
+            arrays.append(_primitive(given, None, field.type))
     return pa.Table.from_arrays(arrays, schema=schema)
+
+
+# Arrays are made from buffers because ``pyarrow.array`` imports pandas, which costs more than reading most files.
+
+
+def _primitive(values: Array, known: Array | None, kind: pa.DataType) -> pa.Array:
+    """An Arrow array of numbers or booleans."""
+    import pyarrow as pa
+
+    if pa.types.is_boolean(kind):
+        data = np.packbits(values.astype(bool), bitorder="little")
+    else:
+        data = np.ascontiguousarray(values, kind.to_pandas_dtype())
+    return pa.Array.from_buffers(kind, len(values), [_validity(known), pa.py_buffer(data)])
+
+
+def _validity(known: Array | None) -> pa.Buffer | None:
+    import pyarrow as pa
+
+    if known is None or bool(known.all()):
+        return None
+    return pa.py_buffer(np.packbits(known, bitorder="little"))
+
+
+def _strings(texts: Sequence[str | None]) -> pa.Array:
+    import pyarrow as pa
+
+    encoded = [b"" if text is None else text.encode() for text in texts]
+    buffers = [_validity(_present(texts)), _offsets(encoded), pa.py_buffer(b"".join(encoded))]
+    return pa.Array.from_buffers(pa.string(), len(texts), buffers)
+
+
+def _lists(lists: Sequence[Sequence[int] | None]) -> pa.Array:
+    import pyarrow as pa
+
+    present = [() if item is None else item for item in lists]
+    values = np.fromiter(chain.from_iterable(present), np.int32)
+    buffers = [_validity(_present(lists)), _offsets(present)]
+    return pa.Array.from_buffers(
+        pa.list_(pa.int32()), len(lists), buffers, children=[_primitive(values, None, pa.int32())]
+    )
+
+
+def _present(items: Sequence[object]) -> Array:
+    return np.fromiter((item is not None for item in items), bool, len(items))
+
+
+def _offsets(items: Sequence[Sequence[Any] | bytes]) -> pa.Buffer:
+    import pyarrow as pa
+
+    offsets = np.zeros(len(items) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, items), np.int64, len(items)), out=offsets[1:])
+    if offsets[-1] >= 2**31:
+        raise MemoryError("more names than a trace can hold")
+    return pa.py_buffer(offsets.astype(np.int32))
 
 
 def clean(text: object) -> str:
@@ -99,13 +155,11 @@ class Names:
 
         schema = arrow_schema("names")
         kinds = np.array([NAME_KINDS.index(kind) for kind, _ in self._entries], np.int8)
-        texts = [value if kind != "stack" else None for kind, value in self._entries]
-        frames = [list(value) if kind == "stack" else None for kind, value in self._entries]
         columns = {
-            "id": pa.array(np.arange(len(kinds), dtype=np.int32)),
-            "kind": pa.DictionaryArray.from_arrays(pa.array(kinds), pa.array(list(NAME_KINDS), pa.string())),
-            "text": pa.array(texts, pa.string()),
-            "frames": pa.array(frames, pa.list_(pa.int32())),
+            "id": _primitive(np.arange(len(kinds)), None, pa.int32()),
+            "kind": pa.DictionaryArray.from_arrays(_primitive(kinds, None, pa.int8()), _strings(NAME_KINDS)),
+            "text": _strings([value if kind != "stack" else None for kind, value in self._entries]),
+            "frames": _lists([value if kind == "stack" else None for kind, value in self._entries]),
         }
         return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
 

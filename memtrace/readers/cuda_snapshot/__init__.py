@@ -46,8 +46,8 @@ class PickledSnapshot:
         if reason is not None:
             raise TraceError(f"{content.path} {reason}.")
         with content.open() as stream:
-            value = load_plain(stream, content.path)
-        return [snapshot_tables(value, content)]
+            self._value = load_plain(stream, content.path)
+        return [snapshot_tables(self._value, content)]
 
 
 def snapshot_tables(value: Any, content: Content) -> Rank:
@@ -114,7 +114,7 @@ def _tables(parts: _Parts, file: str) -> Rank:
     manifest = new_manifest("cuda_snapshot", file, None if t0_us is None else t0_us * NS_PER_US)
     manifest["allocator_settings"] = _plain(parts.settings)
     manifest["coverage"]["notes"] = [
-        *notes_on(found, overflowed=parts.overflowed, frees_at_request=frees_at_request),
+        *notes_on(found, ops.has_stack, overflowed=parts.overflowed, frees_at_request=frees_at_request),
         *(["its history of pinned host memory is not read"] if parts.has_host else []),
         *(["its annotations are not read: its entries have no times"] if parts.annotations and t0_us is None else []),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import compress, repeat
 from typing import Any, Final
 
 import numpy as np
@@ -76,10 +76,9 @@ def _device_entries(trace: object, device: int) -> Entries:
     everything = rows_of(trace, f"the history of device {device}")
     names = column(everything, "action", what)
     try:
-        codes = [_ACTIONS.get(name, -1) for name in names]
+        kind = np.fromiter(map(_ACTIONS.get, names, repeat(-1)), np.int8, len(names))
     except TypeError:
         raise FieldError(f"an {what} has an action that is no text") from None
-    kind = np.fromiter(codes, np.int8, len(codes))
     notes = _unknown_actions(names, kind)
     keep = kind >= 0
     rows = everything if bool(keep.all()) else list(compress(everything, keep.tolist()))
@@ -96,7 +95,7 @@ def _device_entries(trace: object, device: int) -> Entries:
         size=sizes(column(rows, "size", what), "size", what),
         stream=_streams(rows, what),
         device_free=_device_free(rows, kind, what),
-        pool=pools(optional(rows, "pool_id"), len(rows)),
+        pool=_entry_pools(rows, kind),
         time_us=_times(rows, what),
         notes=tuple(notes),
     )
@@ -113,9 +112,14 @@ def _streams(rows: Sequence[Row], what: str) -> Array:
     values = optional(rows, "stream")
     if values is None:
         return np.zeros(len(rows), np.int64)
-    if None in values:
-        values = [value or 0 for value in values]
-    return addresses(values, "stream", what)
+    try:
+        distinct = set(values)
+    except TypeError:
+        distinct = set()
+    if len(distinct) == 1:
+        # One stream, as in most programs: no need to look at every entry.
+        return np.full(len(rows), addresses([values[0] or 0], "stream", what)[0])
+    return addresses([value or 0 for value in values], "stream", what)
 
 
 def _device_free(rows: Sequence[Row], kind: Array, what: str) -> Array:
@@ -124,6 +128,15 @@ def _device_free(rows: Sequence[Row], kind: Array, what: str) -> Array:
         if "device_free" in rows[place]:
             free[place] = sizes([rows[place]["device_free"]], "device_free", f"{what} (an oom)")[0]
     return free
+
+
+def _entry_pools(rows: Sequence[Row], kind: Array) -> Array:
+    """The pools of what begins or ends a block or a segment. Free entries repeat what their alloc said."""
+    pool = np.full(len(rows), -1, np.int64)
+    telling = ~np.isin(kind, [KIND["free_requested"], KIND["free"], KIND["snapshot"]])
+    chosen = list(compress(rows, telling.tolist()))
+    pool[telling] = pools(optional(chosen, "pool_id"), len(chosen))
+    return pool
 
 
 def pools(values: Sequence[Any] | None, num_rows: int) -> Array:

@@ -15,11 +15,11 @@ from memtrace.readers.tables import Array, amount
 _ONE_MOMENT: Final = 1
 
 
-def notes_on(found: Snapshot, *, overflowed: bool, frees_at_request: bool) -> list[str]:
-    """Sentences on what is missing and what is wrong, the gravest first."""
+def notes_on(found: Snapshot, has_stack: Array, *, overflowed: bool, frees_at_request: bool) -> list[str]:
+    """Sentences on what is missing and what is wrong, the gravest first. ``has_stack`` is told of each entry."""
     notes = [*_contradictions(found), *_beginning(found, overflowed=overflowed), *found.entries.notes]
     if len(found.entries) > _ONE_MOMENT:
-        notes += _missing(found)
+        notes += _missing(found, has_stack)
         if frees_at_request:
             notes.append("it holds no completed frees: a block counts as free from the request on")
     pending = found.live.pending
@@ -56,19 +56,19 @@ def _cut_within_a_free(found: Snapshot) -> bool:
     return bool(len(kinds)) and kinds[0] == KIND["free"] and bool((kinds == KIND["free_requested"]).any())
 
 
-def _missing(found: Snapshot) -> Iterator[str]:
+def _missing(found: Snapshot, has_stack: Array) -> Iterator[str]:
     """Times and frames that the entries lack."""
     entries = found.entries
     if entries.time_us is None:
         yield "its entries have no usable times: the number of the entry stands for the time"
     elif bool((np.diff(entries.time_us) < 0).any()):
         yield "its clock runs backwards in places: the order of the entries is kept"
-    allocs = [entries.rows[place] for place in np.flatnonzero(entries.kind == KIND["alloc"]).tolist()]
-    bare = sum(not row.get("frames") for row in allocs)
-    if bare == len(allocs) > 0:
+    allocs = entries.kind == KIND["alloc"]
+    total, bare = int(allocs.sum()), int((allocs & ~has_stack).sum())
+    if bare == total > 0:
         yield "its allocations have no stacks: which line made a block cannot be told"
     elif bare:
-        yield f"{bare} of its {len(allocs)} allocations have no stack (those of autograd's own threads have none)"
+        yield f"{bare} of its {total} allocations have no stack (those of autograd's own threads have none)"
 
 
 def _contradictions(found: Snapshot) -> Iterator[str]:

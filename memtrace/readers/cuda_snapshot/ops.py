@@ -34,6 +34,8 @@ class Ops:
     table: pa.Table
     of_entry: Array
     of_live: Array
+    has_stack: Array
+    """For each entry whether it has one."""
 
 
 def read_ops(
@@ -64,7 +66,9 @@ def read_ops(
     op, table = _distinct(stacks, place, phase, context, names)
     of_entry = np.full(len(entries), -1, np.int64)
     of_entry[chosen] = op[: len(rows)]
-    return Ops(table, of_entry, op[len(rows) :])
+    has_stack = np.zeros(len(entries), bool)
+    has_stack[chosen] = place[: len(rows)] > 0
+    return Ops(table, of_entry, op[len(rows) :], has_stack)
 
 
 def _distinct(stacks: Stacks, place: Array, phase: Array, context: Array, names: Names) -> tuple[Array, pa.Table]:

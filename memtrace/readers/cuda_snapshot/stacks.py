@@ -16,6 +16,7 @@ from memtrace.readers.frames import BACKWARD, Sign, is_noise, parse_traceback, p
 from memtrace.readers.tables import Array, Names
 
 MAX_DEPTH: Final = 4096
+MAX_ALIKE: Final = 16
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,26 @@ class Stacks:
 
     def intern(self, lists: Sequence[Any]) -> Array:
         """For each list of frames its place in ``distinct``; 0 for None and for an empty list."""
-        last: dict[tuple[int, int, int], tuple[Any, int]] = {}
-        places = []
+        alike: dict[tuple[int, int, int], list[tuple[Any, int]]] = {}
+        places: list[int] = []
         try:
             for frames in lists:
                 if not frames:
                     places.append(0)
                     continue
-                # Lists that agree in both ends and length mostly agree, and equality looks at pointers first.
-                key = (id(frames[0]), id(frames[-1]), len(frames))
-                seen = last.get(key)
-                if seen is None or seen[0] != frames:
-                    seen = last[key] = (frames, self._place(frames))
-                places.append(seen[1])
+                # Equality of lists looks at pointers first, so with shared frames it costs next to nothing: far less
+                # than a key of the whole list. Few lists agree in both of these frames and in length.
+                key = (id(frames[0]), id(frames[len(frames) >> 1]), len(frames))
+                for seen, place in alike.get(key, ()):
+                    if seen == frames:
+                        places.append(place)
+                        break
+                else:
+                    place = self._place(frames)
+                    places.append(place)
+                    candidates = alike.setdefault(key, [])
+                    if len(candidates) < MAX_ALIKE:
+                        candidates.append((frames, place))
         except (TypeError, KeyError, IndexError):
             raise FieldError("an entry has 'frames' that are no list of frames") from None
         return np.array(places, np.int32)
