@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from memtrace.errors import TraceError
 from memtrace.readers.annotations import optimizer_steps, spans_of, spans_table
 from memtrace.readers.content import Content
-from memtrace.readers.cuda_snapshot.blocks import Snapshot, lifetimes, number_blocks
+from memtrace.readers.cuda_snapshot.blocks import Snapshot, number_blocks
 from memtrace.readers.cuda_snapshot.entries import NS_PER_US, read_entries, read_ranges, times_ns, with_frees
 from memtrace.readers.cuda_snapshot.events import events_table, segments_table
 from memtrace.readers.cuda_snapshot.notes import notes_on
@@ -23,6 +23,7 @@ from memtrace.readers.cuda_snapshot.ops import read_ops
 from memtrace.readers.cuda_snapshot.segments import read_segments
 from memtrace.readers.cuda_snapshot.stacks import Stacks
 from memtrace.readers.fields import FieldError, rows_of
+from memtrace.readers.lifetimes import lifetimes
 from memtrace.readers.limits import too_large
 from memtrace.readers.tables import Names, clean, empty_tables, new_manifest
 from memtrace.readers.unpickle import load_plain
@@ -100,7 +101,7 @@ def _is_set(flag: object) -> bool:
 def _tables(parts: _Parts, file: str) -> Rank:
     segments, live = read_segments(parts.segments)
     entries, frees_at_request = with_frees(read_entries(parts.traces), live.address[live.pending])
-    lives = lifetimes(entries)
+    lives = lifetimes(entries.kind, entries.device, entries.address, entries.size)
     blocks = number_blocks(entries, lives, live)
     times = times_ns(entries)
     t0_us = int(entries.time_us[0]) if entries.time_us is not None else None

@@ -13,59 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from memtrace.readers.cuda_snapshot.entries import KIND, Entries
+from memtrace.readers.cuda_snapshot.entries import Entries
 from memtrace.readers.cuda_snapshot.segments import LiveBlocks, Segments
+from memtrace.readers.lifetimes import Lifetimes
 from memtrace.readers.tables import Array
-
-
-@dataclass(frozen=True)
-class Lifetimes:
-    """The blocks that the history speaks of, in no order that matters."""
-
-    of_row: Array
-    """For each entry its lifetime, -1 for entries that are about no block."""
-    first_row: Array
-    allocated: Array
-    """True: the history holds its ``alloc``. False: it is older."""
-    ended: Array
-    """True: the history holds its completed free."""
-    size_changed: Array
-    """True: its entries disagree about its size."""
-    over_live: Array
-    """True: its ``alloc`` falls on the address of a block that was not freed."""
-    again: Array
-    """True: it has no ``alloc``, yet its address was freed before in the history."""
-
-    def __len__(self) -> int:
-        return len(self.first_row)
-
-
-def lifetimes(entries: Entries) -> Lifetimes:
-    """The lifetimes in the history."""
-    about = np.flatnonzero(np.isin(entries.kind, [KIND["alloc"], KIND["free_requested"], KIND["free"]]))
-    keys = entries.address[about]
-    if len(np.unique(entries.device[about])) > 1:
-        order = about[np.lexsort((keys, entries.device[about]))]
-    else:
-        order = about[np.argsort(keys, kind="stable")]
-    address, device, kind, size = (column[order] for column in (entries.address, entries.device, entries.kind, entries.size))
-    new_place = np.ones(len(order), bool)
-    new_place[1:] = (address[1:] != address[:-1]) | (device[1:] != device[:-1])
-    after_end = np.zeros(len(order), bool)
-    after_end[1:] = (kind[:-1] == KIND["free"]) & ~new_place[1:]
-    starts = new_place | after_end | (kind == KIND["alloc"])
-    number = np.cumsum(starts) - 1
-    first = np.flatnonzero(starts)
-    of_row = np.full(len(entries), -1, np.int64)
-    of_row[order] = number
-    count = len(first)
-    ended = np.zeros(count, bool)
-    ended[number[kind == KIND["free"]]] = True
-    differs = np.zeros(count, bool)
-    differs[number[size != size[first][number]]] = True
-    allocated = kind[first] == KIND["alloc"]
-    fresh = new_place[first] | after_end[first]
-    return Lifetimes(of_row, order[first], allocated, ended, differs, allocated & ~fresh, ~allocated & after_end[first])
 
 
 def places_in(device: Array, address: Array, blocks: LiveBlocks) -> Array:
