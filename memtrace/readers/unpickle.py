@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from memtrace.errors import TraceError
+from memtrace.readers.tables import clean
 
 _CLIP = 80
 
@@ -40,7 +41,7 @@ def load_plain(stream: BinaryIO, path: Path) -> Any:
     except EOFError:
         raise TraceError(f"{path} is truncated: the pickle in it has no end. Copy or dump it again.") from None
     except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0][:_CLIP]
+        reason = clean(str(error) or type(error).__name__)[:_CLIP]
         if "truncated" in reason or "exhausted" in reason:
             raise TraceError(f"{path} is truncated ({reason}). Copy or dump it again.") from None
         raise TraceError(

@@ -86,6 +86,8 @@ class Collector:
             self._add_memory(name, event)
         elif event.get("ph") == "X" and isinstance(name, str):
             category = event.get("cat")
+            if not isinstance(category, str):
+                return
             if category == "user_annotation" or (category in _OPERATORS and name.startswith(_ANNOTATIONS)):
                 self._add_slice(self.annotations, name, event)
             elif category in _OPERATORS:
