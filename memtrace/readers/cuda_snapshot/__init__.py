@@ -16,10 +16,11 @@ from memtrace.errors import TraceError
 from memtrace.readers.annotations import optimizer_steps, spans_of, spans_table
 from memtrace.readers.content import Content
 from memtrace.readers.cuda_snapshot.blocks import Snapshot, number_blocks
-from memtrace.readers.cuda_snapshot.entries import NS_PER_US, read_entries, read_ranges, times_ns, with_frees
+from memtrace.readers.cuda_snapshot.entries import KIND, NS_PER_US, read_entries, read_ranges, times_ns, with_frees
 from memtrace.readers.cuda_snapshot.events import events_table, segments_table
 from memtrace.readers.cuda_snapshot.notes import notes_on
 from memtrace.readers.cuda_snapshot.ops import read_ops
+from memtrace.readers.cuda_snapshot.phases import phase_spans
 from memtrace.readers.cuda_snapshot.segments import read_segments
 from memtrace.readers.cuda_snapshot.stacks import Stacks
 from memtrace.readers.fields import FieldError, rows_of
@@ -110,12 +111,14 @@ def _tables(parts: _Parts, file: str) -> Rank:
     ranges = [] if t0_us is None else read_ranges(parts.annotations, t0_us=t0_us, last_ns=int(times.max()))
     ops = read_ops(entries, live.frames, optimizer_steps(ranges), times, stacks, names)
     spans = spans_of(ranges, names, first_ns=0, last_ns=int(times.max())) if ranges else []
+    allocs = entries.kind == KIND["alloc"]
+    spans += phase_spans(ops.phase[allocs], times[allocs], names)
     segment_table = segments_table(segments, stacks)
     found = Snapshot(entries, segments, live, lives, blocks, parts.settings)
     manifest = new_manifest("cuda_snapshot", file, None if t0_us is None else t0_us * NS_PER_US)
     manifest["allocator_settings"] = _plain(parts.settings)
     manifest["coverage"]["notes"] = [
-        *notes_on(found, ops.has_stack, overflowed=parts.overflowed, frees_at_request=frees_at_request),
+        *notes_on(found, ops, overflowed=parts.overflowed, frees_at_request=frees_at_request),
         *(["its history of pinned host memory is not read"] if parts.has_host else []),
         *(["its annotations are not read: its entries have no times"] if parts.annotations and t0_us is None else []),
     ]

@@ -9,17 +9,18 @@ import numpy as np
 
 from memtrace.readers.cuda_snapshot.blocks import Snapshot
 from memtrace.readers.cuda_snapshot.entries import KIND
+from memtrace.readers.cuda_snapshot.ops import Ops
 from memtrace.readers.tables import Array, amount
 
 # The history of one moment is only torch's own check point.
 _ONE_MOMENT: Final = 1
 
 
-def notes_on(found: Snapshot, has_stack: Array, *, overflowed: bool, frees_at_request: bool) -> list[str]:
-    """Sentences on what is missing and what is wrong, the gravest first. ``has_stack`` is told of each entry."""
+def notes_on(found: Snapshot, ops: Ops, *, overflowed: bool, frees_at_request: bool) -> list[str]:
+    """Sentences on what is missing and what is wrong, the gravest first."""
     notes = [*_contradictions(found), *_beginning(found, overflowed=overflowed), *found.entries.notes]
     if len(found.entries) > _ONE_MOMENT:
-        notes += _missing(found, has_stack)
+        notes += _missing(found, ops)
         if frees_at_request:
             notes.append("it holds no completed frees: a block counts as free from the request on")
     pending = found.live.pending
@@ -56,7 +57,7 @@ def _cut_within_a_free(found: Snapshot) -> bool:
     return bool(len(kinds)) and kinds[0] == KIND["free"] and bool((kinds == KIND["free_requested"]).any())
 
 
-def _missing(found: Snapshot, has_stack: Array) -> Iterator[str]:
+def _missing(found: Snapshot, ops: Ops) -> Iterator[str]:
     """Times and frames that the entries lack."""
     entries = found.entries
     if entries.time_us is None:
@@ -64,11 +65,14 @@ def _missing(found: Snapshot, has_stack: Array) -> Iterator[str]:
     elif bool((np.diff(entries.time_us) < 0).any()):
         yield "its clock runs backwards in places: the order of the entries is kept"
     allocs = entries.kind == KIND["alloc"]
-    total, bare = int(allocs.sum()), int((allocs & ~has_stack).sum())
+    total, bare = int(allocs.sum()), int((allocs & ~ops.has_stack).sum())
     if bare == total > 0:
         yield "its allocations have no stacks: which line made a block cannot be told"
     elif bare:
-        yield f"{bare} of its {total} allocations have no stack (those of autograd's own threads have none)"
+        yield (
+            f"{bare} of its {total} allocations have no stack; {ops.num_taken} of them are taken for the backward's, whose "
+            "threads run no Python"
+        )
 
 
 def _contradictions(found: Snapshot) -> Iterator[str]:

@@ -11,8 +11,9 @@ import numpy as np
 
 from memtrace.readers.annotations import Range
 from memtrace.readers.fields import FieldError, Row, optional
-from memtrace.readers.frames import OPTIMIZER
+from memtrace.readers.frames import BACKWARD, OPTIMIZER
 from memtrace.readers.cuda_snapshot.entries import KIND, Entries
+from memtrace.readers.cuda_snapshot.phases import without_stack
 from memtrace.readers.cuda_snapshot.stacks import Stacks
 from memtrace.readers.tables import Array, Known, Names, Text, make_table
 from memtrace.schema import PHASES
@@ -36,6 +37,10 @@ class Ops:
     of_live: Array
     has_stack: Array
     """For each entry whether it has one."""
+    phase: Array
+    """For each entry its phase, -1 where it is not told."""
+    num_taken: int
+    """Allocations without a stack that were taken for the backward's."""
 
 
 def read_ops(
@@ -63,12 +68,19 @@ def read_ops(
     phase = np.array([stack.phase for stack in stacks.distinct], np.int64)[place]
     within = np.concatenate([_within(times[chosen], optimizer_steps), np.zeros(len(live_frames), bool)])
     phase[within & (phase < 0)] = OPTIMIZER
+    allocs = np.flatnonzero(entries.kind[chosen] == KIND["alloc"])
+    taken = allocs[without_stack(phase[allocs], place[allocs] > 0)]
+    phase[taken] = BACKWARD
     op, table = _distinct(stacks, place, phase, context, names)
-    of_entry = np.full(len(entries), -1, np.int64)
-    of_entry[chosen] = op[: len(rows)]
-    has_stack = np.zeros(len(entries), bool)
-    has_stack[chosen] = place[: len(rows)] > 0
-    return Ops(table, of_entry, op[len(rows) :], has_stack)
+
+    def of_entries(values: Array, otherwise: int) -> Array:
+        column = np.full(len(entries), otherwise, values.dtype)
+        column[chosen] = values[: len(rows)]
+        return column
+
+    return Ops(
+        table, of_entries(op, -1), op[len(rows) :], of_entries(place > 0, False), of_entries(phase, -1), len(taken)
+    )
 
 
 def _distinct(stacks: Stacks, place: Array, phase: Array, context: Array, names: Names) -> tuple[Array, pa.Table]:
