@@ -13,6 +13,8 @@ from typing import Final
 import numpy as np
 
 from memtrace.analysis.attribution import KIND
+from memtrace.analysis.blocks import blocks
+from memtrace.analysis.peak import live_after
 from memtrace.arrays import Array
 from memtrace.trace import Trace
 
@@ -20,7 +22,6 @@ ROUNDING_BYTES: Final = 512
 SMALL_BYTES: Final = 1 << 20
 SMALL_SEGMENT_BYTES: Final = 2 << 20
 _SEGMENT_KINDS: Final = [KIND[kind] for kind in ("segment_alloc", "segment_free", "segment_map", "segment_unmap")]
-_GROWS: Final = [KIND["segment_alloc"], KIND["segment_map"]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,6 @@ class LiveBlocks:
     """Rounding and slack included."""
     segment: Array
     """Row of the segments; -1: in none of them, which only a damaged file shows."""
-    op: Array
 
     def __len__(self) -> int:
         return len(self.block)
@@ -74,23 +74,13 @@ class DeviceState:
     free: FreeBlocks
 
 
-def segment_change(trace: Trace, device: int) -> Array:
-    """For each row of events the change of reserved bytes on the device (a code into ``trace.devices``)."""
-    events = trace.columns("events", "kind", "device", "size")
-    mine = (events["device"] == device) & np.isin(events["kind"], _SEGMENT_KINDS)
-    return np.where(mine, np.where(np.isin(events["kind"], _GROWS), 1, -1) * events["size"], 0)
-
-
-def reserved_bytes(trace: Trace, device: int) -> Array | None:
-    """Reserved bytes after each row of events; None where the trace tells of no segments."""
-    change = segment_change(trace, device)
-    final = trace.columns("segments", "device", "size")
-    mine = final["device"] == device
-    if not mine.any() and not change.any():
-        return None
-    after = np.cumsum(change)
-    total = int(final["size"][mine].sum())
-    return after + (total - int(after[-1]) if len(after) and trace.num_rows("segments") else 0)
+def has_segments(trace: Trace, device: int) -> bool:
+    """Whether the trace tells of segments of the device (a code into ``trace.devices``)."""
+    events = trace.columns("events", "kind", "device")
+    return bool(
+        (trace.columns("segments", "device")["device"] == device).any()
+        or ((events["device"] == device) & np.isin(events["kind"], _SEGMENT_KINDS)).any()
+    )
 
 
 def state_at(trace: Trace, device: int, row: int) -> DeviceState:
@@ -103,22 +93,13 @@ def state_at(trace: Trace, device: int, row: int) -> DeviceState:
 
 def _live_at(trace: Trace, device: int, row: int) -> LiveBlocks:
     """Live blocks, their sizes as far as told (else the rounded request) and not yet in segments."""
-    names = ("kind", "device", "block", "address", "size", "allocated_size", "op")
-    events = {name: column[: row + 1] for name, column in trace.columns("events", *names).items()}
-    mine = events["device"] == device
-    born = np.flatnonzero(mine & np.isin(events["kind"], [KIND["alloc"], KIND["baseline"]]) & (events["block"] >= 0))
-    freed = events["block"][mine & (events["kind"] == KIND["free"])]
-    dead = np.zeros(int(events["block"].max(initial=-1)) + 1, bool)
-    dead[freed[freed >= 0]] = True
-    rows = born[~dead[events["block"][born]]]
-    rows = rows[np.argsort(events["address"][rows], kind="stable")]
-    requested, allocated = events["size"][rows], events["allocated_size"][rows]
+    found = blocks(trace)
+    live = live_after(found, device, row)
+    live = live[np.argsort(found.address[live], kind="stable")]
+    requested, allocated = found.size[live], found.allocated_size[live]
     rounded = np.maximum(-(-requested // ROUNDING_BYTES), 1) * ROUNDING_BYTES
     size = np.where(allocated >= 0, allocated, rounded)
-    nowhere = np.full(len(rows), -1, np.int64)
-    return LiveBlocks(
-        events["block"][rows], events["address"][rows], np.maximum(requested, 0), size, nowhere, events["op"][rows]
-    )
+    return LiveBlocks(live, found.address[live], requested, size, np.full(len(live), -1, np.int64))
 
 
 def _segments_at(trace: Trace, device: int, row: int) -> Segments:
@@ -220,5 +201,5 @@ def _fill(segments: Segments, live: LiveBlocks) -> tuple[LiveBlocks, FreeBlocks]
     free = FreeBlocks(
         address, np.concatenate([gap[behind], head[ahead]]), np.concatenate([owner[behind], ahead])
     )
-    filled = LiveBlocks(live.block, live.address, live.requested, size, segment, live.op)
+    filled = LiveBlocks(live.block, live.address, live.requested, size, segment)
     return filled, free

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memtrace.analysis.attribution import KIND, op_column
-from memtrace.analysis.device_state import SMALL_BYTES, DeviceState, reserved_bytes, state_at
+from memtrace.analysis.blocks import blocks
+from memtrace.analysis.device_state import SMALL_BYTES, DeviceState, has_segments, state_at
+from memtrace.analysis.peak import LiveBytes, level_at, requested_bytes, reserved_bytes
 from memtrace.arrays import Array
 from memtrace.errors import TraceError
 from memtrace.trace import Trace
@@ -24,7 +25,7 @@ class Fragmentation:
     device: str
     time_ns: int
     event: int
-    """Row of events after which it is so."""
+    """Row of events after which it is so; -1: the start."""
     requested_bytes: int
     """What live blocks were asked for."""
     waste_bytes: int
@@ -67,7 +68,7 @@ def measure(trace: Trace, device: str, state: DeviceState) -> Fragmentation:
     time = trace.columns("events", "time_ns")["time_ns"]
     return Fragmentation(
         device=device,
-        time_ns=int(time[state.row]) if len(time) else 0,
+        time_ns=int(time[max(state.row, 0)]) if len(time) else 0,
         event=state.row,
         requested_bytes=requested,
         waste_bytes=allocated - requested,
@@ -127,7 +128,7 @@ def _pinned(trace: Trace, state: DeviceState) -> dict[str, Array]:
     pin[live.segment[by_size]] = by_size
     rows = np.flatnonzero((count > 0) & (free_bytes > 0))
     rows = rows[np.argsort(-free_bytes[rows], kind="stable")]
-    stack = op_column(trace, live.op[pin[rows]], "stack")
+    stack = blocks(trace).stack[live.block[pin[rows]]]
     columns = {name: getattr(segments, name)[rows] for name in PINNED_COLUMNS[:6]}
     return columns | {
         "num_blocks": count[rows],
@@ -144,23 +145,23 @@ def _state(trace: Trace, device: str, row: int | None) -> DeviceState | None:
     if device not in trace.devices:
         raise TraceError(f"the trace has no device {device}: it has {', '.join(trace.devices) or 'none'}.")
     code = trace.devices.index(device)
-    reserved = reserved_bytes(trace, code)
-    if reserved is None:
+    reserved = reserved_bytes(trace, device)
+    if reserved is None or not has_segments(trace, code):
         return None
     if row is None:
-        row = _fullest(trace, code, reserved)
+        row = _fullest(trace, device, reserved)
     return trace.cached(("device state", code, row), lambda: state_at(trace, code, row))
 
 
-def _fullest(trace: Trace, device: int, reserved: Array) -> int:
-    """Of the rows at which most is reserved the first at which most is requested; -1 without events."""
-    if not len(reserved):
-        return -1
-    events = trace.columns("events", "kind", "device", "size")
-    size = np.where(events["device"] == device, np.maximum(events["size"], 0), 0)
-    begins = np.isin(events["kind"], [KIND["alloc"], KIND["baseline"]])
-    requested = np.cumsum(np.where(begins, size, 0) - np.where(events["kind"] == KIND["free"], size, 0))
-    return int(np.argmax(np.where(reserved == reserved.max(), requested, -1)))
+def _fullest(trace: Trace, device: str, reserved: LiveBytes) -> int:
+    """Of the rows at which most is reserved the first at which most is live; -1: the start."""
+    live = requested_bytes(trace, device)
+    rows = np.concatenate([[-1], live.rows])
+    held = level_at(reserved, rows)
+    most = max(reserved.start, int(reserved.bytes.max(initial=0)))
+    if not (held == most).any():
+        return int(reserved.rows[np.argmax(reserved.bytes)])
+    return int(rows[np.argmax(np.where(held == most, np.concatenate([[live.start], live.bytes]), -1))])
 
 
 def _busiest(state: DeviceState) -> tuple[int, int]:

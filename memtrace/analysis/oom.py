@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from memtrace.analysis.attribution import KIND, op_column
+from memtrace.analysis.blocks import blocks
 from memtrace.analysis.device_state import ROUNDING_BYTES, SMALL_BYTES, DeviceState, state_at
 from memtrace.analysis.fragmentation import Fragmentation, largest_fit, measure
 from memtrace.arrays import Array
@@ -115,7 +116,7 @@ def _reachable(state: DeviceState, asked: int, stream: int) -> Array:
 
 def _holders(trace: Trace, state: DeviceState) -> tuple[Holder, ...]:
     live = state.live
-    stacks, place = np.unique(op_column(trace, live.op, "stack"), return_inverse=True)
+    stacks, place = np.unique(blocks(trace).stack[live.block], return_inverse=True)
     held = np.bincount(place, weights=live.requested, minlength=len(stacks)).astype(np.int64)
     count = np.bincount(place, minlength=len(stacks))
     order = np.argsort(-held, kind="stable")[:NUM_HOLDERS]

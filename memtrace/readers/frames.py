@@ -19,6 +19,7 @@ _NOISE: Final = re.compile(
     r"^_?Py(Eval|Object|Function|Run|_BytesMain)|^pymain_|^cfunction_|^method_vectorcall|^slot_tp_"
 )
 _PYTHON_SOURCE: Final = re.compile(r"(Python|Objects|Modules)/\w+\.c$|ceval\.c$|pycore_ceval\.h$")
+_DISPATCHED: Final = re.compile(r"^at::_ops::(\w+)::(?:call|redispatch)\(")
 # `File "train.py", line 12, in forward`, as Python's own tracebacks write it.
 _TRACEBACK_LINE: Final = re.compile(r'File "([^"\n]+)", line (\d{1,9})(?:, in ([^\n]+))?')
 
@@ -59,6 +60,37 @@ def sign_of(file: str, function: str) -> Sign:
     if "torch/optim/" in place and not place.endswith(("lr_scheduler.py", "swa_utils.py")):
         return Sign.OPTIMIZER_STEP if function in ("step", "wrapper") else Sign.NONE
     return Sign.NONE
+
+
+def hint_of(file: str, function: str) -> str:
+    """The category of what a function of torch allocates, where it allocates for one purpose only; "none" where its
+    callers' hints must not count; "" for every other function."""
+    if "AccumulateGrad::accumulateGrad" in function:
+        return "gradient"
+    place = file.replace("\\", "/")
+    if "torch/optim/" in place:
+        return "optimizer_state" if function == "_init_group" else ""
+    if "torch/nn/modules/" not in place:
+        return ""
+    if place.endswith("torch/nn/modules/module.py"):
+        # Module.to and its kin move parameters and buffers.
+        return "parameter" if function in ("convert", "_apply", "to_empty") else "none" if function == "_call_impl" else ""
+    return "parameter" if function == "__init__" else "none" if function in ("reset_parameters", "forward") else ""
+
+
+def operator_of(frames: Iterable[tuple[str, str]]) -> str:
+    """The operator that allocates, by the C++ frames of a stack as (file, function), innermost first; "" without those.
+
+    It is the outermost dispatched one below the innermost Python frame or node of the autograd graph.
+    """
+    found = ""
+    for file, function in frames:
+        if file.endswith(".py") or "torch::autograd::Node::operator()" in function:
+            break
+        match = _DISPATCHED.search(function)
+        if match:
+            found = f"aten::{match[1]}"
+    return found
 
 
 def phase_of(signs: Sequence[Sign]) -> tuple[int, bool]:

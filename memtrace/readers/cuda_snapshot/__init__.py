@@ -17,7 +17,7 @@ from memtrace.readers.annotations import optimizer_steps, spans_of, spans_table
 from memtrace.readers.content import Content
 from memtrace.readers.cuda_snapshot.blocks import Snapshot, number_blocks
 from memtrace.readers.cuda_snapshot.entries import KIND, NS_PER_US, read_entries, read_ranges, times_ns, with_frees
-from memtrace.readers.cuda_snapshot.events import events_table, segments_table
+from memtrace.readers.cuda_snapshot.events import events_table, labels_table, segments_table
 from memtrace.readers.cuda_snapshot.notes import notes_on
 from memtrace.readers.cuda_snapshot.ops import read_ops
 from memtrace.readers.cuda_snapshot.phases import phase_spans
@@ -126,6 +126,7 @@ def _tables(parts: _Parts, file: str) -> Rank:
         "events": events_table(found, ops, times),
         "ops": ops.table,
         "spans": spans_table(spans),
+        "labels": labels_table(found, ops),
         "segments": segment_table,
         "names": names.table(),
     }

@@ -14,7 +14,7 @@ from memtrace.readers.cuda_snapshot.segments import Segments
 from memtrace.readers.cuda_snapshot.sizes import allocated_sizes
 from memtrace.readers.cuda_snapshot.stacks import Stacks
 from memtrace.readers.tables import Array, Known, Text, make_table
-from memtrace.schema import EVENT_KINDS
+from memtrace.schema import CATEGORIES, EVENT_KINDS
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -104,6 +104,18 @@ def device_text(device: Array) -> Text:
     """A column of device numbers as cuda:0, cuda:1, ..."""
     numbers, codes = np.unique(device, return_inverse=True)
     return Text(codes.astype(np.int8), [f"cuda:{number}" for number in numbers.tolist()])
+
+
+def labels_table(found: Snapshot, ops: Ops) -> pa.Table:
+    """The table ``labels``: blocks whose stack says what they are for."""
+    blocks = found.blocks
+    category = np.full(len(blocks.lifetime), -1, np.int8)
+    told = blocks.lifetime >= 0
+    category[told] = ops.category[found.lives.first_row[blocks.lifetime[told]]]
+    unseen = (blocks.live >= 0) & (category < 0)
+    category[unseen] = ops.live_category[blocks.live[unseen]]
+    block = np.flatnonzero(category >= 0)
+    return make_table("labels", len(block), {"block": block, "category": Text(category[block], CATEGORIES)})
 
 
 def segments_table(segments: Segments, stacks: Stacks) -> pa.Table:

@@ -39,6 +39,10 @@ class Ops:
     """For each entry whether it has one."""
     phase: Array
     """For each entry its phase, -1 where it is not told."""
+    category: Array
+    """For each entry what its stack allocates, an index into CATEGORIES, -1 where it does not tell."""
+    live_category: Array
+    """The same for each live block."""
     num_taken: int
     """Allocations without a stack that were taken for the backward's."""
 
@@ -78,8 +82,16 @@ def read_ops(
         column[chosen] = values[: len(rows)]
         return column
 
+    category = np.array([stack.category for stack in stacks.distinct], np.int8)[place]
     return Ops(
-        table, of_entries(op, -1), op[len(rows) :], of_entries(place > 0, False), of_entries(phase, -1), len(taken)
+        table=table,
+        of_entry=of_entries(op, -1),
+        of_live=op[len(rows) :],
+        has_stack=of_entries(place > 0, False),
+        phase=of_entries(phase, -1),
+        category=of_entries(category, -1),
+        live_category=category[len(rows) :],
+        num_taken=len(taken),
     )
 
 
@@ -96,11 +108,13 @@ def _distinct(stacks: Stacks, place: Array, phase: Array, context: Array, names:
     nodes = [_with_node(names, code, stack.node) for code, stack in zip(context[rows].tolist(), chosen, strict=True)]
     stack_ids = np.array([stack.stack for stack in chosen], np.int64)
     contexts = np.array(nodes, np.int64)
+    operators = np.array([stack.operator for stack in chosen], np.int64)
     table = make_table(
         "ops",
         len(rows),
         {
             "op": np.arange(len(rows)),
+            "name": Known(operators, operators >= 0),
             "phase": Text(phase[rows].astype(np.int8), PHASES),
             "stack": Known(stack_ids, stack_ids >= 0),
             "recompute": np.array([stack.recompute for stack in chosen], bool),

@@ -7,13 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from memtrace.readers.fields import FieldError
-from memtrace.readers.frames import BACKWARD, Sign, is_noise, parse_traceback, phase_of, sign_of
+from memtrace.readers.frames import (
+    BACKWARD,
+    Sign,
+    hint_of,
+    is_noise,
+    operator_of,
+    parse_traceback,
+    phase_of,
+    sign_of,
+)
 from memtrace.readers.tables import Array, Names
+from memtrace.schema import CATEGORIES
 
 MAX_DEPTH: Final = 4096
 MAX_ALIKE: Final = 16
@@ -29,9 +39,21 @@ class Stack:
     recompute: bool
     node: str
     """The FX node that the innermost generated frame stands for; empty where there is none."""
+    operator: int
+    """names.id of the operator that its C++ frames tell."""
+    category: int
+    """What is allocated there, an index into CATEGORIES."""
 
 
-NO_STACK: Final = Stack(-1, -1, False, "")
+NO_STACK: Final = Stack(-1, -1, False, "", -1, -1)
+
+
+class Piece(NamedTuple):
+    """A frame as the table of names has it, and what it tells."""
+
+    name: int
+    sign: Sign
+    hint: str
 
 
 class Stacks:
@@ -39,7 +61,7 @@ class Stacks:
 
     def __init__(self, names: Names) -> None:
         self._names = names
-        self._frames: dict[int, tuple[tuple[int, Sign], ...]] = {}
+        self._frames: dict[int, tuple[Piece, ...]] = {}
         self._exact: dict[tuple[int, ...], int] = {}
         self._contents: dict[Stack, int] = {NO_STACK: 0}
         self.distinct: list[Stack] = [NO_STACK]
@@ -84,7 +106,7 @@ class Stacks:
         frames = [self._names.frame(*frame) for frame in parse_traceback(lines)[:MAX_DEPTH]]
         if not frames:
             return 0
-        return self._add(Stack(self._names.stack(frames), BACKWARD, False, ""))
+        return self._add(Stack(self._names.stack(frames), BACKWARD, False, "", -1, -1))
 
     def _place(self, frames: Sequence[Any]) -> int:
         if not isinstance(frames, list | tuple):
@@ -98,9 +120,20 @@ class Stacks:
         pieces = [piece for frame in frames for piece in self._frame(frame)]
         if not pieces:
             return 0
-        phase, recompute = phase_of([sign for _, sign in pieces])
+        phase, recompute = phase_of([piece.sign for piece in pieces])
         node = next((text for text in map(_node, frames) if text), "")
-        return self._add(Stack(self._names.stack(name for name, _ in pieces), phase, recompute, node))
+        operator = operator_of(_texts(frame) for frame in frames)
+        hint = next((piece.hint for piece in pieces if piece.hint), "none")
+        return self._add(
+            Stack(
+                self._names.stack(piece.name for piece in pieces),
+                phase,
+                recompute,
+                node,
+                self._names.text("operator", operator) if operator else -1,
+                CATEGORIES.index(hint) if hint != "none" else -1,
+            )
+        )
 
     def _add(self, stack: Stack) -> int:
         place = self._contents.setdefault(stack, len(self.distinct))
@@ -108,7 +141,7 @@ class Stacks:
             self.distinct.append(stack)
         return place
 
-    def _frame(self, frame: Any) -> tuple[tuple[int, Sign], ...]:
+    def _frame(self, frame: Any) -> tuple[Piece, ...]:
         """The frames that a frame dict stands for: none for noise, the original source before generated code."""
         if id(frame) not in self._frames:
             if not isinstance(frame, dict):
@@ -116,13 +149,22 @@ class Stacks:
             self._frames[id(frame)] = tuple(self._pieces(frame))
         return self._frames[id(frame)]
 
-    def _pieces(self, frame: Mapping[str, Any]) -> list[tuple[int, Sign]]:
-        file, function = (text if isinstance(text, str) else "" for text in (frame.get("filename"), frame.get("name")))
+    def _pieces(self, frame: Mapping[str, Any]) -> list[Piece]:
+        file, function = _texts(frame)
         if is_noise(file, function):
             return []
         original = parse_traceback([frame.get("fx_original_trace")])[:MAX_DEPTH]
-        pieces = [(self._names.frame(*piece), sign_of(piece[0], piece[2])) for piece in original]
-        return [*pieces, (self._names.frame(file, frame.get("line"), function), sign_of(file, function))]
+        pieces = [Piece(self._names.frame(*place), sign_of(place[0], place[2]), "") for place in original]
+        own = Piece(
+            self._names.frame(file, frame.get("line"), function), sign_of(file, function), hint_of(file, function)
+        )
+        return [*pieces, own]
+
+
+def _texts(frame: Mapping[str, Any]) -> tuple[str, str]:
+    """File and function of a frame, "" for what is no text."""
+    file, function = frame.get("filename"), frame.get("name")
+    return file if isinstance(file, str) else "", function if isinstance(function, str) else ""
 
 
 def _node(frame: Mapping[str, Any]) -> str:
