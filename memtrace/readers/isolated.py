@@ -49,7 +49,10 @@ def read_isolated(path: Path, limits: Limits | None = None) -> list[Rank]:
 
 def _may_fork() -> bool:
     """Forking is quick, but only safe where no other thread holds a lock and no GPU is in use."""
-    return sys.platform == "linux" and threading.active_count() == 1 and "torch" not in sys.modules
+    if sys.platform != "linux" or threading.active_count() > 1:
+        return False
+    torch = sys.modules.get("torch")
+    return torch is None or not torch.cuda.is_initialized()
 
 
 def _fork(path: Path, folder: Path, limits: Limits) -> int:
@@ -83,7 +86,7 @@ def _import_meanwhile() -> None:
 def _spawn(path: Path, folder: Path, limits: Limits) -> int:
     """Read in a new interpreter; its exit status, negative for a signal."""
     request = json.dumps([str(path), str(folder), limits.memory_bytes, limits.cpu_seconds])
-    command = [sys.executable, "-m", "memtrace.readers.isolated", request]
+    command = [sys.executable, "-c", "from memtrace.readers import isolated; isolated.main()", request]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     return subprocess.run(command, check=False, env=environment).returncode
 
@@ -179,10 +182,7 @@ def _death_sentence(path: Path, limits: Limits, status: int) -> str:
     return f"{path} could not be read: the process that read it ended with status {status}. It is damaged or hostile."
 
 
-def _main(request: str) -> int:
-    path, folder, memory_bytes, cpu_seconds = json.loads(request)
-    return _work(Path(path), Path(folder), Limits(memory_bytes, cpu_seconds))
-
-
-if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1]))
+def main() -> None:
+    """The new interpreter's whole work: the request is its argument."""
+    path, folder, memory_bytes, cpu_seconds = json.loads(sys.argv[1])
+    sys.exit(_work(Path(path), Path(folder), Limits(memory_bytes, cpu_seconds)))

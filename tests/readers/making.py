@@ -5,9 +5,15 @@ Its rules are not torch's own: readers must not depend on them. What it records 
 
 from __future__ import annotations
 
+import pickle
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from memtrace.readers.content import Content
+from memtrace.readers.registry import reader_for
+from memtrace.trace import Trace
 
 MIB = 1 << 20
 START_US = 1_700_000_000_000_000
@@ -160,3 +166,11 @@ def random_life(seed: int, num_actions: int, *, device: int = 0) -> Maker:
         else:
             maker.release()
     return maker
+
+
+def read_here(path: Path, value: Any) -> Trace:
+    """Read a snapshot without the process of its own, for tests that read many."""
+    path.write_bytes(pickle.dumps(value))
+    content = Content.of(path)
+    ((manifest, tables),) = reader_for(content).read(content)
+    return Trace.from_tables(manifest, tables)

@@ -52,7 +52,7 @@ def events_table(found: Snapshot, ops: Ops, times: Array) -> pa.Table:
     with_address = np.ones(len(address), bool)
     with_address[older:] = ~np.isin(entries.kind, [KIND["oom"], KIND["snapshot"]])
     number = np.concatenate([np.arange(older), blocks.of_row])
-    op = np.concatenate([baseline_op, ops.of_entry])
+    op = np.concatenate([baseline_op, _entry_ops(found, ops)])
     pool = np.concatenate([columns.pool[:older], entries.pool])
     device_free = np.concatenate([np.full(older, -1, np.int64), entries.device_free])
     device = np.concatenate([columns.device[:older], entries.device])
@@ -73,6 +73,16 @@ def events_table(found: Snapshot, ops: Ops, times: Array) -> pa.Table:
             "device_free": Known(device_free, device_free >= 0),
         },
     )
+
+
+def _entry_ops(found: Snapshot, ops: Ops) -> Array:
+    """The operator call of each entry. Where only live blocks keep their stacks (``context="state"``), an allocation
+    without one has that of the block in ``segments``."""
+    op = ops.of_entry.copy()
+    bare = np.flatnonzero((found.entries.kind == KIND["alloc"]) & (op < 0))
+    live = found.blocks.live[found.blocks.of_row[bare]]
+    op[bare[live >= 0]] = ops.of_live[live[live >= 0]]
+    return op
 
 
 def _block_columns(found: Snapshot) -> _BlockColumns:

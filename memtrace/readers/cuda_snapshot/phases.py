@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from memtrace.readers.annotations import Span
-from memtrace.readers.frames import BACKWARD, FORWARD
+from memtrace.readers.frames import BACKWARD, FORWARD, OPTIMIZER
 from memtrace.readers.tables import Array, Names
 from memtrace.schema import PHASES
 
@@ -29,20 +29,29 @@ def without_stack(phase: Array, has_stack: Array) -> Array:
 
 
 def phase_spans(phase: Array, times: Array, names: Names) -> list[Span]:
-    """Spans from the phases of allocations at ``times``: each from the first allocation of a phase to the first of the
-    next; one of unknown phase does not end it."""
+    """Spans from the phases of allocations at ``times``, in their order.
+
+    A span lasts from the first allocation of a phase to the first of the next one; to the last of its own where
+    allocations of unknown phase come before that. Within a forward or a backward unknown ones do not end it.
+    """
     rows = np.flatnonzero(phase >= 0)
     if not len(rows):
         return []
+    follows = rows[1:] == rows[:-1] + 1
+    bridged = phase[rows[1:]] != OPTIMIZER
     first = np.ones(len(rows), bool)
-    first[1:] = phase[rows[1:]] != phase[rows[:-1]]
-    begins = rows[first]
+    first[1:] = (phase[rows[1:]] != phase[rows[:-1]]) | ~(follows | bridged)
+    begins = np.flatnonzero(first)
     if len(begins) > _MAX_SPANS:
         return []
-    ends = np.append(times[begins[1:]], times[rows[-1]] + 1)
-    starts = times[begins]
-    ids = {code: names.text("range", PHASES[code]) for code in np.unique(phase[begins]).tolist()}
+    lasts = np.append(begins[1:] - 1, len(rows) - 1)
+    ends = times[rows[lasts]] + 1
+    closed = np.append(follows[lasts[:-1]], False)
+    ends[closed] = times[rows[begins[1:]]][closed[:-1]]
+    starts = times[rows[begins]]
+    codes = phase[rows[begins]]
+    ids = {code: names.text("range", PHASES[code]) for code in np.unique(codes).tolist()}
     return [
         Span("phase", ids[code], start, max(start, end), -1)
-        for code, start, end in zip(phase[begins].tolist(), starts.tolist(), ends.tolist(), strict=True)
+        for code, start, end in zip(codes.tolist(), starts.tolist(), ends.tolist(), strict=True)
     ]
