@@ -14,9 +14,11 @@ from memtrace.errors import TraceError
 
 HEAD_BYTES: Final = 1 << 16
 CHUNK_BYTES: Final = 1 << 18
-# Real traces unzip to at most 40 times their size, DEFLATE itself to at most 1032 times.
+# Real traces unzip to at most 30 times their size, DEFLATE itself to at most 1032 times.
 FREE_BYTES: Final = 64 << 20
 MAX_EXPANSION: Final = 100
+_USUAL_BYTES: Final = 16 << 20
+_USUAL_EXPANSION: Final = 40
 
 _GZIP = b"\x1f\x8b"
 _REFUSED: Final = (
@@ -38,7 +40,7 @@ class Content:
     zipped: bool
     head: bytes
     size: int
-    """Bytes that it holds, unzipped: for gzip what its trailer claims, within the bound that reading enforces."""
+    """Bytes that it holds, unzipped: for gzip what its trailer claims, within what is usual."""
 
     @classmethod
     def of(cls, path: Path) -> Content:
@@ -75,9 +77,9 @@ class Content:
 
 
 def _claimed_size(file: io.BufferedReader, packed: int) -> int:
-    """The last four bytes of gzip hold the size modulo 2**32. They may lie, so they are capped."""
+    """The last four bytes of gzip hold the size modulo 2**32. They may lie, so they are capped at what is usual."""
     file.seek(-4, os.SEEK_END)
-    return min(int.from_bytes(file.read(4), "little"), FREE_BYTES + MAX_EXPANSION * packed)
+    return min(int.from_bytes(file.read(4), "little"), _USUAL_BYTES + _USUAL_EXPANSION * packed)
 
 
 class _Unzipped(io.RawIOBase):

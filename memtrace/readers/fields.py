@@ -1,4 +1,7 @@
-"""Columns out of lists of dicts, as pickles and JSON hold them, checked on the way and without a loop a row."""
+"""Columns out of lists of dicts, as pickles and JSON hold them, checked on the way and without a loop a row.
+
+``what`` names a row in errors, ``{}`` standing for its number: "entry {} of device 0".
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,11 @@ class FieldError(Exception):
 def rows_of(value: object, what: str) -> Sequence[Row]:
     """``value`` as a list of dicts; FieldError where it is anything else."""
     if not isinstance(value, list | tuple):
-        raise FieldError(f"{what} is no list but a {type(value).__name__}")
+        raise FieldError(f"{what} is no list but of type {type(value).__name__}")
     kinds = set(map(type, value))
     if kinds - {dict}:
         other = next(kind.__name__ for kind in kinds if kind is not dict)
-        raise FieldError(f"an entry of {what} is no record but a {other}")
+        raise FieldError(f"an entry of {what} is no record but of type {other}")
     return value
 
 
@@ -39,7 +42,7 @@ def column(rows: Sequence[Row], key: str, what: str) -> list[Any]:
         return list(map(itemgetter(key), rows))
     except KeyError:
         lacking = next(place for place, row in enumerate(rows) if key not in row)
-        raise FieldError(f"{what} {lacking} has no {key!r}") from None
+        raise FieldError(f"{what.format(lacking)} has no {key!r}") from None
 
 
 def optional(rows: Sequence[Row], key: str) -> list[Any] | None:
@@ -80,7 +83,7 @@ def addresses(values: Sequence[Any], key: str, what: str) -> Array:
     except FieldError:
         wrong = next((place for place, value in enumerate(values) if not _is_word(value)), None)
         if wrong is not None:
-            raise FieldError(f"{what} {wrong} has {key} {_spell(values[wrong])}, which is no address") from None
+            raise FieldError(f"{what.format(wrong)} has {key} {_spell(values[wrong])}, which is no address") from None
         return np.fromiter((value % _WORD for value in values), np.uint64, len(values)).view(np.int64)
 
 
@@ -90,7 +93,7 @@ def _is_word(value: object) -> bool:
 
 def _not_a_number(values: Sequence[Any], key: str, what: str, fits: Callable[[Any], bool]) -> FieldError:
     wrong = next(place for place, value in enumerate(values) if not fits(value))
-    return FieldError(f"{what} {wrong} has {key} {_spell(values[wrong])}, which no allocator writes")
+    return FieldError(f"{what.format(wrong)} has {key} {_spell(values[wrong])}, which no allocator writes")
 
 
 def _spell(value: object) -> str:

@@ -13,8 +13,8 @@ GIB: Final = 1 << 30
 _BASE_BYTES: Final = 256 * MIB
 _BYTES_PER_BYTE: Final = 12
 _LEAST_PER_BYTE: Final = 4
-_BASE_SECONDS: Final = 20
-_BYTES_PER_SECOND: Final = 4 * MIB
+_BASE_SECONDS: Final = 10
+_BYTES_PER_SECOND: Final = 16 * MIB
 
 
 @dataclass(frozen=True)

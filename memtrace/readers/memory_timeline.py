@@ -52,7 +52,7 @@ def _raw_rows(value: list[Any]) -> Array:
     """Columns time, action, bytes, category, one row of the array each."""
     if any(not isinstance(row, list) or len(row) != 4 for row in value):
         raise FieldError("a row has not the four fields time, action, bytes, category")
-    flat = integers([number for row in value for number in row], "a field", "number")
+    flat = integers([number for row in value for number in row], "the value", "number {}")
     rows = flat.reshape(-1, 4).T
     if not np.isin(rows[1], _ACTIONS).all():
         raise FieldError("a row has an action that is none of 1 to 4")
@@ -106,7 +106,7 @@ def _totals(value: list[Any]) -> tuple[Array, Array]:
         raise FieldError(f"it has not one row of {width} totals for each time")
     if any(not isinstance(time, int | float) or not abs(time) < _MAX_NS / 1000 for time in times):
         raise FieldError("a time is no number")
-    flat = integers([number for row in rows for number in row], "a total", "row")
+    flat = integers([number for row in rows for number in row], "the value", "total {}")
     if np.abs(flat).max() > _MAX_BYTES:
         raise FieldError("a total is larger than any machine's memory")
     return np.array([round(time * 1000) for time in times], np.int64), flat.reshape(-1, width)[:, 1:]

@@ -22,6 +22,7 @@ _ANNOTATIONS: Final = ("ProfilerStep#", "Optimizer.", "enumerate(DataLoader)#")
 _DEVICE_TYPES: Final = {
     0: "cpu", 1: "cuda", 6: "hip", 9: "xla", 12: "xpu", 13: "mps", 14: "meta", 15: "hpu", 19: "mtia", 20: "privateuseone",
 }
+_MAX_ODD: Final = 10_000
 _WORD: Final = 1 << 64
 
 
@@ -80,6 +81,8 @@ class Collector:
         self.num_events += 1
         if not isinstance(event, dict):
             self.num_odd += 1
+            if self.num_odd > _MAX_ODD:
+                raise TraceError(f"{self._where} holds thousands of trace events that are no records: it is damaged or made up.")
             return
         name = event.get("name")
         if name == MEMORY or name == OUT_OF_MEMORY:

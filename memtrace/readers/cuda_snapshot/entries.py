@@ -61,7 +61,7 @@ class Entries:
 def read_entries(traces: object) -> Entries:
     """The entries of ``device_traces``. FieldError where they are no entries of an allocator."""
     if not isinstance(traces, list | tuple):
-        raise FieldError(f"'device_traces' is no list but a {type(traces).__name__}")
+        raise FieldError(f"'device_traces' is no list but of type {type(traces).__name__}")
     if len(traces) > MAX_DEVICES:
         raise FieldError(f"'device_traces' has {len(traces)} devices")
     parts = [_device_entries(trace, number) for number, trace in enumerate(traces)]
@@ -72,13 +72,13 @@ def read_entries(traces: object) -> Entries:
 
 
 def _device_entries(trace: object, device: int) -> Entries:
-    what = f"entry of device {device}"
+    what = f"entry {{}} of device {device}"
     everything = rows_of(trace, f"the history of device {device}")
     names = column(everything, "action", what)
     try:
         kind = np.fromiter(map(_ACTIONS.get, names, repeat(-1)), np.int8, len(names))
     except TypeError:
-        raise FieldError(f"an {what} has an action that is no text") from None
+        raise FieldError(f"an entry of device {device} has an action that is no text") from None
     notes = _unknown_actions(names, kind)
     keep = kind >= 0
     rows = everything if bool(keep.all()) else list(compress(everything, keep.tolist()))
@@ -126,7 +126,7 @@ def _device_free(rows: Sequence[Row], kind: Array, what: str) -> Array:
     free = np.full(len(rows), -1, np.int64)
     for place in np.flatnonzero(kind == KIND["oom"]).tolist():
         if "device_free" in rows[place]:
-            free[place] = sizes([rows[place]["device_free"]], "device_free", f"{what} (an oom)")[0]
+            free[place] = sizes([rows[place]["device_free"]], "device_free", what.format(place))[0]
     return free
 
 
@@ -217,7 +217,7 @@ def times_ns(entries: Entries) -> Array:
 def read_ranges(annotations: Sequence[Row], *, t0_us: int, last_ns: int) -> list[Range]:
     """The annotated ranges; times since ``t0_us``. An end belongs to the latest start of its name on its device; a
     range without an end lasts until ``last_ns``."""
-    times = integers(column(annotations, "time_us", "annotation"), "time_us", "annotation")
+    times = integers(column(annotations, "time_us", "annotation {}"), "time_us", "annotation {}")
     begun: dict[tuple[str, object], list[int]] = {}
     ranges = []
     for row, time in zip(annotations, times.tolist(), strict=True):

@@ -61,7 +61,7 @@ class LiveBlocks:
 def read_segments(value: object) -> tuple[Segments, LiveBlocks]:
     """The columns of ``segments``. FieldError where they are no segments of an allocator."""
     rows = rows_of(value, "'segments'")
-    block_lists = [rows_of(blocks, "the blocks of a segment") for blocks in column(rows, "blocks", "segment")]
+    block_lists = [rows_of(blocks, "the blocks of a segment") for blocks in column(rows, "blocks", "segment {}")]
     segments = _segments(rows)
     blocks = list(chain.from_iterable(block_lists))
     owner = np.repeat(np.arange(len(rows)), np.array(list(map(len, block_lists)), np.int64))
@@ -69,7 +69,7 @@ def read_segments(value: object) -> tuple[Segments, LiveBlocks]:
 
 
 def _segments(rows: Sequence[Row]) -> Segments:
-    what = "segment"
+    what = "segment {}"
     device = integers(column(rows, "device", what) if rows else [], "device", what)
     if len(device) and (device.min() < 0 or device.max() >= MAX_DEVICES):
         raise FieldError(f"a segment is on device {int(device[(device < 0) | (device >= MAX_DEVICES)][0])}")
@@ -99,9 +99,9 @@ def _optional_sizes(rows: Sequence[Row], key: str, what: str) -> Array:
 
 def _live_blocks(blocks: Sequence[Row], owner: Array, segments: Segments) -> LiveBlocks:
     """The blocks that are not inactive."""
-    size = sizes(column(blocks, "size", "block"), "size", "block")
+    size = sizes(column(blocks, "size", "block {}"), "size", "block {}")
     try:
-        state = np.array([_STATES.get(state, -1) for state in column(blocks, "state", "block")], np.int8)
+        state = np.array([_STATES.get(state, -1) for state in column(blocks, "state", "block {}")], np.int8)
     except TypeError:
         raise FieldError("a block has a state that is no text") from None
     if (state < 0).any():
@@ -114,7 +114,7 @@ def _live_blocks(blocks: Sequence[Row], owner: Array, segments: Segments) -> Liv
         device=segments.device[owner],
         address=address[live],
         size=size[live],
-        requested=sizes([_requested(row) for row in rows], "requested_size", "block"),
+        requested=sizes([_requested(row) for row in rows], "requested_size", "block {}"),
         stream=segments.stream[owner],
         pool=segments.pool[owner],
         segment=owner,
@@ -127,7 +127,7 @@ def _block_addresses(blocks: Sequence[Row], owner: Array, size: Array, segments:
     """As written, or (torch 2.0) one behind the other from the start of the segment."""
     values = optional(blocks, "address")
     if values is not None and None not in values:
-        return addresses(values, "address", "block")
+        return addresses(values, "address", "block {}")
     before = np.cumsum(size) - size
     first = np.searchsorted(owner, np.arange(len(segments)))
     start = before[np.minimum(first, max(len(before) - 1, 0))] if len(before) else np.zeros(len(segments), np.int64)
