@@ -6,28 +6,31 @@ Source: `Block`, `BlockPool`, the block comparators and `get_free_block` in `c10
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from memtrace.planning.allocator.rules import Rules
 from memtrace.planning.allocator.settings import Settings
+
+if TYPE_CHECKING:
+    from memtrace.planning.allocator.model import Allocator
 
 NO_LIMIT: Final = 1 << 62
 
 
 class Device(Protocol):
-    """Where memory comes from: the driver as the allocator sees it."""
+    """Where memory comes from: the driver as the allocator sees it. Bytes throughout."""
 
     total_bytes: int | None
     """Memory of the device, for memory fractions; None: unknown."""
 
-    def allocate(self, size: int, reserved: int) -> int | None:
-        """Address of a new segment, given the bytes reserved before it; None: out of memory."""
+    def allocate(self, size: int, allocator: Allocator) -> int | None:
+        """Address of a new segment; None: out of memory."""
 
-    def reserve(self, stream: int, small: bool) -> tuple[int, int]:
+    def reserve(self, home: FreeList, allocator: Allocator) -> tuple[int, int]:
         """Address and length of a new virtual range for an expandable segment; takes no memory."""
 
-    def map(self, address: int, size: int, reserved: int) -> bool:
-        """Back `size` bytes of a virtual range with memory, given the bytes reserved before; False: out of memory."""
+    def map(self, address: int, size: int, allocator: Allocator) -> bool:
+        """Back a stretch of a virtual range with memory; False: out of memory."""
 
 
 class Block:

@@ -78,7 +78,7 @@ def _find(allocator: Allocator, home: FreeList, size: int) -> Block:
             block = block.next
         if room >= size:
             return first
-    address, length = allocator.device.reserve(home.stream, home.pool.small)
+    address, length = allocator.device.reserve(home, allocator)
     fresh = Block(address, length, home, address, allocator.next_rank())
     add_unmapped(None, fresh, None)
     allocator.num_segments += 1
@@ -88,7 +88,7 @@ def _find(allocator: Allocator, home: FreeList, size: int) -> Block:
 def _map(allocator: Allocator, block: Block, size: int) -> bool:
     home, page = block.home, block.home.page
     size = -(-size // page) * page
-    if not allocator.device.map(block.address, size, allocator.reserved):
+    if not allocator.device.map(block.address, size, allocator):
         return False
     del home.unmapped[bisect_left(home.unmapped, (block.address,))]
     block.mapped = True

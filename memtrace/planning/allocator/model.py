@@ -22,7 +22,7 @@ from memtrace.planning.allocator.blocks import (
     absorb_before,
     split,
 )
-from memtrace.planning.allocator.rules import TORCH, Rules
+from memtrace.planning.allocator.rules import TORCH, Rules, round_size
 from memtrace.planning.allocator.settings import SettingError, Settings
 from memtrace.schema import EVENT_KINDS
 
@@ -50,35 +50,12 @@ class Allocator:
         self.freeable_pools: set[int] = set()  # private pools whose owner is gone
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._lists: dict[tuple[bool, int, int], FreeList] = {}
-        self._round = rules.round_bytes
-        self._round_up = rules.round_bytes - 1
         self._small_limit = rules.small_limit_bytes
         self._divisions = settings.roundup_power2_divisions
         self._list_type = FreeList if rules.fit == "best" else FirstFitList
         self._counts_segments = rules.tie == "creation"
         self._num_ranks = 0
         self._allowed = _allowed_bytes(settings, device)
-
-    def round_size(self, requested: int) -> int:
-        """Bytes a request counts as (`round_size`, `roundup_power2_next_division`)."""
-        if self._divisions and requested >= self._round:
-            interval = max(0, requested.bit_length() - 21)
-            divisions = self._divisions[min(interval, len(self._divisions) - 1)]
-            if divisions > 1 and requested > self._round * divisions:
-                step = (1 << (requested.bit_length() - 1)) >> (divisions.bit_length() - 1)
-                if step == 0:
-                    return 1 << (requested - 1).bit_length()
-                return -(-requested // step) * step
-        return (requested + self._round_up) // self._round * self._round or self._round
-
-    def segment_size(self, size: int) -> int:
-        """Bytes asked of the device for a rounded request (`get_allocation_size`)."""
-        rules = self.rules
-        if size <= rules.small_limit_bytes:
-            return rules.small_segment_bytes
-        if size < rules.own_segment_bytes:
-            return self.settings.large_segment_bytes
-        return -(-size // rules.segment_round_bytes) * rules.segment_round_bytes
 
     def free_list(self, small: bool, stream: int = 0, pool: int = 0) -> FreeList:
         """The list of one pool and stream, made on first use."""
@@ -95,9 +72,7 @@ class Allocator:
     def malloc(self, requested: int, stream: int = 0, pool: int = 0) -> Block | None:
         """Serve a request, from the cache or with a new segment; None: out of memory (`malloc`, `alloc_found_block`)."""
         self.num_mallocs += 1
-        size = self.round_size(requested) if self._divisions else (
-            (requested + self._round_up) // self._round * self._round or self._round
-        )  # fmt: skip
+        size = round_size(requested, self._divisions, self.rules)
         home = self._lists.get((size <= self._small_limit, stream, pool))
         if home is None:
             home = self.free_list(size <= self._small_limit, stream, pool)
@@ -121,7 +96,7 @@ class Allocator:
         if self.allocated > self.peak_allocated:
             self.peak_allocated = self.allocated
         if grown and self.reserved > self.peak_reserved:
-            self._note_peak()
+            self.note_peak()
         return block
 
     def free(self, block: Block) -> None:
@@ -158,6 +133,14 @@ class Allocator:
             self._release_pool(private, True)
             self._release_pool(private, False)
 
+    def note_peak(self) -> None:
+        """Remember this moment as the one with most reserved."""
+        self.peak_reserved = self.reserved
+        self.allocated_at_peak = self.allocated
+        self.requested_at_peak = self.requested
+        self.segments_at_peak = self.num_segments
+        self.peak_position = self.num_mallocs
+
     def next_rank(self) -> int:
         """What sorts the blocks of the next segment behind those of the segments before it (`Rules.tie`)."""
         self._num_ranks += self._counts_segments
@@ -176,13 +159,6 @@ class Allocator:
         blocks = [*self.live, *free]
         return sorted((b for b in blocks if b.prev is None or not b.prev.mapped), key=lambda b: b.address)
 
-    def _note_peak(self) -> None:
-        self.peak_reserved = self.reserved
-        self.allocated_at_peak = self.allocated
-        self.requested_at_peak = self.requested
-        self.segments_at_peak = self.num_segments
-        self.peak_position = self.num_mallocs
-
     def _grow(self, home: FreeList, size: int) -> Block | None:
         """Ask the device; where it refuses, give back more and more of the cache first (`malloc`)."""
         if self._allowed is not None and self.settings.collects_garbage:
@@ -199,12 +175,12 @@ class Allocator:
 
     def _from_device(self, home: FreeList, size: int) -> Block | None:
         """A new segment, or a grown expandable one; None: the device or the memory fraction refuses (`alloc_block`)."""
-        segment = self.segment_size(size)
+        segment = segment_size(size, self.settings, self.rules)
         if self._allowed is not None and self.reserved + segment > self._allowed:
             return None
         if self.settings.expandable_segments:
             return expandable.grow(self, home, size)
-        address = self.device.allocate(segment, self.reserved)
+        address = self.device.allocate(segment, self)
         if address is None:
             return None
         self.reserved += segment
@@ -273,6 +249,15 @@ class Allocator:
                 reclaimed += block.size
                 age -= pool.lookups - block.since
                 self._release(block)
+
+
+def segment_size(size: int, settings: Settings, rules: Rules) -> int:
+    """Bytes asked of the device for a rounded request (`get_allocation_size`)."""
+    if size <= rules.small_limit_bytes:
+        return rules.small_segment_bytes
+    if size < rules.own_segment_bytes:
+        return settings.large_segment_bytes
+    return -(-size // rules.segment_round_bytes) * rules.segment_round_bytes
 
 
 def _allowed_bytes(settings: Settings, device: Device) -> int | None:

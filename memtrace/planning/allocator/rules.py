@@ -57,3 +57,17 @@ TORCH = Rules()
 """The rules of torch 2.0 to 2.11."""
 TORCH_2_13 = Rules(tie="creation")
 """The rules of torch 2.13, where addresses no longer decide."""
+
+
+def round_size(requested: int, divisions: tuple[int, ...], rules: Rules) -> int:
+    """Bytes a request counts as; `divisions` as in `Settings` (`round_size`, `roundup_power2_next_division`)."""
+    unit = rules.round_bytes
+    if divisions and requested >= unit:
+        count = divisions[min(max(0, requested.bit_length() - 21), len(divisions) - 1)]
+        if count > 1 and requested > unit * count:
+            power = 1 << (requested.bit_length() - 1)
+            step = power >> (count.bit_length() - 1)
+            if step == 0:
+                return requested if requested == power else 2 * power
+            return -(-requested // step) * step
+    return (requested + unit - 1) // unit * unit or unit

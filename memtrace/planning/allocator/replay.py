@@ -1,0 +1,225 @@
+"""Does the model reproduce a history? Every answer about other settings rests on this check.
+
+The model is told what was asked for and on which stream; the recorded addresses only say where new segments lie and
+which block a free is about. Anything less than exact equality is a fault: of the file, or of the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from memtrace.planning.allocator.blocks import Block
+from memtrace.planning.allocator.capacity import Bracket, Releases, bracket, refused_mallocs, releases
+from memtrace.planning.allocator.compile import compile_history
+from memtrace.planning.allocator.devices import RecordedDevice
+from memtrace.planning.allocator.history import (
+    ALLOC,
+    OOM,
+    SEGMENT_ALLOC,
+    SEGMENT_FREE,
+    SEGMENT_MAP,
+    SEGMENT_UNMAP,
+    History,
+    Int64s,
+)
+from memtrace.planning.allocator.layout import lay_out
+from memtrace.planning.allocator.model import Allocator
+from memtrace.planning.allocator.program import Program, run
+from memtrace.planning.allocator.rules import TORCH, Rules
+from memtrace.planning.allocator.start_state import StartState, rebuild
+
+_SEGMENT_KINDS: Final = (SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """How exactly the model reproduced a history."""
+
+    allocations: int
+    allocations_exact: int
+    """At their recorded address."""
+    segment_events: int
+    """segment_* and oom entries of the history."""
+    segment_events_exact: int
+    """Foretold at their moment, in their order, with their address and size."""
+    segment_events_extra: int
+    """Foretold but not in the history."""
+    peak_reserved_bytes: int
+    recorded_peak_reserved_bytes: int
+    final_blocks_match: bool
+    """Segments and live blocks at the end equal those the history ends with."""
+    reason: str | None
+    """Why the history cannot be reproduced; None: it is."""
+    rules: Rules
+    """The rules it was replayed by."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Every allocation, every segment event and the peak are as recorded."""
+        return self.reason is None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A history taken apart: start state, releases, capacity, and the program behind it."""
+
+    history: History
+    start: StartState
+    runs: Releases
+    bracket: Bracket
+    program: Program
+    rules: Rules
+
+
+def prepare(history: History, rules: Rules = TORCH) -> Prepared:
+    """Take a history apart."""
+    start = rebuild(history, rules)
+    runs = releases(history)
+    program = compile_history(history, start, runs, rules)
+    return Prepared(history, start, runs, bracket(history, runs), program, rules)
+
+
+def replay(prepared: Prepared, capacity: int | None = None) -> tuple[Replay, Allocator | None]:
+    """Replay a history and compare; the allocator is in the state at its end (None: no state could be built).
+
+    `capacity`: bytes the device gives; None: the least that the history allows.
+    """
+    if prepared.start.num_misplaced:
+        return _refusal(prepared), None
+    history = prepared.history
+    recorded = _recorded_log(prepared)
+    ends = prepared.bracket
+    if ends.is_consistent:
+        limit = (ends.low if ends.high is not None else None) if capacity is None else capacity
+        refuses: frozenset[int] = frozenset()
+    else:
+        limit, refuses = capacity, refused_mallocs(history, prepared.runs)
+    settings = replace(history.settings, memory_fraction=None)
+    device = RecordedDevice(recorded, limit, refuses)
+    allocator = Allocator(settings, device, prepared.rules)
+    blocks = lay_out(allocator, prepared.start)
+    addresses = run(prepared.program, allocator, blocks)
+    return _compare(prepared, allocator, addresses, recorded), allocator
+
+
+def find_rules(history: History) -> Prepared:
+    """The history taken apart by the rules of the torch that recorded it: the first of those that replay it exactly."""
+    best: Prepared | None = None
+    for rules in candidate_rules(history):
+        prepared = prepare(history, rules)
+        best = best or prepared
+        if replay(prepared)[0].is_exact:
+            return prepared
+    assert best is not None
+    return best
+
+
+def candidate_rules(history: History) -> tuple[Rules, ...]:
+    """The rules to try, likeliest first: torch 2.13 changed how blocks of one size are ordered."""
+    newer = replace(TORCH, tie="creation")
+    version = (history.torch or "0").split("+")[0].split(".")
+    numbers = tuple(int(part) for part in version[:2] if part.isdigit())
+    return (newer, TORCH) if numbers >= (2, 12) else (TORCH, newer)
+
+
+def _recorded_log(prepared: Prepared) -> list[tuple[int, int, int, int]]:
+    """The history's segment events as the model logs them: (requests so far, kind, address, size)."""
+    history = prepared.history
+    rows = np.flatnonzero(np.isin(history.kind, _SEGMENT_KINDS))
+    count = np.cumsum((history.kind == ALLOC) | (history.kind == OOM))
+    explicit = np.zeros(len(history) + 1, np.int64)
+    ours = prepared.runs.by_program
+    np.add.at(explicit, prepared.runs.first[ours], 1)
+    np.add.at(explicit, prepared.runs.end[ours], -1)
+    within_request = (np.cumsum(explicit)[rows] == 0) & (history.kind[rows] != OOM)
+    address = np.where(history.kind[rows] == OOM, 0, history.address[rows])
+    columns = (count[rows] + within_request, history.kind[rows], address, history.size[rows])
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def _compare(prepared: Prepared, allocator: Allocator, addresses: Int64s,
+             recorded: list[tuple[int, int, int, int]]) -> Replay:  # fmt: skip
+    history, program = prepared.history, prepared.program
+    allocs = np.flatnonzero(history.kind == ALLOC)
+    got = addresses[program.num_older : program.num_older + len(allocs)]
+    exact = got == history.address[allocs]
+    expected, foretold = _numbered(recorded), _numbered(allocator.log)
+    common = len(expected & foretold)
+    result = Replay(
+        allocations=len(allocs),
+        allocations_exact=int(exact.sum()),
+        segment_events=len(expected),
+        segment_events_exact=common,
+        segment_events_extra=len(foretold) - common,
+        peak_reserved_bytes=allocator.peak_reserved,
+        recorded_peak_reserved_bytes=history.peak_reserved,
+        final_blocks_match=_final_match(history, allocator),
+        reason=None,
+        rules=prepared.rules,
+    )
+    return replace(result, reason=_reason(result, history, allocs, exact, got, prepared.start))
+
+
+def _numbered(log: list[tuple[int, int, int, int]]) -> set[tuple[int, int, int, int, int]]:
+    """Each event with its place among those of the same request, so that order counts."""
+    place, numbered, last = 0, set(), -1
+    for event in log:
+        place = place + 1 if event[0] == last else 0
+        last = event[0]
+        numbered.add((place, *event))
+    return numbered
+
+
+def _final_match(history: History, allocator: Allocator) -> bool:
+    held = [(s[0].address, sum(b.size for b in s), s[0].home.stream, s[0].home.pool.small) for s in allocator.segments()]
+    final = history.segments
+    columns = (final.address, final.size, final.stream, final.small)
+    recorded = zip(*(column.tolist() for column in columns), strict=True)
+    blocks = history.blocks
+    live = zip(blocks.address.tolist(), blocks.size.tolist(), blocks.requested.tolist(), strict=True)
+    return sorted(held) == sorted(recorded) and sorted(map(_true, allocator.live)) == sorted(live)
+
+
+def _true(block: Block) -> tuple[int, int, int]:
+    return block.address, block.size, block.requested
+
+
+def _reason(result: Replay, history: History, allocs: Int64s, exact: np.ndarray[tuple[int], np.dtype[np.bool_]],
+            got: Int64s, start: StartState) -> str | None:  # fmt: skip
+    if result.allocations_exact < result.allocations:
+        first = int(np.argmin(exact))
+        row = int(allocs[first])
+        contradictions = f"; {start.num_contradictions} contradictions" if start.num_contradictions else ""
+        return (
+            f"the allocator's rules put {result.allocations_exact} of {result.allocations} allocations at their "
+            f"recorded address; the first that differs is entry {row} ({history.size[row]} bytes, recorded at "
+            f"{history.address[row]:#x}, expected at {int(got[first]):#x}){contradictions}"
+        )
+    if result.segment_events_exact < result.segment_events or result.segment_events_extra:
+        return (
+            f"{result.segment_events_exact} of {result.segment_events} segment events follow from the requests, "
+            f"and {result.segment_events_extra} that should have happened are not in the history"
+        )
+    if result.peak_reserved_bytes != result.recorded_peak_reserved_bytes:
+        return f"the peak is {result.recorded_peak_reserved_bytes} bytes, expected {result.peak_reserved_bytes}"
+    return None
+
+
+def _refusal(prepared: Prepared) -> Replay:
+    history = prepared.history
+    return Replay(
+        allocations=int((history.kind == ALLOC).sum()),
+        allocations_exact=0,
+        segment_events=int(np.isin(history.kind, _SEGMENT_KINDS).sum()),
+        segment_events_exact=0,
+        segment_events_extra=0,
+        peak_reserved_bytes=0,
+        recorded_peak_reserved_bytes=history.peak_reserved,
+        final_blocks_match=False,
+        reason=f"its segments and entries exclude each other: {prepared.start.num_misplaced} blocks lie outside every "
+        "segment or over another block, so no allocator can have been in this state",
+        rules=prepared.rules,
+    )
