@@ -51,6 +51,10 @@ class Block:
         self.next: Block | None = None
         self.since = 0  # lookups of its pool when it became free
 
+    def __lt__(self, other: Block) -> bool:
+        """Blocks at one place cannot be: only a history that contradicts itself asks for their order."""
+        return False
+
 
 class Pool:
     """Small or large blocks of the default pool (`private` 0) or of a private one."""
@@ -99,7 +103,10 @@ class FreeList:
 
     def remove(self, block: Block) -> None:
         """Take out a block that is free."""
-        del self.entries[bisect_left(self.entries, (block.size, self.sign * (block.address + block.rank)))]
+        i = bisect_left(self.entries, (block.size, self.sign * (block.address + block.rank)))
+        while self.entries[i][2] is not block:
+            i += 1
+        del self.entries[i]
 
     def take(self, size: int) -> Block | None:
         """The free block a request of this rounded size gets, taken out; None: there is none (`get_free_block`)."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memtrace.planning.allocator.blocks import NO_LIMIT
 from memtrace.planning.allocator.history import (
     ALLOC,
     OOM,
@@ -23,7 +24,7 @@ from memtrace.planning.allocator.history import (
     Int64s,
 )
 from memtrace.planning.allocator.model import segment_size
-from memtrace.planning.allocator.rules import TORCH
+from memtrace.planning.allocator.rules import TORCH, round_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +64,37 @@ class Bracket:
 def releases(history: History) -> Releases:
     """The runs of a history, each told apart by its stack, its place, and where both leave it open by the bracket."""
     given = (history.kind == SEGMENT_FREE) | (history.kind == SEGMENT_UNMAP)
-    edges = np.diff(np.concatenate([[0], given.astype(np.int8), [0]]))
-    first, end = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
-    following = np.append(history.kind, -1)[end] if len(first) else np.zeros(0, np.int8)
+    said = np.concatenate([[-2], np.where(given, history.by_program, -2), [-2]])
+    changes = said[1:] != said[:-1]
+    first, end = np.flatnonzero(changes & (said[1:] != -2)), np.flatnonzero(changes & (said[:-1] != -2))
+    following = np.append(history.kind, -1)[end]
     needed = np.isin(following, (SEGMENT_ALLOC, SEGMENT_MAP, OOM))
-    told = np.maximum.reduceat(history.by_program, first) if len(first) else np.zeros(0, np.int8)
-    told = np.where(needed, told, 1)
+    told = history.by_program[first]
+    last_request = np.flatnonzero((history.kind == ALLOC) | (history.kind == OOM)).max(initial=-1)
+    told = np.where(((told == -1) & ~needed) | (end > last_request), 1, told)
     open_runs = Releases(first, end, told == 1)
     low = history.peak_reserved
     before, asked = _refusals(history, open_runs)
-    return Releases(first, end, (told == 1) | ((told == -1) & (before + asked <= low)))
+    would_serve = np.array([_would_serve(history, *run) for run in zip(first.tolist(), end.tolist(), strict=True)], bool)
+    return Releases(first, end, (told == 1) | ((told == -1) & ((before + asked <= low) | would_serve)))
+
+
+def _would_serve(history: History, first: int, end: int) -> bool:
+    """Whether memory given back in a run would have served the request after it: then it was not for its sake."""
+    kinds = history.kind[end:]
+    requests = np.flatnonzero((kinds == ALLOC) | (kinds == OOM))
+    if not len(requests):
+        return True
+    row, settings = end + int(requests[0]), history.settings
+    size = round_size(int(history.size[row]), settings.roundup_power2_divisions, TORCH)
+    limit = settings.max_split_bytes or NO_LIMIT
+    rounding = settings.max_non_split_rounding_bytes or settings.large_segment_bytes
+    given = history.size[first:end][history.stream[first:end] == history.stream[row]]
+    if size <= TORCH.small_limit_bytes:
+        return bool((given == TORCH.small_segment_bytes).any())
+    usable = (given >= size) & (given != TORCH.small_segment_bytes)
+    usable &= (given < size + rounding) if size >= limit else (given < limit)
+    return bool(usable.any())
 
 
 def bracket(history: History, runs: Releases) -> Bracket:
@@ -80,7 +102,10 @@ def bracket(history: History, runs: Releases) -> Bracket:
     high: list[int] = []
     if not history.settings.collects_garbage:
         before, asked = _refusals(history, runs)
-        high = (before + asked)[~runs.by_program].tolist()
+        # A request can release twice, and asks again only after the second time: its first release counts.
+        own = np.flatnonzero(~runs.by_program)
+        _, first = np.unique(refused_requests(history, runs), return_index=True)
+        high = (before + asked)[own[first]].tolist()
     reserved = history.reserved()
     failed = np.flatnonzero(history.kind == OOM)
     for row in failed.tolist():
@@ -94,29 +119,37 @@ def bracket(history: History, runs: Releases) -> Bracket:
 def _refusals(history: History, runs: Releases) -> tuple[Int64s, Int64s]:
     """Bytes reserved before each run, and bytes the request after it took or asked for."""
     reserved = np.concatenate([[history.reserved_at_start], history.reserved()])
-    asked = [_wanted(history, row) if row < len(history) else 0 for row in runs.end.tolist()]
+    asked = [_wanted(history, row) for row in runs.end.tolist()]
     return reserved[runs.first], np.array(asked, np.int64)
 
 
 def _wanted(history: History, row: int) -> int:
-    """Bytes a request needs from the device: the segment or pages it got, or would have needed."""
-    kind, size = int(history.kind[row]), int(history.size[row])
-    if kind != OOM:
-        total = 0
-        while row < len(history) and history.kind[row] in (SEGMENT_ALLOC, SEGMENT_MAP):
-            total += int(history.size[row])
-            row += 1
-        return total
+    """Bytes the request served after `row` asks of the device: its segment, or the most pages it can need.
+
+    0 where no request follows.
+    """
     settings = history.settings
+    kinds = history.kind[row:]
+    requests = np.flatnonzero((kinds == ALLOC) | (kinds == OOM))
+    if not len(requests):
+        return 0
+    segments = np.flatnonzero(kinds[: requests[0]] == SEGMENT_ALLOC)
+    if len(segments):
+        return int(history.size[row + segments[0]])
+    size = round_size(int(history.size[row + requests[0]]), settings.roundup_power2_divisions, TORCH)
     if settings.expandable_segments:
         page = TORCH.small_segment_bytes if size <= TORCH.small_limit_bytes else settings.large_segment_bytes
         return -(-size // page) * page
     return segment_size(size, settings, TORCH)
 
 
-def refused_mallocs(history: History, runs: Releases) -> frozenset[int]:
-    """The requests (numbered from 1, failed ones counted) that the device refused at first."""
+def refused_requests(history: History, runs: Releases) -> Int64s:
+    """The request (counted from 1, failed ones too) that each release by the allocator was for."""
     number = np.cumsum((history.kind == ALLOC) | (history.kind == OOM))
-    rows = runs.end[~runs.by_program]
-    failed = np.flatnonzero(history.kind == OOM)
-    return frozenset((np.append(0, number)[rows] + 1).tolist()) | frozenset(number[failed].tolist())
+    return np.append(number, 0)[runs.end[~runs.by_program] - 1] + 1
+
+
+def failed_requests(history: History) -> Int64s:
+    """The requests that failed for good."""
+    number = np.cumsum((history.kind == ALLOC) | (history.kind == OOM))
+    return number[history.kind == OOM]

@@ -46,7 +46,7 @@ def compile_history(history: History, start: StartState, runs: Releases, rules: 
         (frees[~np.isin(frees, late)], FREE_BLOCK, number[frees[~np.isin(frees, late)]]),
         (failed, TRY, tries),
         (runs.first[runs.by_program], EMPTY_CACHE, np.zeros(int(runs.by_program.sum()), np.int64)),
-        _given_up_pools(history, pools),
+        _given_up_pools(history, runs, pools),
     ]
     if rules.free_at == "completed":
         parts += [(deferred, DEFER, number[deferred]), (late, COMPLETE, number[late])]
@@ -134,8 +134,13 @@ def _after_release(history: History, runs: Releases, entry: Int64s) -> Int64s:
     return moment
 
 
-def _given_up_pools(history: History, pools: Int64s) -> tuple[Int64s, int, Int64s]:
-    """The first entry that gives back memory of each private pool: its owner is gone by then."""
+def _given_up_pools(history: History, runs: Releases, pools: Int64s) -> tuple[Int64s, int, Int64s]:
+    """The first release that takes memory from each private pool for somebody else: its owner is gone by then."""
     rows = np.flatnonzero(((history.kind == SEGMENT_FREE) | (history.kind == SEGMENT_UNMAP)) & (pools > 0))
-    found, first = np.unique(pools[rows], return_index=True)
-    return rows[first], GIVE_UP_POOL, found
+    run = np.searchsorted(runs.first, rows, side="right") - 1
+    requests = np.flatnonzero((history.kind == ALLOC) | (history.kind == OOM))
+    following = np.searchsorted(requests, runs.end[run])
+    asking = np.append(pools[requests], -1)[following]
+    foreign = runs.by_program[run] | (asking != pools[rows])
+    found, first = np.unique(pools[rows[foreign]], return_index=True)
+    return runs.first[run[foreign][first]], GIVE_UP_POOL, found

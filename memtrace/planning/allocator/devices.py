@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from memtrace.planning.allocator.history import SEGMENT_ALLOC, SEGMENT_MAP
-from memtrace.planning.allocator.layout import MAX_RANGE_BYTES
+from memtrace.planning.allocator.layout import range_bytes
 
 if TYPE_CHECKING:
     from memtrace.planning.allocator.blocks import FreeList
@@ -21,11 +20,23 @@ _SHUFFLED: Final = 1 << 14  # so many segments are shuffled together
 _FIRST: Final = 1 << 62  # invented addresses lie where no recorded one can
 
 
+class Taken(NamedTuple):
+    """Memory the recorded device gave: a segment, or pages of an expandable one. Bytes."""
+
+    request: int
+    """The request it was for, counted from 1."""
+    mapped: bool
+    address: int
+    size: int
+    stream: int
+    pool: int
+
+
 class InventedDevice:
     """A device of a given size that hands out new segments in ascending, descending or random address order."""
 
-    def __init__(self, capacity: int | None = None, order: Order = "ascending") -> None:
-        self.total_bytes = capacity
+    def __init__(self, capacity: int | None = None, order: Order = "ascending", total: int | None = None) -> None:
+        self.total_bytes = capacity if total is None else total
         self._order = order
         self._shuffled = random.Random(0).sample(range(_SHUFFLED), _SHUFFLED) if order == "random" else []
         self._count = 0
@@ -37,8 +48,7 @@ class InventedDevice:
 
     def reserve(self, home: FreeList, allocator: Allocator) -> tuple[int, int]:
         """A virtual range of 9/8 of the device, in whole pages."""
-        length = MAX_RANGE_BYTES if self.total_bytes is None else self.total_bytes * 9 // 8
-        return self._next(), -(-length // home.page) * home.page
+        return self._next(), range_bytes(self.total_bytes, home.page)
 
     def map(self, address: int, size: int, allocator: Allocator) -> bool:
         """Whether the capacity holds these pages too."""
@@ -57,35 +67,43 @@ class InventedDevice:
 class RecordedDevice:
     """A device that answers as the recorded one did: same addresses, and out of memory at a capacity or on cue.
 
-    `taken` are the recorded (malloc, kind, address, size) of segments and pages; a request that the history does not
-    know gets an invented address, so that a model that is wrong goes on being wrong.
+    A request that the history does not know gets an invented address, so that a model that is wrong goes on being so.
     """
 
-    def __init__(self, taken: Sequence[tuple[int, int, int, int]], capacity: int | None = None,
-                 refuses: frozenset[int] = frozenset(), total_bytes: int | None = None) -> None:  # fmt: skip
+    def __init__(self, taken: Sequence[Taken], capacity: int | None = None, refuses: frozenset[int] = frozenset(),
+                 total_bytes: int | None = None) -> None:  # fmt: skip
         self.total_bytes = total_bytes
-        self._segments = {n: (address, size) for n, kind, address, size in taken if kind == SEGMENT_ALLOC}
-        self._pages: dict[int, int] = {}
-        for n, kind, address, _ in taken:
-            if kind == SEGMENT_MAP:
-                self._pages.setdefault(n, address)
+        self._segments = {one.request: one for one in taken if not one.mapped}
+        self._pages = [one for one in taken if one.mapped]
         self._capacity = _FIRST if capacity is None else capacity
         self._refuses = set(refuses)
-        self._invented = InventedDevice()
+        self._ranges: set[int] = set()
+        self._invented = InventedDevice(total=total_bytes)
 
     def allocate(self, size: int, allocator: Allocator) -> int | None:
         """The recorded address; None where the capacity is spent or the history says the device refused."""
         if self._refused(size, allocator):
             return None
-        address, recorded = self._segments.get(allocator.num_mallocs, (0, 0))
-        return address if recorded == size else _FIRST + (self._invented.allocate(size, allocator) or 0)
+        recorded = self._segments.get(allocator.num_mallocs)
+        if recorded is not None and recorded.size == size:
+            return recorded.address
+        return _FIRST + (self._invented.allocate(size, allocator) or 0)
 
     def reserve(self, home: FreeList, allocator: Allocator) -> tuple[int, int]:
-        """A range that begins at the recorded address of its first pages."""
-        address = self._pages.get(allocator.num_mallocs)
-        if address is None:
-            address = _FIRST + self._invented.reserve(home, allocator)[0]
-        return address, MAX_RANGE_BYTES // home.page * home.page
+        """A range that begins where the next recorded pages of this stream and pool were mapped."""
+        address, length = self._invented.reserve(home, allocator)
+        self._ranges |= {block.base for _, block in home.unmapped if block.base is not None}
+        for one in self._pages:
+            fits = one.size == home.page if home.pool.small else one.size % home.page == 0
+            same = one.stream == home.stream and one.pool == home.pool.private
+            known = any(base <= one.address < base + length for base in self._ranges)
+            if one.request >= allocator.num_mallocs and same and fits and not known:
+                address = one.address
+                break
+        else:
+            address += _FIRST
+        self._ranges.add(address)
+        return address, length
 
     def map(self, address: int, size: int, allocator: Allocator) -> bool:
         """False where the capacity is spent or the history says the device refused."""

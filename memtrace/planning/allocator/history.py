@@ -98,6 +98,8 @@ class History:
     settings: Settings
     segments: Segments
     blocks: Blocks
+    device_bytes: int | None = None
+    """Memory of the device; None: not told."""
     torch: str | None = None
     """Version of torch that recorded it; None: not told."""
 

@@ -9,10 +9,14 @@ from memtrace.planning.allocator.blocks import Block, FreeList
 from memtrace.planning.allocator.model import Allocator
 from memtrace.planning.allocator.start_state import StartState
 
-MAX_RANGE_BYTES: Final = (256 << 30) * 9 // 8
-"""Length of a virtual range on the largest device there is: 9/8 of its memory (`ExpandableSegment`)."""
-
+LARGEST_DEVICE_BYTES: Final = 512 << 30  # more than any has; only tells one virtual range from the next
 Live = tuple[int, int, int]  # address, size, requested
+
+
+def range_bytes(total: int | None, page: int) -> int:
+    """Length of a virtual range: 9/8 of the device's memory, in whole pages (`ExpandableSegment`)."""
+    length = (LARGEST_DEVICE_BYTES if total is None else total) * 9 // 8
+    return -(-length // page) * page
 
 
 def lay_out(allocator: Allocator, state: StartState) -> list[Block]:
@@ -26,19 +30,20 @@ def lay_out(allocator: Allocator, state: StartState) -> list[Block]:
     ends: dict[FreeList, Block] = {}
     columns = (segments.address, segments.size, segments.stream, segments.pool, segments.small, segments.expandable)
     table = list(zip(*(column.tolist() for column in columns), strict=True))
+    ranks = {row: allocator.next_rank() for row in state.created.tolist()}
     for row in sorted(range(len(table)), key=lambda row: int(table[row][0])):
         address, size, stream, pool, small, grows = table[row]
         home = allocator.free_list(small, stream, pool)
-        if not grows:
-            rank, base = allocator.next_rank(), None
-        else:
-            rank, base = _open_range(allocator, home, address, ends)
-        head, tail = _chain(home, address, size, inside.get(row, []), base, rank)
+        rank, base = ranks[row], None
         if grows:
-            _append(ends, home, head, tail)
+            length = range_bytes(allocator.device.total_bytes, home.page)
+            rank, base = _open_range(home, address, rank, ends, state.bases.get((stream, pool, small)), length)
+        head, tail = _chain(home, address, size, inside.get(row, []), base, rank)
+        if base is not None:
+            _append(ends, home, base, head, tail)
         _adopt(allocator, head, blocks)
     for home, last in ends.items():
-        _close_range(home, last)
+        _close_range(home, last, range_bytes(allocator.device.total_bytes, home.page))
     allocator.num_segments = len(table)
     allocator.note_peak()
     return [blocks[address] for address in state.address.tolist()]
@@ -81,27 +86,30 @@ def _adopt(allocator: Allocator, head: Block, blocks: dict[int, Block]) -> None:
     allocator.peak_allocated = allocator.allocated
 
 
-def _open_range(allocator: Allocator, home: FreeList, address: int, ends: dict[FreeList, Block]) -> tuple[int, int]:
+def _open_range(home: FreeList, address: int, rank: int, ends: dict[FreeList, Block], lowest: int | None,
+                length: int) -> tuple[int, int]:  # fmt: skip
     """Rank and base of the virtual range a stretch belongs to: that of the stretch before, or a new one."""
     last = ends.get(home)
-    if last is not None and last.base is not None and address - last.base < MAX_RANGE_BYTES:
+    if last is not None and last.base is not None and address - last.base < length:
         return last.rank, last.base
     if last is not None:
-        _close_range(home, ends.pop(home))
-    return allocator.next_rank(), address
+        _close_range(home, ends.pop(home), length)
+    if lowest is not None and 0 <= address - lowest < length:
+        return rank, lowest
+    return rank, address
 
 
-def _append(ends: dict[FreeList, Block], home: FreeList, head: Block, tail: Block) -> None:
+def _append(ends: dict[FreeList, Block], home: FreeList, base: int, head: Block, tail: Block) -> None:
+    """Join a stretch to the one before it in its range, or to the unmapped front of the range."""
     last = ends.get(home)
-    if last is not None:
-        end = last.address + last.size
-        gap = Block(end, head.address - end, home, last.base, last.rank)
-        expandable.add_unmapped(last, gap, head)
+    end = base if last is None else last.address + last.size
+    if head.address > end:
+        expandable.add_unmapped(last, Block(end, head.address - end, home, base, head.rank), head)
     ends[home] = tail
 
 
-def _close_range(home: FreeList, last: Block) -> None:
+def _close_range(home: FreeList, last: Block, length: int) -> None:
     assert last.base is not None
     end = last.address + last.size
-    rest = Block(end, last.base + MAX_RANGE_BYTES - end, home, last.base, last.rank)
+    rest = Block(end, last.base + length - end, home, last.base, last.rank)
     expandable.add_unmapped(last, rest, None)

@@ -7,7 +7,7 @@ function it follows. The model is told requests and frees; where a segment lies 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from memtrace.planning.allocator import expandable
@@ -29,13 +29,14 @@ from memtrace.schema import EVENT_KINDS
 SEGMENT_ALLOC: Final = EVENT_KINDS.index("segment_alloc")
 SEGMENT_FREE: Final = EVENT_KINDS.index("segment_free")
 OOM: Final = EVENT_KINDS.index("oom")
+ListMaker = Callable[[Pool, int, Settings, Rules], FreeList]
 
 
 class Allocator:
     """The state of the allocator of one device; every number is in bytes. A request that fails returns None."""
 
     def __init__(self, settings: Settings, device: Device, rules: Rules = TORCH,
-                 no_split_pools: frozenset[int] = frozenset()) -> None:  # fmt: skip
+                 no_split_pools: frozenset[int] = frozenset(), make_list: ListMaker | None = None) -> None:  # fmt: skip
         self.settings = settings
         self.rules = rules
         self.device = device
@@ -52,7 +53,7 @@ class Allocator:
         self._lists: dict[tuple[bool, int, int], FreeList] = {}
         self._small_limit = rules.small_limit_bytes
         self._divisions = settings.roundup_power2_divisions
-        self._list_type = FreeList if rules.fit == "best" else FirstFitList
+        self._make_list = make_list or (FreeList if rules.fit == "best" else FirstFitList)
         self._counts_segments = rules.tie == "creation"
         self._num_ranks = 0
         self._allowed = _allowed_bytes(settings, device)
@@ -63,7 +64,7 @@ class Allocator:
         found = self._lists.get(key)
         if found is None:
             owner = self._pools.setdefault((pool, small), Pool(small, pool))
-            found = self._lists[key] = self._list_type(owner, stream, self.settings, self.rules)
+            found = self._lists[key] = self._make_list(owner, stream, self.settings, self.rules)
             owner.lists[stream] = found
             if pool in self.no_split_pools:
                 found.min_remainder = NO_LIMIT

@@ -3,48 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from memtrace.errors import TraceError
 from memtrace.planning.allocator.history import (
     ALLOC,
     FREE,
     SEGMENT_MAP,
     SEGMENT_UNMAP,
+    Bools,
     History,
+    Int64s,
     Segments,
 )
-from memtrace.planning.allocator.rules import Rules
+from memtrace.planning.allocator.rules import Rules, round_sizes
 
 Key = tuple[int, int, bool]  # stream, pool, small
 PAGE: Final = 2 << 20  # every mapping is a multiple of this
+MAX_MAPPED_BYTES: Final = 1 << 42
+NEAR_BYTES: Final = 1 << 30  # virtual ranges lie further apart: each is longer than the device's memory
 
 
-def expandable_at_start(history: History, rules: Rules) -> tuple[Segments, int]:
-    """The stretches mapped before the first entry, and how many entries contradict those at the end.
+def expandable_at_start(history: History, rules: Rules) -> tuple[Segments, dict[Key, int], int]:
+    """The stretches mapped before the first entry, the lowest address seen of each range, and contradictions.
 
-    The pools of `history` must be resolved.
+    The last counts the entries that exclude what was mapped at the end. The pools of `history` must be resolved.
     """
     pages: dict[Key, set[int]] = {}
+    lowest: dict[Key, int] = {}
     final = history.segments.take(history.segments.expandable)
     for key, address, size in _rows(final):
-        pages.setdefault(key, set()).update(range(address, address + size, PAGE))
+        pages.setdefault(key, set()).update(_pages(address, size))
     contradictions = 0
+    evidence, owner = _evidence(history, rules), _owner(history.stream, history.pool)
     rows = np.flatnonzero((history.kind == SEGMENT_MAP) | (history.kind == SEGMENT_UNMAP))
     for i in reversed(rows.tolist()):
         address, size = int(history.address[i]), int(history.size[i])
-        small = _is_small(history, i, final, rules)
-        held = pages.setdefault((int(history.stream[i]), int(history.pool[i]), small), set())
-        touched = set(range(address, address + size, PAGE))
+        small = evidence.is_small(address, int(owner[i])) or size % history.settings.large_segment_bytes != 0
+        key = (int(history.stream[i]), int(history.pool[i]), small)
+        held, touched = pages.setdefault(key, set()), _pages(address, size)
         if history.kind[i] == SEGMENT_MAP:
             contradictions += not touched <= held
             held -= touched
+            lowest[key] = min(address, lowest.get(key, address))
+            if not held:  # the range began here: an empty one is given up
+                del lowest[key]
         else:
             contradictions += not touched.isdisjoint(held)
             held |= touched
     stretches = [(key, *stretch) for key, held in pages.items() for stretch in _stretches(held)]
-    return _as_segments(stretches), contradictions
+    return _as_segments(stretches), lowest, contradictions
+
+
+def _pages(address: int, size: int) -> set[int]:
+    if size >= MAX_MAPPED_BYTES:
+        raise TraceError(f"a segment of {size} bytes at {address:#x}: no device holds as many")
+    return set(range(address, address + size, PAGE))
 
 
 def _rows(segments: Segments) -> Iterator[tuple[Key, int, int]]:
@@ -53,17 +70,37 @@ def _rows(segments: Segments) -> Iterator[tuple[Key, int, int]]:
         yield key, int(segments.address[i]), int(segments.size[i])
 
 
-def _is_small(history: History, i: int, final: Segments, rules: Rules) -> bool:
-    """Whether pages belong to the small pool: by their size, else by the requests inside, else by what is near."""
-    address, size = int(history.address[i]), int(history.size[i])
-    if size % history.settings.large_segment_bytes:
-        return True
-    inside = (history.address >= address) & (history.address < address + size)
-    requests = history.size[inside & ((history.kind == ALLOC) | (history.kind == FREE))]
-    if len(requests):
-        return bool(requests.max() <= rules.small_limit_bytes)
-    near = final.take(final.stream == history.stream[i])
-    return bool(near.small[np.argmin(np.abs(near.address - address))]) if len(near) else False
+@dataclass(frozen=True, slots=True)
+class _Evidence:
+    """Requests by address: those in the pages of the small pool are small, all others large."""
+
+    address: Int64s
+    small: Bools
+    owner: Int64s
+    """Stream and pool, as one number."""
+
+    def is_small(self, address: int, owner: int) -> bool | None:
+        """What the request nearest to an address says of the pages there; None: there is none in the same range."""
+        rows = np.flatnonzero((self.owner == owner) & (np.abs(self.address - address) < NEAR_BYTES))
+        if not len(rows):
+            return None
+        return bool(self.small[rows[np.argmin(np.abs(self.address[rows] - address))]])
+
+
+def _evidence(history: History, rules: Rules) -> _Evidence:
+    rows = np.flatnonzero((history.kind == ALLOC) | (history.kind == FREE))
+    held = history.blocks
+    place = history.segments.containing(held.address)
+    address = np.concatenate([history.address[rows], held.address])
+    size = np.concatenate([history.size[rows], held.requested])
+    stream = np.concatenate([history.stream[rows], np.append(history.segments.stream, -1)[place]])
+    pool = np.concatenate([history.pool[rows], np.append(history.segments.pool, -1)[place]])
+    small = round_sizes(size, history.settings, rules) <= rules.small_limit_bytes
+    return _Evidence(address, small, _owner(stream, pool))
+
+
+def _owner(stream: Int64s, pool: Int64s) -> Int64s:
+    return stream * 1_000_003 + pool
 
 
 def _stretches(pages: set[int]) -> Iterator[tuple[int, int]]:

@@ -12,9 +12,9 @@ from typing import Final
 import numpy as np
 
 from memtrace.planning.allocator.blocks import Block
-from memtrace.planning.allocator.capacity import Bracket, Releases, bracket, refused_mallocs, releases
+from memtrace.planning.allocator.capacity import Bracket, Releases, bracket, failed_requests, refused_requests, releases
 from memtrace.planning.allocator.compile import compile_history
-from memtrace.planning.allocator.devices import RecordedDevice
+from memtrace.planning.allocator.devices import RecordedDevice, Taken
 from memtrace.planning.allocator.history import (
     ALLOC,
     OOM,
@@ -24,9 +24,10 @@ from memtrace.planning.allocator.history import (
     SEGMENT_UNMAP,
     History,
     Int64s,
+    resolve_pools,
 )
 from memtrace.planning.allocator.layout import lay_out
-from memtrace.planning.allocator.model import Allocator
+from memtrace.planning.allocator.model import Allocator, ListMaker
 from memtrace.planning.allocator.program import Program, run
 from memtrace.planning.allocator.rules import TORCH, Rules
 from memtrace.planning.allocator.start_state import StartState, rebuild
@@ -72,6 +73,8 @@ class Prepared:
     bracket: Bracket
     program: Program
     rules: Rules
+    is_cued: bool = False
+    """The device refuses when the history says so, for no capacity explains its refusals."""
 
 
 def prepare(history: History, rules: Rules = TORCH) -> Prepared:
@@ -79,7 +82,23 @@ def prepare(history: History, rules: Rules = TORCH) -> Prepared:
     start = rebuild(history, rules)
     runs = releases(history)
     program = compile_history(history, start, runs, rules)
-    return Prepared(history, start, runs, bracket(history, runs), program, rules)
+    ends = bracket(history, runs)
+    return Prepared(history, start, runs, ends, program, rules, is_cued=not ends.is_consistent)
+
+
+def fresh_allocator(prepared: Prepared, capacity: int | None = None, make_list: ListMaker | None = None) -> Allocator:
+    """An empty allocator whose device answers as the recorded one; the start state goes in with `lay_out`.
+
+    `capacity`: bytes the device gives; None: the least the history allows.
+    """
+    history, ends = prepared.history, prepared.bracket
+    refuses: frozenset[int] = frozenset()
+    if prepared.is_cued:
+        refuses = frozenset(refused_requests(history, prepared.runs)) | frozenset(failed_requests(history))
+    elif capacity is None and ends.high is not None:
+        capacity = ends.low
+    device = RecordedDevice(_taken(history), capacity, refuses, history.device_bytes)
+    return Allocator(replace(history.settings, memory_fraction=None), device, prepared.rules, make_list=make_list)
 
 
 def replay(prepared: Prepared, capacity: int | None = None) -> tuple[Replay, Allocator | None]:
@@ -89,43 +108,22 @@ def replay(prepared: Prepared, capacity: int | None = None) -> tuple[Replay, All
     """
     if prepared.start.num_misplaced:
         return _refusal(prepared), None
-    history = prepared.history
-    recorded = _recorded_log(prepared)
-    ends = prepared.bracket
-    if ends.is_consistent:
-        limit = (ends.low if ends.high is not None else None) if capacity is None else capacity
-        refuses: frozenset[int] = frozenset()
-    else:
-        limit, refuses = capacity, refused_mallocs(history, prepared.runs)
-    settings = replace(history.settings, memory_fraction=None)
-    device = RecordedDevice(recorded, limit, refuses)
-    allocator = Allocator(settings, device, prepared.rules)
+    allocator = fresh_allocator(prepared, capacity)
     blocks = lay_out(allocator, prepared.start)
     addresses = run(prepared.program, allocator, blocks)
-    return _compare(prepared, allocator, addresses, recorded), allocator
+    return _compare(prepared, allocator, addresses, recorded_log(prepared)), allocator
 
 
-def find_rules(history: History) -> Prepared:
-    """The history taken apart by the rules of the torch that recorded it: the first of those that replay it exactly."""
-    best: Prepared | None = None
-    for rules in candidate_rules(history):
-        prepared = prepare(history, rules)
-        best = best or prepared
-        if replay(prepared)[0].is_exact:
-            return prepared
-    assert best is not None
-    return best
+def _taken(history: History) -> list[Taken]:
+    rows = np.flatnonzero((history.kind == SEGMENT_ALLOC) | (history.kind == SEGMENT_MAP))
+    request = np.cumsum((history.kind == ALLOC) | (history.kind == OOM))[rows] + 1
+    mapped = history.kind[rows] == SEGMENT_MAP
+    pools = resolve_pools(history)[rows]
+    columns = (request, mapped, history.address[rows], history.size[rows], history.stream[rows], pools)
+    return [Taken(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-def candidate_rules(history: History) -> tuple[Rules, ...]:
-    """The rules to try, likeliest first: torch 2.13 changed how blocks of one size are ordered."""
-    newer = replace(TORCH, tie="creation")
-    version = (history.torch or "0").split("+")[0].split(".")
-    numbers = tuple(int(part) for part in version[:2] if part.isdigit())
-    return (newer, TORCH) if numbers >= (2, 12) else (TORCH, newer)
-
-
-def _recorded_log(prepared: Prepared) -> list[tuple[int, int, int, int]]:
+def recorded_log(prepared: Prepared) -> list[tuple[int, int, int, int]]:
     """The history's segment events as the model logs them: (requests so far, kind, address, size)."""
     history = prepared.history
     rows = np.flatnonzero(np.isin(history.kind, _SEGMENT_KINDS))

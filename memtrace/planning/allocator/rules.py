@@ -11,7 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from memtrace.planning.allocator.settings import MIB
+import numpy as np
+from numpy.typing import NDArray
+
+from memtrace.planning.allocator.settings import MIB, Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,3 +74,11 @@ def round_size(requested: int, divisions: tuple[int, ...], rules: Rules) -> int:
                 return requested if requested == power else 2 * power
             return -(-requested // step) * step
     return (requested + unit - 1) // unit * unit or unit
+
+
+def round_sizes(requested: NDArray[np.int64], settings: Settings, rules: Rules) -> NDArray[np.int64]:
+    """`round_size` of many requests."""
+    divisions = settings.roundup_power2_divisions
+    if divisions:
+        return np.array([round_size(size, divisions, rules) for size in requested.tolist()], np.int64)
+    return np.maximum(-(-requested // rules.round_bytes), 1) * rules.round_bytes

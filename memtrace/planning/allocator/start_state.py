@@ -25,8 +25,8 @@ from memtrace.planning.allocator.history import (
     resolve_pools,
 )
 from memtrace.planning.allocator.pairing import Pairing, pair
-from memtrace.planning.allocator.ranges import expandable_at_start
-from memtrace.planning.allocator.rules import Rules, round_size
+from memtrace.planning.allocator.ranges import Key, expandable_at_start
+from memtrace.planning.allocator.rules import Rules, round_sizes
 
 MAX_SLACK_BYTES = 1 << 20
 
@@ -44,6 +44,10 @@ class StartState:
     """The entry that frees the block; -1: it outlives the history."""
     pairing: Pairing
     """Of the blocks' entries, in rows of the whole history."""
+    created: Int64s
+    """Rows of `segments` in the order they were taken from the device, as far as known; else by address."""
+    bases: dict[Key, int]
+    """Lowest address seen of the virtual range of each stream and pool, where it began before the history."""
     num_contradictions: int
     """Entries and final segments that exclude each other."""
     num_misplaced: int
@@ -61,7 +65,7 @@ def rebuild(history: History, rules: Rules) -> StartState:
     revived = int(np.isin(history.address[freed], final.address[survivor]).sum())
     segments, contradictions = _segments_at_start(history, rules)
     pools = replace(history, pool=resolve_pools(history))
-    ranges, broken = expandable_at_start(pools, rules)
+    ranges, bases, broken = expandable_at_start(pools, rules)
     segments = concatenate(segments, ranges)
     address = np.concatenate([final.address[survivor], history.address[freed]])
     requested = np.concatenate([final.requested[survivor], history.size[freed]])
@@ -69,8 +73,9 @@ def rebuild(history: History, rules: Rules) -> StartState:
     freed_by = np.concatenate([np.full(int(survivor.sum()), -1, np.int64), freed])
     order = np.argsort(address, kind="stable")
     total = pairing.num_conflicts + missing + revived + contradictions + broken
+    by_address = np.argsort(segments.address, kind="stable")
     state = StartState(
-        segments, address[order], size[order], requested[order], freed_by[order], pairing, total, num_misplaced=0
+        segments, address[order], size[order], requested[order], freed_by[order], pairing, by_address, bases, total, 0
     )
     size, misplaced = _true_sizes(history, state, rules)
     return replace(state, size=size, num_misplaced=misplaced)
@@ -113,7 +118,7 @@ def _true_sizes(history: History, state: StartState, rules: Rules) -> tuple[Int6
     end = np.append(segments.address + segments.size, 0)[row]
     following = np.append(state.address[1:], NO_LIMIT) if len(row) else state.address
     room = np.minimum(end, following) - state.address
-    rounded = round_sizes(history, state.requested, rules)
+    rounded = round_sizes(state.requested, history.settings, rules)
     size = np.where(state.size >= 0, state.size, rounded)
     if rules.start_slack:
         large = ~np.append(segments.small | segments.expandable, True)[row]
@@ -134,9 +139,3 @@ def _slack_seen(history: History, end: int, freed_by: int) -> int:
     behind = (history.kind[:freed_by] == ALLOC) & (address >= end) & (address <= end + MAX_SLACK_BYTES)
     first = np.flatnonzero(behind)
     return int(address[first[0]]) - end if len(first) else 0
-
-
-def round_sizes(history: History, requested: Int64s, rules: Rules) -> Int64s:
-    """Rounded requests under the history's settings."""
-    divisions = history.settings.roundup_power2_divisions
-    return np.array([round_size(size, divisions, rules) for size in requested.tolist()], np.int64)
