@@ -17,7 +17,8 @@ ORDERS: Final[tuple[Order, ...]] = ("ascending", "descending", "random")
 
 _STRIDE: Final = 1 << 40  # between invented addresses: more than any segment is long
 _SHUFFLED: Final = 1 << 14  # so many segments are shuffled together
-_FIRST: Final = 1 << 62  # invented addresses lie where no recorded one can
+INVENTED_FROM: Final = 1 << 62
+"""A replay's invented addresses lie where no recorded one can."""
 
 
 class Taken(NamedTuple):
@@ -40,7 +41,7 @@ class InventedDevice:
         self._order = order
         self._shuffled = random.Random(0).sample(range(_SHUFFLED), _SHUFFLED) if order == "random" else []
         self._count = 0
-        self._limit = _FIRST if capacity is None else capacity
+        self._limit = INVENTED_FROM if capacity is None else capacity
 
     def allocate(self, size: int, allocator: Allocator) -> int | None:
         """Address of a new segment; None where the capacity is spent."""
@@ -59,7 +60,7 @@ class InventedDevice:
         if self._order == "ascending":
             return self._count * _STRIDE
         if self._order == "descending":
-            return _FIRST - self._count * _STRIDE
+            return INVENTED_FROM - self._count * _STRIDE
         turn, place = divmod(self._count, _SHUFFLED)
         return (1 + turn * _SHUFFLED + self._shuffled[place]) * _STRIDE
 
@@ -75,7 +76,7 @@ class RecordedDevice:
         self.total_bytes = total_bytes
         self._segments = {one.request: one for one in taken if not one.mapped}
         self._pages = [one for one in taken if one.mapped]
-        self._capacity = _FIRST if capacity is None else capacity
+        self._capacity = INVENTED_FROM if capacity is None else capacity
         self._refuses = set(refuses)
         self._ranges: set[int] = set()
         self._invented = InventedDevice(total=total_bytes)
@@ -87,7 +88,7 @@ class RecordedDevice:
         recorded = self._segments.get(allocator.num_mallocs)
         if recorded is not None and recorded.size == size:
             return recorded.address
-        return _FIRST + (self._invented.allocate(size, allocator) or 0)
+        return INVENTED_FROM + (self._invented.allocate(size, allocator) or 0)
 
     def reserve(self, home: FreeList, allocator: Allocator) -> tuple[int, int]:
         """A range that begins where the next recorded pages of this stream and pool were mapped."""
@@ -101,7 +102,7 @@ class RecordedDevice:
                 address = one.address
                 break
         else:
-            address += _FIRST
+            address += INVENTED_FROM
         self._ranges.add(address)
         return address, length
 

@@ -13,8 +13,9 @@ import numpy as np
 
 from memtrace.planning.allocator.blocks import Block
 from memtrace.planning.allocator.capacity import Bracket, Releases, bracket, failed_requests, refused_requests, releases
+from memtrace.planning.allocator.checks import broken_laws
 from memtrace.planning.allocator.compile import compile_history
-from memtrace.planning.allocator.devices import RecordedDevice, Taken
+from memtrace.planning.allocator.devices import INVENTED_FROM, RecordedDevice, Taken
 from memtrace.planning.allocator.history import (
     ALLOC,
     OOM,
@@ -190,11 +191,13 @@ def _reason(result: Replay, history: History, allocs: Int64s, exact: np.ndarray[
     if result.allocations_exact < result.allocations:
         first = int(np.argmin(exact))
         row = int(allocs[first])
-        contradictions = f"; {start.num_contradictions} contradictions" if start.num_contradictions else ""
+        laws = broken_laws(history, result.rules)
+        told = f"; moreover {', '.join(laws)}" if laws else ""
+        told += f"; {start.num_contradictions} entries contradict the end" if start.num_contradictions else ""
         return (
             f"the allocator's rules put {result.allocations_exact} of {result.allocations} allocations at their "
             f"recorded address; the first that differs is entry {row} ({history.size[row]} bytes, recorded at "
-            f"{history.address[row]:#x}, expected at {int(got[first]):#x}){contradictions}"
+            f"{history.address[row]:#x}, expected at {_place(int(got[first]))}){told}"
         )
     if result.segment_events_exact < result.segment_events or result.segment_events_extra:
         return (
@@ -204,6 +207,11 @@ def _reason(result: Replay, history: History, allocs: Int64s, exact: np.ndarray[
     if result.peak_reserved_bytes != result.recorded_peak_reserved_bytes:
         return f"the peak is {result.recorded_peak_reserved_bytes} bytes, expected {result.peak_reserved_bytes}"
     return None
+
+
+def _place(address: int) -> str:
+    """An address as text; one that the device of a replay made up is of a segment the history knows nothing of."""
+    return "none" if address < 0 else hex(address) if address < INVENTED_FROM else "a new segment"
 
 
 def _refusal(prepared: Prepared) -> Replay:
