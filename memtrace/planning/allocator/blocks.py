@@ -1,6 +1,7 @@
 """Blocks, the free lists they wait in, and the device they come from.
 
-Source: `Block`, `BlockPool`, the block comparators and `get_free_block` in `c10/cuda/CUDACachingAllocator.cpp`, torch 2.
+Source: `Block`, `BlockPool`, the block comparators and `get_free_block` in
+`c10/cuda/CUDACachingAllocator.cpp`, torch 2.
 """
 
 from __future__ import annotations
@@ -34,16 +35,33 @@ class Device(Protocol):
 
 
 class Block:
-    """A stretch of a segment: live (in use or waiting for a stream), free, or an unmapped stretch of a virtual range."""
+    """A stretch of a segment: live (in use or waiting for a stream), free, or an unmapped stretch of a
+    virtual range."""
 
-    __slots__ = ("address", "base", "home", "live", "mapped", "next", "prev", "rank", "requested", "since", "size")
+    __slots__ = (
+        "address",
+        "base",
+        "home",
+        "live",
+        "mapped",
+        "next",
+        "prev",
+        "rank",
+        "requested",
+        "since",
+        "size",
+    )
 
-    def __init__(self, address: int, size: int, home: FreeList, base: int | None = None, rank: int = 0) -> None:
+    def __init__(
+        self, address: int, size: int, home: FreeList, base: int | None = None, rank: int = 0
+    ) -> None:
         self.address = address
         self.size = size
         self.requested = 0
         self.home = home
-        self.base = base  # start of its virtual range, which pages are counted from; None: an ordinary segment
+        self.base = (
+            base  # start of its virtual range, which pages are counted from; None: an ordinary segment
+        )
         self.rank = rank  # added to the address where blocks of one size are ordered (`Rules.tie`)
         self.live = False
         self.mapped = True
@@ -75,8 +93,19 @@ class Pool:
 class FreeList:
     """The free blocks of one pool and stream, by size then address, and its unmapped stretches by address."""
 
-    __slots__ = ("entries", "max_rounding", "max_split", "min_remainder", "page", "pool", "sign", "split_below",
-                 "stream", "unmapped", "use_expandable")  # fmt: skip
+    __slots__ = (
+        "entries",
+        "max_rounding",
+        "max_split",
+        "min_remainder",
+        "page",
+        "pool",
+        "sign",
+        "split_below",
+        "stream",
+        "unmapped",
+        "use_expandable",
+    )
 
     def __init__(self, pool: Pool, stream: int, settings: Settings, rules: Rules) -> None:
         self.pool = pool
@@ -109,7 +138,8 @@ class FreeList:
         del self.entries[i]
 
     def take(self, size: int) -> Block | None:
-        """The free block a request of this rounded size gets, taken out; None: there is none (`get_free_block`)."""
+        """The free block a request of this rounded size gets, taken out; None: there is none
+        (`get_free_block`)."""
         entries = self.entries
         i = bisect_left(entries, (size,))
         if i == len(entries):
@@ -128,7 +158,8 @@ class FreeList:
         return block
 
     def _past_expandable(self, i: int) -> int:
-        """A block at the end of its mapped range counts as long as it could grow; without the setting it is passed."""
+        """A block at the end of its mapped range counts as long as it could grow; without the setting it is
+        passed."""
         entries = self.entries
         if not self.use_expandable:
             while i < len(entries) and entries[i][2].base is not None:

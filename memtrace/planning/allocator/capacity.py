@@ -1,8 +1,8 @@
 """When the cache was given back and why, and what that tells of the device's capacity.
 
-A run of segment_free and segment_unmap entries is either the program's `empty_cache`, whose moment nothing else tells,
-or the allocator's own doing: the device refused, it gave back what it could and asked again. The second kind follows
-from one number, the bytes the device would give; the history brackets it.
+A run of segment_free and segment_unmap entries is either the program's `empty_cache`, whose moment nothing
+else tells, or the allocator's own doing: the device refused, it gave back what it could and asked again. The
+second kind follows from one number, the bytes the device would give; the history brackets it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Bracket:
 
     @property
     def is_consistent(self) -> bool:
-        """Whether any capacity explains the history; where none does, others took and gave back memory meanwhile."""
+        """Whether any capacity explains the history; where none does, others took and gave back memory
+        meanwhile."""
         return self.high is None or self.low < self.high
 
     @property
@@ -62,7 +63,8 @@ class Bracket:
 
 
 def releases(history: History) -> Releases:
-    """The runs of a history, each told apart by its stack, its place, and where both leave it open by the bracket."""
+    """The runs of a history, each told apart by its stack, its place, and where both leave it open by the
+    bracket."""
     given = (history.kind == SEGMENT_FREE) | (history.kind == SEGMENT_UNMAP)
     said = np.concatenate([[-2], np.where(given, history.by_program, -2), [-2]])
     changes = said[1:] != said[:-1]
@@ -75,12 +77,15 @@ def releases(history: History) -> Releases:
     open_runs = Releases(first, end, told == 1)
     low = history.peak_reserved
     before, asked = _refusals(history, open_runs)
-    would_serve = np.array([_would_serve(history, *run) for run in zip(first.tolist(), end.tolist(), strict=True)], bool)
+    would_serve = np.array(
+        [_would_serve(history, *run) for run in zip(first.tolist(), end.tolist(), strict=True)], bool
+    )
     return Releases(first, end, (told == 1) | ((told == -1) & ((before + asked <= low) | would_serve)))
 
 
 def _would_serve(history: History, first: int, end: int) -> bool:
-    """Whether memory given back in a run would have served the request after it: then it was not for its sake."""
+    """Whether memory given back in a run would have served the request after it: then it was not for its
+    sake."""
     kinds = history.kind[end:]
     requests = np.flatnonzero((kinds == ALLOC) | (kinds == OOM))
     if not len(requests):

@@ -1,7 +1,8 @@
-"""Laws that every state of the allocator obeys; a file that breaks one was not written by it, or under other settings.
+"""Laws that every state of the allocator obeys; a file that breaks one was not written by it, or under other
+settings.
 
-Seen to hold in every real snapshot, of torch 2.0 to 2.11: segment sizes, the pool of each request, and how much longer
-than its request a block can be.
+Seen to hold in every real snapshot, of torch 2.0 to 2.11: segment sizes, the pool of each request, and how
+much longer than its request a block can be.
 """
 
 from __future__ import annotations
@@ -39,16 +40,17 @@ def broken_laws(history: History, rules: Rules) -> list[str]:
     roomy = ~small & ~expandable
     limit = settings.max_split_bytes or NO_LIMIT
     counts = {
-        f"small segments are not of {rules.small_segment_bytes} bytes": plain & segments.small & (segments.size != page),
+        f"small segments are not of {rules.small_segment_bytes} bytes": plain
+        & segments.small
+        & (segments.size != page),
         "large segments have a size that is never asked for": plain & ~segments.small & ~large_size,
         "expandable segments are not made of whole pages": ~plain & (segments.size % page != 0),
         "live blocks lie in no segment": ~inside,
         "blocks are shorter than their request": known & (slack < 0),
-        "blocks are longer than they can be": known & np.where(
-            roomy, (slack > rules.min_large_remainder_bytes - 1) & (rounded < limit), slack > 0
-        ),
+        "blocks are longer than they can be": known
+        & np.where(roomy, (slack > rules.min_large_remainder_bytes - 1) & (rounded < limit), slack > 0),
         "blocks lie in the pool of the other sizes": inside & (small != (rounded <= rules.small_limit_bytes)),
-    }  # fmt: skip
+    }
     allocs = history.address[history.kind == ALLOC]
     counts[f"allocations lie at no multiple of {rules.round_bytes} bytes"] = allocs % rules.round_bytes != 0
     counts["allocations lie in no segment the file tells of"] = _outside(history, allocs)

@@ -31,7 +31,8 @@ from memtrace.planning.allocator.start_state import StartState
 
 
 def compile_history(history: History, start: StartState, runs: Releases, rules: Rules) -> Program:
-    """The requests, frees and `empty_cache` calls of a history. What the allocator does by itself is left out."""
+    """The requests, frees and `empty_cache` calls of a history. What the allocator does by itself is left
+    out."""
     number = _block_numbers(history, start)
     deferred = _deferred_rows(history)
     deferred = deferred[number[deferred] >= 0]
@@ -72,7 +73,7 @@ def compile_history(history: History, start: StartState, runs: Releases, rules: 
 
 
 def _block_numbers(history: History, start: StartState) -> Int64s:
-    """The block each alloc, free and free_requested entry is about; -1: none, or one the history contradicts."""
+    """The block each alloc, free and free_requested entry is about; -1: none, or a contradicted one."""
     number = np.full(len(history), -1, np.int64)
     allocs = np.flatnonzero(history.kind == ALLOC)
     number[allocs] = len(start.address) + np.arange(len(allocs))
@@ -104,7 +105,9 @@ def _deferred_rows(history: History) -> Int64s:
     """free_requested entries that no completed free of the same block follows at once."""
     asked = np.flatnonzero(history.kind == FREE_REQUESTED)
     after = np.minimum(asked + 1, len(history) - 1)
-    done = (history.kind[after] == FREE) & (history.address[after] == history.address[asked]) & (after > asked)
+    done = (
+        (history.kind[after] == FREE) & (history.address[after] == history.address[asked]) & (after > asked)
+    )
     return asked[~done]
 
 
@@ -115,15 +118,18 @@ def _completions(history: History, deferred: Int64s, number: Int64s) -> Int64s:
 
 
 def _after_release(history: History, runs: Releases, entry: Int64s) -> Int64s:
-    """When a completed free takes effect: those just before a release the allocator made belong to that release.
+    """When a completed free takes effect: those just before a release the allocator made belong to that
+    release.
 
-    The allocator waits for the streams only after it searched its free blocks and the device refused, so the block
-    must not be free for the search; the release itself frees it in the model.
+    The allocator waits for the streams only after it searched its free blocks and the device refused, so the
+    block must not be free for the search; the release itself frees it in the model.
     """
     moment = 4 * entry
     if not len(entry):
         return moment
-    for first, end in zip(runs.first[~runs.by_program].tolist(), runs.end[~runs.by_program].tolist(), strict=True):
+    for first, end in zip(
+        runs.first[~runs.by_program].tolist(), runs.end[~runs.by_program].tolist(), strict=True
+    ):
         begin = first
         while begin > 0 and history.kind[begin - 1] == FREE:
             begin -= 1
@@ -135,7 +141,8 @@ def _after_release(history: History, runs: Releases, entry: Int64s) -> Int64s:
 
 
 def _given_up_pools(history: History, runs: Releases, pools: Int64s) -> tuple[Int64s, int, Int64s]:
-    """The first release that takes memory from each private pool for somebody else: its owner is gone by then."""
+    """The first release that takes memory from each private pool for somebody else: its owner is gone by
+    then."""
     rows = np.flatnonzero(((history.kind == SEGMENT_FREE) | (history.kind == SEGMENT_UNMAP)) & (pools > 0))
     run = np.searchsorted(runs.first, rows, side="right") - 1
     requests = np.flatnonzero((history.kind == ALLOC) | (history.kind == OOM))

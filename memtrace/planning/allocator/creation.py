@@ -1,9 +1,9 @@
 """In which order segments older than a history were taken from the device.
 
-torch 2.13 orders blocks of one size by the age of their segments, which no file tells. The choices in the history do:
-where several free blocks of the best size lie in older segments, the one taken lies in the oldest of them; and equal
-segments given back together leave in the order of their age. All such pairs together, sorted, give an order; a replay
-by it shows whether it is right.
+torch 2.13 orders blocks of one size by the age of their segments, which no file tells. The choices in the
+history do: where several free blocks of the best size lie in older segments, the one taken lies in the oldest
+of them; and equal segments given back together leave in the order of their age. All such pairs together,
+sorted, give an order; a replay by it shows whether it is right.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
@@ -32,8 +33,9 @@ class _Watched(FreeList):
 
     __slots__ = ("expected", "pairs")
 
-    def __init__(self, expected: Iterator[int], pairs: Pairs, pool: Pool, stream: int, settings: Settings,
-                 rules: Rules) -> None:  # fmt: skip
+    def __init__(
+        self, expected: Iterator[int], pairs: Pairs, pool: Pool, stream: int, settings: Settings, rules: Rules
+    ) -> None:
         super().__init__(pool, stream, settings, rules)
         self.expected = expected
         self.pairs = pairs
@@ -58,7 +60,8 @@ class _Watched(FreeList):
 
 
 def creation_order(prepared: Prepared) -> Int64s:
-    """Rows of the start state's segments, oldest first, as the history tells; as they were where it contradicts itself."""
+    """Rows of the start state's segments, oldest first, as the history tells; as they were where it
+    contradicts itself."""
     history, start = prepared.history, prepared.start
     requests = (history.kind == ALLOC) | (history.kind == OOM)
     expected = np.where(history.kind == ALLOC, history.address, -1)[requests]
@@ -77,16 +80,18 @@ def _release_pairs(history: History, start: StartState) -> Pairs:
     place = {int(start.segments.address[row]): i for i, row in enumerate(start.created.tolist())}
     pairs: Pairs = set()
     rows = np.flatnonzero(history.kind == SEGMENT_FREE).tolist()
-    for row, following in zip(rows, rows[1:], strict=False):
+    for row, following in pairwise(rows):
         here, there = place.pop(int(history.address[row]), None), place.get(int(history.address[following]))
-        alike = history.size[row] == history.size[following] and history.stream[row] == history.stream[following]
+        alike = (
+            history.size[row] == history.size[following] and history.stream[row] == history.stream[following]
+        )
         if here is not None and there is not None and following == row + 1 and alike:
             pairs.add((here, there))
     return pairs
 
 
 def _sorted_places(count: int, edges: Pairs) -> list[int] | None:
-    """A topological order, lowest place first where the pairs leave a choice; None: the pairs go in a circle."""
+    """A topological order, lowest place first where pairs leave a choice; None: they go in a circle."""
     later: dict[int, list[int]] = {}
     waiting = [0] * count
     for before, after in edges:

@@ -34,9 +34,11 @@ class Taken(NamedTuple):
 
 
 class InventedDevice:
-    """A device of a given size that hands out new segments in ascending, descending or random address order."""
+    """A device of a given size whose new segments get ascending, descending or shuffled addresses."""
 
-    def __init__(self, capacity: int | None = None, order: Order = "ascending", total: int | None = None) -> None:
+    def __init__(
+        self, capacity: int | None = None, order: Order = "ascending", total: int | None = None
+    ) -> None:
         self.total_bytes = capacity if total is None else total
         self._order = order
         self._shuffled = random.Random(0).sample(range(_SHUFFLED), _SHUFFLED) if order == "random" else []
@@ -66,13 +68,20 @@ class InventedDevice:
 
 
 class RecordedDevice:
-    """A device that answers as the recorded one did: same addresses, and out of memory at a capacity or on cue.
+    """A device that answers as the recorded one did: same addresses, and out of memory at a capacity or on
+    cue.
 
-    A request that the history does not know gets an invented address, so that a model that is wrong goes on being so.
+    A request that the history does not know gets an invented address, so that a model that is wrong goes on
+    being so.
     """
 
-    def __init__(self, taken: Sequence[Taken], capacity: int | None = None, refuses: frozenset[int] = frozenset(),
-                 total_bytes: int | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        taken: Sequence[Taken],
+        capacity: int | None = None,
+        refuses: frozenset[int] = frozenset(),
+        total_bytes: int | None = None,
+    ) -> None:
         self.total_bytes = total_bytes
         self._segments = {one.request: one for one in taken if not one.mapped}
         self._pages = [one for one in taken if one.mapped]

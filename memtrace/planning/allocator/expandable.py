@@ -1,7 +1,7 @@
 """Expandable segments: one virtual range for each pool and stream, backed page by page.
 
-Source: `ExpandableSegment`, `find_expandable_block`, `try_allocate_expandable_block`, `map_block` and `unmap_block` in
-`c10/cuda/CUDACachingAllocator.cpp`, torch 2.1 to 2.13.
+Source: `ExpandableSegment`, `find_expandable_block`, `try_allocate_expandable_block`, `map_block` and
+`unmap_block` in `c10/cuda/CUDACachingAllocator.cpp`, torch 2.1 to 2.13.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ SEGMENT_UNMAP: Final = EVENT_KINDS.index("segment_unmap")
 
 
 def grow(allocator: Allocator, home: FreeList, size: int) -> Block | None:
-    """A free block of at least `size` bytes, taken out of its list, made by mapping pages; None: out of memory."""
+    """A free block of at least `size` bytes, taken out of its list, made by mapping pages; None: out of
+    memory."""
     block = _find(allocator, home, size)
     if not block.mapped and not _map(allocator, block, min(block.size, size)):
         return None
@@ -44,7 +45,11 @@ def unmap(allocator: Allocator, block: Block) -> None:
         return
     home.remove(block)
     if start > block.address:
-        home.insert(_link(block.prev, Block(block.address, start - block.address, home, block.base, block.rank), block))
+        home.insert(
+            _link(
+                block.prev, Block(block.address, start - block.address, home, block.base, block.rank), block
+            )
+        )
     if block.address + block.size > end:
         rest = Block(end, block.address + block.size - end, home, block.base, block.rank)
         home.insert(_link(block, rest, block.next))
@@ -66,7 +71,8 @@ def add_unmapped(before: Block | None, block: Block, after: Block | None) -> Non
 
 
 def _find(allocator: Allocator, home: FreeList, size: int) -> Block:
-    """The first stretch, free or unmapped, from which `size` bytes can be made; a new range where there is none."""
+    """The first stretch, free or unmapped, from which `size` bytes can be made; a new range where there is
+    none."""
     for _, unmapped in home.unmapped:
         before = unmapped.prev
         first = before if before is not None and not before.live else unmapped

@@ -60,7 +60,9 @@ _SEGMENT_COLUMNS: Final = ("address", "size", "stream", "pool", "small", "expand
 
 def concatenate(first: Segments, second: Segments) -> Segments:
     """The rows of both."""
-    columns = {name: np.concatenate([getattr(first, name), getattr(second, name)]) for name in _SEGMENT_COLUMNS}
+    columns = {
+        name: np.concatenate([getattr(first, name), getattr(second, name)]) for name in _SEGMENT_COLUMNS
+    }
     return Segments(**columns)
 
 
@@ -91,7 +93,8 @@ class History:
     pool: Int64s
     """As in `Segments`; -1: not told."""
     by_program: Int8s
-    """segment_free, segment_unmap: 1 the program called `empty_cache`, 0 the allocator did it alone, -1 not told."""
+    """segment_free, segment_unmap: 1 the program called `empty_cache`, 0 the allocator did it alone, -1 not
+    told."""
     device_free: Int64s
     """oom: bytes the driver had free; -1: not told."""
     time_ns: Int64s
@@ -129,7 +132,8 @@ def segment_change(kind: Int8s, size: Int64s) -> Int64s:
 
 
 def resolve_pools(history: History) -> Int64s:
-    """The pool of each entry; where it is not told, that of the final segment its address lies in, else the default."""
+    """The pool of each entry; where it is not told, that of the final segment its address lies in, else the
+    default."""
     row = history.segments.containing(history.address)
     known = np.append(history.segments.pool, 0)[row]
     return np.where(history.pool >= 0, history.pool, known)

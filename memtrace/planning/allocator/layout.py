@@ -20,15 +20,25 @@ def range_bytes(total: int | None, page: int) -> int:
 
 
 def lay_out(allocator: Allocator, state: StartState) -> list[Block]:
-    """Build the segments and blocks of `state`, which must misplace none; its live blocks in the state's order."""
+    """Build the segments and blocks of `state`, which must misplace none; its live blocks in the state's
+    order."""
     segments = state.segments
     inside: dict[int, list[Live]] = {}
     rows = segments.containing(state.address).tolist()
-    for row, *live in zip(rows, state.address.tolist(), state.size.tolist(), state.requested.tolist(), strict=True):
+    for row, *live in zip(
+        rows, state.address.tolist(), state.size.tolist(), state.requested.tolist(), strict=True
+    ):
         inside.setdefault(row, []).append((live[0], live[1], live[2]))
     blocks: dict[int, Block] = {}
     ends: dict[FreeList, Block] = {}
-    columns = (segments.address, segments.size, segments.stream, segments.pool, segments.small, segments.expandable)
+    columns = (
+        segments.address,
+        segments.size,
+        segments.stream,
+        segments.pool,
+        segments.small,
+        segments.expandable,
+    )
     table = list(zip(*(column.tolist() for column in columns), strict=True))
     ranks = {row: allocator.next_rank() for row in state.created.tolist()}
     for row in sorted(range(len(table)), key=lambda row: int(table[row][0])):
@@ -37,7 +47,9 @@ def lay_out(allocator: Allocator, state: StartState) -> list[Block]:
         rank, base = ranks[row], None
         if grows:
             length = range_bytes(allocator.device.total_bytes, home.page)
-            rank, base = _open_range(home, address, rank, ends, state.bases.get((stream, pool, small)), length)
+            rank, base = _open_range(
+                home, address, rank, ends, state.bases.get((stream, pool, small)), length
+            )
         head, tail = _chain(home, address, size, inside.get(row, []), base, rank)
         if base is not None:
             _append(ends, home, base, head, tail)
@@ -49,7 +61,9 @@ def lay_out(allocator: Allocator, state: StartState) -> list[Block]:
     return [blocks[address] for address in state.address.tolist()]
 
 
-def _chain(home: FreeList, address: int, size: int, live: list[Live], base: int | None, rank: int) -> tuple[Block, Block]:
+def _chain(
+    home: FreeList, address: int, size: int, live: list[Live], base: int | None, rank: int
+) -> tuple[Block, Block]:
     """The linked blocks of one segment; what no live block covers is free."""
     stretches = []
     at = address
@@ -86,8 +100,9 @@ def _adopt(allocator: Allocator, head: Block, blocks: dict[int, Block]) -> None:
     allocator.peak_allocated = allocator.allocated
 
 
-def _open_range(home: FreeList, address: int, rank: int, ends: dict[FreeList, Block], lowest: int | None,
-                length: int) -> tuple[int, int]:  # fmt: skip
+def _open_range(
+    home: FreeList, address: int, rank: int, ends: dict[FreeList, Block], lowest: int | None, length: int
+) -> tuple[int, int]:
     """Rank and base of the virtual range a stretch belongs to: that of the stretch before, or a new one."""
     last = ends.get(home)
     if last is not None and last.base is not None and address - last.base < length:

@@ -1,7 +1,7 @@
 """A model of CUDA's caching allocator (the native backend), block for block.
 
-Source: `DeviceCachingAllocator` in `c10/cuda/CUDACachingAllocator.cpp`, torch 2.0 to 2.13; each method names the
-function it follows. The model is told requests and frees; where a segment lies is asked of a `Device`.
+Source: `DeviceCachingAllocator` in `c10/cuda/CUDACachingAllocator.cpp`, torch 2.0 to 2.13; each method names
+the function it follows. The model is told requests and frees; where a segment lies is asked of a `Device`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,16 @@ ListMaker = Callable[[Pool, int, Settings, Rules], FreeList]
 
 
 class Allocator:
-    """The state of the allocator of one device; every number is in bytes. A request that fails returns None."""
+    """The state of the allocator of one device, in bytes. A request that fails returns None."""
 
-    def __init__(self, settings: Settings, device: Device, rules: Rules = TORCH,
-                 no_split_pools: frozenset[int] = frozenset(), make_list: ListMaker | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        settings: Settings,
+        device: Device,
+        rules: Rules = TORCH,
+        no_split_pools: frozenset[int] = frozenset(),
+        make_list: ListMaker | None = None,
+    ) -> None:
         self.settings = settings
         self.rules = rules
         self.device = device
@@ -45,7 +51,9 @@ class Allocator:
         self.peak_reserved = self.peak_allocated = 0
         self.allocated_at_peak = self.requested_at_peak = self.segments_at_peak = self.peak_position = 0
         self.num_mallocs = self.num_segments = self.num_device_allocs = self.num_retries = self.num_ooms = 0
-        self.log: list[tuple[int, int, int, int]] = []  # (mallocs so far, kind, address, size) of device operations
+        self.log: list[
+            tuple[int, int, int, int]
+        ] = []  # (mallocs so far, kind, address, size) of device operations
         self.live: set[Block] = set()
         self.pending: list[Block] = []  # given back by the program, still used by a stream
         self.freeable_pools: set[int] = set()  # private pools whose owner is gone
@@ -71,7 +79,8 @@ class Allocator:
         return found
 
     def malloc(self, requested: int, stream: int = 0, pool: int = 0) -> Block | None:
-        """Serve a request, from the cache or with a new segment; None: out of memory (`malloc`, `alloc_found_block`)."""
+        """Serve a request, from the cache or with a new segment; None: out of memory (`malloc`,
+        `alloc_found_block`)."""
         self.num_mallocs += 1
         size = round_size(requested, self._divisions, self.rules)
         home = self._lists.get((size <= self._small_limit, stream, pool))
@@ -175,7 +184,8 @@ class Allocator:
         return block
 
     def _from_device(self, home: FreeList, size: int) -> Block | None:
-        """A new segment, or a grown expandable one; None: the device or the memory fraction refuses (`alloc_block`)."""
+        """A new segment, or a grown expandable one; None: the device or the memory fraction refuses
+        (`alloc_block`)."""
         segment = segment_size(size, self.settings, self.rules)
         if self._allowed is not None and self.reserved + segment > self._allowed:
             return None
@@ -191,7 +201,7 @@ class Allocator:
         return Block(address, segment, home, rank=self.next_rank())
 
     def _release_pool(self, private: int, small: bool) -> None:
-        """Free whole segments in key order, then unmap what expandable blocks cover whole (`release_blocks`)."""
+        """Free whole segments in key order, then unmap the whole pages of expandable ones (`release_blocks`)."""
         pool = self._pools.get((private, small))
         if pool is None:
             return
@@ -211,7 +221,8 @@ class Allocator:
         self.log.append((self.num_mallocs, SEGMENT_FREE, block.address, block.size))
 
     def _release_oversize(self, home: FreeList, size: int) -> bool:
-        """Free one block as large as the request, else several from the largest (`release_available_cached_blocks`)."""
+        """Free one block as large as the request, else several from the largest
+        (`release_available_cached_blocks`)."""
         limit = home.max_split
         if limit == NO_LIMIT:
             return False
@@ -230,7 +241,8 @@ class Allocator:
         return released >= wanted
 
     def _collect_garbage(self) -> None:
-        """Free the large segments unused for longest until under the threshold (`garbage_collect_cached_blocks`)."""
+        """Free the large segments unused for longest until under the threshold
+        (`garbage_collect_cached_blocks`)."""
         assert self._allowed is not None
         threshold = int(self.settings.garbage_collection_threshold * self._allowed)
         pool = self._pools.get((0, False))

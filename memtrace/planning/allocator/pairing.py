@@ -1,7 +1,8 @@
 """Which entry ends what another began: blocks and segments followed by their addresses.
 
-An address is taken, given back, taken again; an address whose first entry gives it back was taken before the history,
-one whose last entry takes it is still held. Everything is a sort by address, so millions of entries take no loop.
+An address is taken, given back, taken again; an address whose first entry gives it back was taken before the
+history, one whose last entry takes it is still held. Everything is a sort by address, so millions of entries
+take no loop.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class Pairing:
     """What becomes of each entry of a sequence of takings and givings-back."""
 
     partner: Int64s
-    """For a giving-back the entry that took; for a taking the entry that gave back; -1: none in the history."""
+    """For a giving-back the entry that took; for a taking the one that gave back; -1: none."""
     held_before: Int64s
     """Entries that give back what was taken before the history."""
     held_after: Int64s

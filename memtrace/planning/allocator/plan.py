@@ -1,4 +1,4 @@
-"""The whole answer for a trace: how exactly each device's history replays, and what other settings would do."""
+"""The whole answer for a trace: how exactly each device replays, and what other settings would do."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from memtrace.trace import Trace
 
 NOT_INCLUDED: Final = (
-    "an estimate from the requests alone, all on one stream: not included are the workspaces of cuBLAS (8.1 MiB a "
-    "stream, 32 MiB on Hopper) and cuDNN, the CUDA context and other libraries' memory"
+    "an estimate from the requests alone, all on one stream: not included are the workspaces of cuBLAS "
+    "(8.1 MiB a stream, 32 MiB on Hopper) and cuDNN, the CUDA context and other libraries' memory"
 )
 MIN_SAVING: Final = 0.01
 """Share of the peak that a setting must save, beyond its error bar, to be worth naming."""
@@ -53,7 +53,8 @@ class DevicePlan:
 
     @property
     def best(self) -> Prediction | None:
-        """The setting to try: of those that fit the one with the lowest peak, if it saves more than its error bar.
+        """The setting to try: of those that fit the one with the lowest peak, if it saves more than its error
+        bar.
 
         Where the recorded settings do not fit, any that does is better.
         """
@@ -62,7 +63,11 @@ class DevicePlan:
         if baseline is None or not fitting:
             return None
         best = min(fitting, key=lambda one: one.peak_reserved_bytes + one.spread_bytes)
-        saved = baseline.peak_reserved_bytes - best.peak_reserved_bytes - max(best.spread_bytes, baseline.spread_bytes)
+        saved = (
+            baseline.peak_reserved_bytes
+            - best.peak_reserved_bytes
+            - max(best.spread_bytes, baseline.spread_bytes)
+        )
         rescues = baseline.fits is False and best.fits is True
         return best if rescues or saved > MIN_SAVING * baseline.peak_reserved_bytes else None
 
@@ -76,17 +81,25 @@ class DevicePlan:
             "capacity": _capacity_dict(self),
             "failed_requests_bytes": list(self.failed_requests),
             "settings": [_prediction_dict(one, baseline) for one in self.predictions],
-            "best": None if best is None else {"setting": best.settings.name, "ready_line": best.settings.ready_line},
+            "best": None
+            if best is None
+            else {"setting": best.settings.name, "ready_line": best.settings.ready_line},
             "notes": list(self.notes),
         }
 
 
-def plan_allocator(trace: Trace, settings: Sequence[Settings] | None = None, *, capacity: int | None = None,
-                   progress: Callable[[], None] = lambda: None) -> list[DevicePlan]:  # fmt: skip
-    """Replay every device of a one-rank trace and predict `settings` (None: a sweep; the recorded ones are added).
+def plan_allocator(
+    trace: Trace,
+    settings: Sequence[Settings] | None = None,
+    *,
+    capacity: int | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> list[DevicePlan]:
+    """Replay every device of a one-rank trace and predict `settings` (None: a sweep; the recorded ones are
+    added).
 
-    `capacity`: bytes the device gives; None: what the history tells. SettingError where a setting needs a capacity and
-    none is known. `progress` is called after each prediction.
+    `capacity`: bytes the device gives; None: what the history tells. SettingError where a setting needs a
+    capacity and none is known. `progress` is called after each prediction.
     """
     plans = []
     for device in devices_to_plan(trace):
@@ -95,15 +108,26 @@ def plan_allocator(trace: Trace, settings: Sequence[Settings] | None = None, *, 
     return plans
 
 
-def plan_device(source: History | Requests, settings: Sequence[Settings] | None = None, *, capacity: int | None = None,
-                progress: Callable[[], None] = lambda: None) -> DevicePlan:  # fmt: skip
+def plan_device(
+    source: History | Requests,
+    settings: Sequence[Settings] | None = None,
+    *,
+    capacity: int | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> DevicePlan:
     """The answer for one device; see `plan_allocator`."""
     if isinstance(source, Requests):
         case = Case(source.program, Settings(), capacity=capacity)
         return DevicePlan(
-            device=source.device, replay=None, num_older_blocks=source.program.num_older, capacity=capacity,
-            bracket=None, failed_requests=(), predictions=_predictions(case, settings, progress), notes=(NOT_INCLUDED,),
-        )  # fmt: skip
+            device=source.device,
+            replay=None,
+            num_older_blocks=source.program.num_older,
+            capacity=capacity,
+            bracket=None,
+            failed_requests=(),
+            predictions=_predictions(case, settings, progress),
+            notes=(NOT_INCLUDED,),
+        )
     prepared, result = reproduce(source)
     case = case_of(prepared, capacity)
     failed = source.size[source.kind == OOM]
@@ -128,22 +152,25 @@ def case_of(prepared: Prepared, capacity: int | None = None) -> Case:
 def settings_table(plans: Sequence[DevicePlan]) -> pd.DataFrame:
     """One row a device and setting.
 
-    Columns: device, setting, peak_reserved_bytes, change_bytes (against the recorded settings laid out afresh),
-    spread_bytes, unallocated_at_peak_bytes, peak_allocated_bytes, num_segments, num_device_allocs, num_retries,
-    num_ooms, fits, fits_at_low, fits_at_high, is_recorded, ready_line. NA: not known.
+    Columns: device, setting, peak_reserved_bytes, change_bytes (against the recorded settings laid out
+    afresh), spread_bytes, unallocated_at_peak_bytes, peak_allocated_bytes, num_segments, num_device_allocs,
+    num_retries, num_ooms, fits, fits_at_low, fits_at_high, is_recorded, ready_line. NA: not known.
     """
     import pandas as pd
 
     rows = [
-        {"device": plan.device, **_prediction_dict(one, plan.baseline)} for plan in plans for one in plan.predictions
+        {"device": plan.device, **_prediction_dict(one, plan.baseline)}
+        for plan in plans
+        for one in plan.predictions
     ]
     table = pd.DataFrame(rows)
     flags = [name for name in ("fits", "fits_at_low", "fits_at_high") if name in table]
     return table.astype(dict.fromkeys(flags, "boolean"))
 
 
-def _predictions(case: Case, settings: Sequence[Settings] | None,
-                 progress: Callable[[], None]) -> tuple[Prediction, ...]:  # fmt: skip
+def _predictions(
+    case: Case, settings: Sequence[Settings] | None, progress: Callable[[], None]
+) -> tuple[Prediction, ...]:
     if settings is None:
         return tuple(predict(case, sweep_settings(case), progress))
     first = sweep_settings(case)[0]

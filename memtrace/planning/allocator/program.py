@@ -77,8 +77,13 @@ def run(program: Program, allocator: Allocator, older: Iterable[Block] | None = 
     return np.array(addresses, np.int64)
 
 
-def _rare(allocator: Allocator, operation: int, number: int, blocks: list[Block | None],
-          columns: tuple[list[int], list[int], list[int]]) -> None:  # fmt: skip
+def _rare(
+    allocator: Allocator,
+    operation: int,
+    number: int,
+    blocks: list[Block | None],
+    columns: tuple[list[int], list[int], list[int]],
+) -> None:
     if operation == DEFER:
         block = blocks[number]
         if block is not None:

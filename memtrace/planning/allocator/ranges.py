@@ -30,7 +30,8 @@ NEAR_BYTES: Final = 1 << 30  # virtual ranges lie further apart: each is longer 
 def expandable_at_start(history: History, rules: Rules) -> tuple[Segments, dict[Key, int], int]:
     """The stretches mapped before the first entry, the lowest address seen of each range, and contradictions.
 
-    The last counts the entries that exclude what was mapped at the end. The pools of `history` must be resolved.
+    The last counts the entries that exclude what was mapped at the end. The pools of `history` must be
+    resolved.
     """
     pages: dict[Key, set[int]] = {}
     lowest: dict[Key, int] = {}
@@ -80,7 +81,8 @@ class _Evidence:
     """Stream and pool, as one number."""
 
     def is_small(self, address: int, owner: int) -> bool | None:
-        """What the request nearest to an address says of the pages there; None: there is none in the same range."""
+        """What the request nearest to an address says of the pages there; None: there is none in the same
+        range."""
         rows = np.flatnonzero((self.owner == owner) & (np.abs(self.address - address) < NEAR_BYTES))
         if not len(rows):
             return None

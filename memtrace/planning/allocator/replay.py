@@ -1,7 +1,8 @@
 """Does the model reproduce a history? Every answer about other settings rests on this check.
 
-The model is told what was asked for and on which stream; the recorded addresses only say where new segments lie and
-which block a free is about. Anything less than exact equality is a fault: of the file, or of the model.
+The model is told what was asked for and on which stream; the recorded addresses only say where new segments
+lie and which block a free is about. Anything less than exact equality is a fault: of the file, or of the
+model.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from typing import Final
 import numpy as np
 
 from memtrace.planning.allocator.blocks import Block
-from memtrace.planning.allocator.capacity import Bracket, Releases, bracket, failed_requests, refused_requests, releases
+from memtrace.planning.allocator.capacity import (
+    Bracket,
+    Releases,
+    bracket,
+    failed_requests,
+    refused_requests,
+    releases,
+)
 from memtrace.planning.allocator.checks import broken_laws
 from memtrace.planning.allocator.compile import compile_history
 from memtrace.planning.allocator.devices import INVENTED_FROM, RecordedDevice, Taken
@@ -87,7 +95,9 @@ def prepare(history: History, rules: Rules = TORCH) -> Prepared:
     return Prepared(history, start, runs, ends, program, rules, is_cued=not ends.is_consistent)
 
 
-def fresh_allocator(prepared: Prepared, capacity: int | None = None, make_list: ListMaker | None = None) -> Allocator:
+def fresh_allocator(
+    prepared: Prepared, capacity: int | None = None, make_list: ListMaker | None = None
+) -> Allocator:
     """An empty allocator whose device answers as the recorded one; the start state goes in with `lay_out`.
 
     `capacity`: bytes the device gives; None: the least the history allows.
@@ -99,7 +109,9 @@ def fresh_allocator(prepared: Prepared, capacity: int | None = None, make_list: 
     elif capacity is None and ends.high is not None:
         capacity = ends.low
     device = RecordedDevice(_taken(history), capacity, refuses, history.device_bytes)
-    return Allocator(replace(history.settings, memory_fraction=None), device, prepared.rules, make_list=make_list)
+    return Allocator(
+        replace(history.settings, memory_fraction=None), device, prepared.rules, make_list=make_list
+    )
 
 
 def replay(prepared: Prepared, capacity: int | None = None) -> tuple[Replay, Allocator | None]:
@@ -139,8 +151,9 @@ def recorded_log(prepared: Prepared) -> list[tuple[int, int, int, int]]:
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def _compare(prepared: Prepared, allocator: Allocator, addresses: Int64s,
-             recorded: list[tuple[int, int, int, int]]) -> Replay:  # fmt: skip
+def _compare(
+    prepared: Prepared, allocator: Allocator, addresses: Int64s, recorded: list[tuple[int, int, int, int]]
+) -> Replay:
     history, program = prepared.history, prepared.program
     allocs = np.flatnonzero(history.kind == ALLOC)
     got = addresses[program.num_older : program.num_older + len(allocs)]
@@ -173,7 +186,10 @@ def _numbered(log: list[tuple[int, int, int, int]]) -> set[tuple[int, int, int, 
 
 
 def _final_match(history: History, allocator: Allocator) -> bool:
-    held = [(s[0].address, sum(b.size for b in s), s[0].home.stream, s[0].home.pool.small) for s in allocator.segments()]
+    held = [
+        (s[0].address, sum(b.size for b in s), s[0].home.stream, s[0].home.pool.small)
+        for s in allocator.segments()
+    ]
     final = history.segments
     columns = (final.address, final.size, final.stream, final.small)
     recorded = zip(*(column.tolist() for column in columns), strict=True)
@@ -186,8 +202,14 @@ def _true(block: Block) -> tuple[int, int, int]:
     return block.address, block.size, block.requested
 
 
-def _reason(result: Replay, history: History, allocs: Int64s, exact: np.ndarray[tuple[int], np.dtype[np.bool_]],
-            got: Int64s, start: StartState) -> str | None:  # fmt: skip
+def _reason(
+    result: Replay,
+    history: History,
+    allocs: Int64s,
+    exact: np.ndarray[tuple[int], np.dtype[np.bool_]],
+    got: Int64s,
+    start: StartState,
+) -> str | None:
     if result.allocations_exact < result.allocations:
         first = int(np.argmin(exact))
         row = int(allocs[first])
@@ -195,22 +217,25 @@ def _reason(result: Replay, history: History, allocs: Int64s, exact: np.ndarray[
         told = f"; moreover {', '.join(laws)}" if laws else ""
         told += f"; {start.num_contradictions} entries contradict the end" if start.num_contradictions else ""
         return (
-            f"the allocator's rules put {result.allocations_exact} of {result.allocations} allocations at their "
-            f"recorded address; the first that differs is entry {row} ({history.size[row]} bytes, recorded at "
-            f"{history.address[row]:#x}, expected at {_place(int(got[first]))}){told}"
+            f"the allocator's rules put {result.allocations_exact} of {result.allocations} allocations at "
+            f"their recorded address; the first that differs is entry {row} ({history.size[row]} bytes, "
+            f"recorded at {history.address[row]:#x}, expected at {_place(int(got[first]))}){told}"
         )
     if result.segment_events_exact < result.segment_events or result.segment_events_extra:
         return (
-            f"{result.segment_events_exact} of {result.segment_events} segment events follow from the requests, "
-            f"and {result.segment_events_extra} that should have happened are not in the history"
+            f"{result.segment_events_exact} of {result.segment_events} segment events follow from the "
+            f"requests, and {result.segment_events_extra} that should have happened are not in the history"
         )
     if result.peak_reserved_bytes != result.recorded_peak_reserved_bytes:
-        return f"the peak is {result.recorded_peak_reserved_bytes} bytes, expected {result.peak_reserved_bytes}"
+        return (
+            f"the peak is {result.recorded_peak_reserved_bytes} bytes, expected {result.peak_reserved_bytes}"
+        )
     return None
 
 
 def _place(address: int) -> str:
-    """An address as text; one that the device of a replay made up is of a segment the history knows nothing of."""
+    """An address as text; one that the device of a replay made up is of a segment the history knows nothing
+    of."""
     return "none" if address < 0 else hex(address) if address < INVENTED_FROM else "a new segment"
 
 
@@ -225,7 +250,7 @@ def _refusal(prepared: Prepared) -> Replay:
         peak_reserved_bytes=0,
         recorded_peak_reserved_bytes=history.peak_reserved,
         final_blocks_match=False,
-        reason=f"its segments and entries exclude each other: {prepared.start.num_misplaced} blocks lie outside every "
-        "segment or over another block, so no allocator can have been in this state",
+        reason=f"its segments and entries exclude each other: {prepared.start.num_misplaced} blocks lie "
+        "outside every segment or over another block, so no allocator can have been in this state",
         rules=prepared.rules,
     )

@@ -14,7 +14,8 @@ from memtrace.planning.allocator.rules import TORCH, TORCH_2_13, Rules
 def reproduce(history: History) -> tuple[Prepared, Replay]:
     """Take a history apart and replay it by the rules of the torch that recorded it.
 
-    Those are the first of `candidate_rules` that replay it exactly; where none does, the attempt that came closest.
+    Those are the first of `candidate_rules` that replay it exactly; where none does, the attempt that came
+    closest.
     """
     closest: tuple[Prepared, Replay] | None = None
     for rules in candidate_rules(history):
@@ -37,8 +38,8 @@ def _attempts(history: History, rules: Rules) -> Iterator[Prepared]:
     if rules.tie == "creation":
         prepared = replace(prepared, start=replace(prepared.start, created=creation_order(prepared)))
         yield prepared
-    # Without stacks an empty_cache right before a request for a segment passes for a refusal, and makes the device
-    # look smaller than it is.
+    # Without stacks an empty_cache right before a request for a segment passes for a refusal, and makes the
+    # device look smaller than it is.
     if (history.by_program[prepared.runs.first] == -1).any() and not prepared.is_cued:
         yield replace(prepared, is_cued=True)
 

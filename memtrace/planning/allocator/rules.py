@@ -1,9 +1,9 @@
 """The fixed rules of CUDA's caching allocator: its numbers and its choices.
 
-Source of each: `c10/cuda/CUDACachingAllocator.cpp` of torch 2 (constants `kMinBlockSize`, `kSmallSize`, `kSmallBuffer`,
-`kMinLargeAlloc`, `kRoundLarge`; functions `round_size`, `get_allocation_size`, `should_split`, `get_free_block`,
-`try_merge_blocks`, `release_cached_blocks`), the same in torch 2.0 to 2.13. They are fields so that a test can break one
-and see that real histories no longer replay.
+Source of each: `c10/cuda/CUDACachingAllocator.cpp` of torch 2 (constants `kMinBlockSize`, `kSmallSize`,
+`kSmallBuffer`, `kMinLargeAlloc`, `kRoundLarge`; functions `round_size`, `get_allocation_size`,
+`should_split`, `get_free_block`, `try_merge_blocks`, `release_cached_blocks`), the same in torch 2.0 to 2.13.
+They are fields so that a test can break one and see that real histories no longer replay.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class Rules:
     fit: Literal["best", "first"] = "best"
     """The smallest block that is large enough is taken, not the first by address (`get_free_block`)."""
     tie: Literal["address", "creation", "highest"] = "address"
-    """Among blocks of one size the lowest address (`BlockComparatorSize`, to torch 2.11) or the segment taken first,
-    then the lowest address (`BlockComparatorSizeCounterAddress`, torch 2.13); the highest address never."""
+    """Among blocks of one size the lowest address (`BlockComparatorSize`, to torch 2.11) or the segment taken
+    first, then the lowest address (`BlockComparatorSizeCounterAddress`, torch 2.13); the highest address
+    never."""
     separate_streams: bool = True
     """A block stays with the stream it was allocated for (`BlockComparatorSize`)."""
     release_large_first: bool = True
@@ -63,7 +64,7 @@ TORCH_2_13 = Rules(tie="creation")
 
 
 def round_size(requested: int, divisions: tuple[int, ...], rules: Rules) -> int:
-    """Bytes a request counts as; `divisions` as in `Settings` (`round_size`, `roundup_power2_next_division`)."""
+    """Bytes a request counts as (`round_size`, `roundup_power2_next_division`); `Settings` has divisions."""
     unit = rules.round_bytes
     if divisions and requested >= unit:
         count = divisions[min(max(0, requested.bit_length() - 21), len(divisions) - 1)]

@@ -1,8 +1,8 @@
 """The settings of CUDA's caching allocator, as `PYTORCH_CUDA_ALLOC_CONF` writes them.
 
-Source: the option tables of torch 2.13 (`c10/core/AllocatorConfig.h`, `c10/cuda/CUDAAllocatorConfig.h`) and what its
-parser accepts and refuses, tried one by one. `PYTORCH_CUDA_ALLOC_CONF` is read by every torch 2; torch 2.9 and later
-read `PYTORCH_ALLOC_CONF` too, and torch 2.13 lets the older name win where both are set.
+Source: the option tables of torch 2.13 (`c10/core/AllocatorConfig.h`, `c10/cuda/CUDAAllocatorConfig.h`) and
+what its parser accepts and refuses, tried one by one. `PYTORCH_CUDA_ALLOC_CONF` is read by every torch 2;
+torch 2.9 and later read `PYTORCH_ALLOC_CONF` too, and torch 2.13 lets the older name win where both are set.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class Settings:
 
     @classmethod
     def parse(cls, text: str) -> Settings:
-        """Read `key:value,key:value`; `default` or nothing are the defaults. SettingError where torch would refuse."""
+        """Read `key:value,key:value`; `default` or nothing are the defaults. SettingError where torch would
+        refuse."""
         if text.strip() in ("", "default"):
             return cls()
         values: dict[str, Any] = {}
@@ -95,7 +96,9 @@ class Settings:
                 values[field] = read(key, value)
             elif key == "backend":
                 if value != "native":
-                    raise SettingError(f"backend:{value} is another allocator; only the native one is modelled")
+                    raise SettingError(
+                        f"backend:{value} is another allocator; only the native one is modelled"
+                    )
             elif key not in _NO_EFFECT and not key.startswith("pinned_"):
                 raise SettingError(f"unknown allocator setting {key!r}; known: {', '.join(_READERS)}")
         settings = cls(**values)
@@ -112,11 +115,14 @@ class Settings:
             raise SettingError(f"max_split_size_mb:{split // MIB} is too small: it must be at least {least}")
         rounding = self.max_non_split_rounding_bytes
         if rounding is not None and rounding < large:
-            raise SettingError(f"max_non_split_rounding_mb:{rounding // MIB} is too small: at least {large // MIB}")
+            raise SettingError(
+                f"max_non_split_rounding_mb:{rounding // MIB} is too small: at least {large // MIB}"
+            )
 
     @classmethod
     def from_snapshot(cls, recorded: Mapping[str, Any] | None) -> Settings:
-        """The settings a snapshot's `allocator_settings` tells; the defaults where it tells none (before torch 2.3)."""
+        """The settings a snapshot's `allocator_settings` tells; the defaults where it tells none (before
+        torch 2.3)."""
         if not recorded:
             return cls()
         for key in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "last_allocator_settings"):
@@ -183,7 +189,7 @@ def _read_divisions(key: str, value: str) -> tuple[int, ...]:
 
 
 def _read_division_list(key: str, value: str) -> list[int]:
-    """`[64:8,256:4,>:1]`: the first entry holds for smaller sizes too, `>` for all above the last one named."""
+    """`[64:8,256:4,>:1]`: the first entry holds for smaller sizes too, `>` for all above the last."""
     divisions = [0] * NUM_ROUNDUP_INTERVALS
     last = 0
     for number, item in enumerate(part for part in value.strip("[]").split(",") if part):

@@ -33,8 +33,19 @@ if TYPE_CHECKING:
 BASELINE: Final = EVENT_KINDS.index("baseline")
 _SEGMENT_KINDS: Final = (SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP)
 _HISTORY_KINDS: Final = (ALLOC, FREE, FREE_REQUESTED, OOM, *_SEGMENT_KINDS)
-_EVENT_COLUMNS: Final = ("time_ns", "kind", "device", "block", "size", "allocated_size", "address", "op", "stream",
-                         "pool", "device_free")  # fmt: skip
+_EVENT_COLUMNS: Final = (
+    "time_ns",
+    "kind",
+    "device",
+    "block",
+    "size",
+    "allocated_size",
+    "address",
+    "op",
+    "stream",
+    "pool",
+    "device_free",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +124,8 @@ def _live_at_end(events: dict[str, Any]) -> Blocks:
 
 
 def _released_by_program(trace: Trace, kind: Int8s, op: Int64s) -> Int8s:
-    """For entries that give a segment back: 1 where `empty_cache` is on the stack, 0 where it is not, -1 without one."""
+    """For entries that give a segment back: 1 where `empty_cache` is on the stack, 0 where it is not, -1
+    without one."""
     told = np.full(len(kind), -1, np.int8)
     rows = np.flatnonzero(((kind == SEGMENT_FREE) | (kind == SEGMENT_UNMAP)) & (op >= 0))
     if not len(rows):
@@ -126,7 +138,9 @@ def _released_by_program(trace: Trace, kind: Int8s, op: Int64s) -> Int8s:
     for identity in np.unique(stack[stack >= 0]).tolist():
         names = [frame.function for frame in trace.frames(identity)]
         if names:
-            told[rows[stack == identity]] = any(name == "empty_cache" or "emptyCache" in name for name in names)
+            told[rows[stack == identity]] = any(
+                name == "empty_cache" or "emptyCache" in name for name in names
+            )
     return told
 
 

@@ -1,9 +1,9 @@
 """The state of the allocator before the first entry, found by walking back from the state at the end.
 
-Undoing an allocation drops a live block, undoing a free brings it back, undoing a segment's entries takes it away or
-back. What cannot be read off is how much longer than its request a block was that is older than the history and freed
-in it: the gap behind it tells where it is at most 1 MiB (free blocks of the large pool are always longer), else the
-first block put behind it during its life, else it is taken to be none.
+Undoing an allocation drops a live block, undoing a free brings it back, undoing a segment's entries takes it
+away or back. What cannot be read off is how much longer than its request a block was that is older than the
+history and freed in it: the gap behind it tells where it is at most 1 MiB (free blocks of the large pool are
+always longer), else the first block put behind it during its life, else it is taken to be none.
 """
 
 from __future__ import annotations
@@ -75,7 +75,16 @@ def rebuild(history: History, rules: Rules) -> StartState:
     total = pairing.num_conflicts + missing + revived + contradictions + broken
     by_address = np.argsort(segments.address, kind="stable")
     state = StartState(
-        segments, address[order], size[order], requested[order], freed_by[order], pairing, by_address, bases, total, 0
+        segments,
+        address[order],
+        size[order],
+        requested[order],
+        freed_by[order],
+        pairing,
+        by_address,
+        bases,
+        total,
+        0,
     )
     size, misplaced = _true_sizes(history, state, rules)
     return replace(state, size=size, num_misplaced=misplaced)
@@ -134,7 +143,8 @@ def _true_sizes(history: History, state: StartState, rules: Rules) -> tuple[Int6
 
 
 def _slack_seen(history: History, end: int, freed_by: int) -> int:
-    """Distance from the end of a block to the first one put within 1 MiB behind it while it lives; 0: none was."""
+    """Distance from the end of a block to the first one put within 1 MiB behind it while it lives; 0: none
+    was."""
     address = history.address[:freed_by]
     behind = (history.kind[:freed_by] == ALLOC) & (address >= end) & (address <= end + MAX_SLACK_BYTES)
     first = np.flatnonzero(behind)

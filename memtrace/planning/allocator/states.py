@@ -1,4 +1,5 @@
-"""Tables behind the figures: segments over time, the blocks and holes at the peak, reserved bytes under a setting."""
+"""Tables behind the figures: segments over time, the blocks and holes at the peak, reserved bytes under a
+setting."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from memtrace.planning.allocator.devices import InventedDevice
-from memtrace.planning.allocator.history import SEGMENT_ALLOC, SEGMENT_FREE, Int64s
+from memtrace.planning.allocator.history import (
+    SEGMENT_ALLOC,
+    SEGMENT_FREE,
+    SEGMENT_MAP,
+    SEGMENT_UNMAP,
+    Int64s,
+)
 from memtrace.planning.allocator.layout import lay_out
 from memtrace.planning.allocator.model import Allocator
 from memtrace.planning.allocator.pairing import pair
@@ -24,8 +31,8 @@ if TYPE_CHECKING:
 def segment_lifetimes(prepared: Prepared) -> pd.DataFrame:
     """One row a segment the history knows; an expandable one is a stretch mapped at the start.
 
-    Columns: address, size_bytes, stream, small, expandable, from_ns (NA: older than the history), to_ns (NA: held at
-    the end). Source: segment_alloc and segment_free entries, and the segments at the start.
+    Columns: address, size_bytes, stream, small, expandable, from_ns (NA: older than the history), to_ns (NA:
+    held at the end). Source: segment_alloc and segment_free entries, and the segments at the start.
     """
     import pandas as pd
 
@@ -33,7 +40,9 @@ def segment_lifetimes(prepared: Prepared) -> pd.DataFrame:
     rows = np.flatnonzero((history.kind == SEGMENT_ALLOC) | (history.kind == SEGMENT_FREE))
     found = pair(history.address[rows], history.kind[rows] == SEGMENT_ALLOC)
     born = np.flatnonzero(history.kind[rows] == SEGMENT_ALLOC)
-    ends = np.concatenate([_first_free(older.address, history.address[rows], found.held_before), found.partner[born]])
+    ends = np.concatenate(
+        [_first_free(older.address, history.address[rows], found.held_before), found.partner[born]]
+    )
     times = history.time_ns[rows]
     table = pd.DataFrame(
         {
@@ -65,8 +74,8 @@ def _first_free(address: Int64s, freed: Int64s, held_before: Int64s) -> Int64s:
 def state_at_peak(prepared: Prepared) -> pd.DataFrame:
     """The blocks and holes of every segment when the most was reserved, by the replay. Bytes.
 
-    Columns: segment (numbered by address), segment_address, address, size_bytes, requested_bytes (NA: a hole), live,
-    stream, pool, small.
+    Columns: segment (numbered by address), segment_address, address, size_bytes, requested_bytes (NA: a
+    hole), live, stream, pool, small.
     """
     whole = fresh_allocator(prepared)
     run(prepared.program, whole, lay_out(whole, prepared.start))
@@ -80,17 +89,36 @@ def state_table(allocator: Allocator) -> pd.DataFrame:
     import pandas as pd
 
     rows = [
-        (number, blocks[0].address, block.address, block.size, block.requested if block.live else None, block.live,
-         block.home.stream, block.home.pool.private, block.home.pool.small)
+        (
+            number,
+            blocks[0].address,
+            block.address,
+            block.size,
+            block.requested if block.live else None,
+            block.live,
+            block.home.stream,
+            block.home.pool.private,
+            block.home.pool.small,
+        )
         for number, blocks in enumerate(allocator.segments())
         for block in blocks
-    ]  # fmt: skip
-    names = ["segment", "segment_address", "address", "size_bytes", "requested_bytes", "live", "stream", "pool", "small"]
+    ]
+    names = [
+        "segment",
+        "segment_address",
+        "address",
+        "size_bytes",
+        "requested_bytes",
+        "live",
+        "stream",
+        "pool",
+        "small",
+    ]
     return pd.DataFrame(rows, columns=names).astype({"requested_bytes": "Int64"})
 
 
 def reserved_over_time(case: Case, settings: Settings, time_ns: Int64s) -> pd.DataFrame:
-    """Bytes reserved under a setting, one row a change, without a limit on the device.
+    """Bytes reserved under a setting, one row a change and one at the end, without a limit on the device.
 
     `time_ns` are the times of the rows that the program's `entry` names. Columns: time_ns, reserved_bytes.
     """
@@ -99,17 +127,16 @@ def reserved_over_time(case: Case, settings: Settings, time_ns: Int64s) -> pd.Da
     allocator = Allocator(settings, InventedDevice(total=case.device_bytes), case.rules)
     run(case.program, allocator)
     moments = time_ns[case.program.malloc_entries] if len(time_ns) else time_ns
-    first = int(time_ns.min(initial=0))
+    first, last = (int(time_ns[0]), int(time_ns[-1])) if len(time_ns) else (0, 0)
     count = np.array([position for position, *_ in allocator.log], np.int64) - case.program.num_older
     change = np.array([_change(kind, size) for _, kind, _, size in allocator.log], np.int64)
     times = np.where(count > 0, np.append(moments, first)[np.maximum(count, 1) - 1], first)
-    table = pd.DataFrame({"time_ns": times, "reserved_bytes": np.cumsum(change)})
+    reserved = np.append(np.cumsum(change), allocator.reserved)
+    table = pd.DataFrame({"time_ns": np.append(times, last), "reserved_bytes": reserved})
     return table.groupby("time_ns", sort=True, as_index=False).last()
 
 
 def _change(kind: int, size: int) -> int:
-    from memtrace.planning.allocator.history import SEGMENT_MAP, SEGMENT_UNMAP
-
     if kind in (SEGMENT_ALLOC, SEGMENT_MAP):
         return size
     return -size if kind in (SEGMENT_FREE, SEGMENT_UNMAP) else 0

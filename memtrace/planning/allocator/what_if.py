@@ -1,9 +1,9 @@
 """What the allocator would have reserved for the same requests under other settings.
 
-New segments need addresses that no device has given: every setting is run with ascending, descending and shuffled ones,
-and the spread of the three peaks is the error bar. Settings change how blocks lie, so blocks older than the history
-cannot stay where they were: they are requested afresh, and settings are compared with the recorded ones laid out
-afresh too, not with what was recorded.
+New segments need addresses that no device has given: every setting is run with ascending, descending and
+shuffled ones, and the spread of the three peaks is the error bar. Settings change how blocks lie, so blocks
+older than the history cannot stay where they were: they are requested afresh, and settings are compared with
+the recorded ones laid out afresh too, not with what was recorded.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Prediction:
 
     settings: Settings
     peak_reserved_bytes: int
-    """Within the capacity where the run fits, else what it would take; so it fits where this is at most the capacity."""
+    """Within the capacity where the run fits, else what it would take; so it fits where this is at most the
+    capacity."""
     spread_bytes: int
     """Largest less smallest peak over three orders of addresses: the error bar."""
     unallocated_at_peak_bytes: int
@@ -75,7 +76,8 @@ class Prediction:
     num_ooms: int
     """Requests that failed for good."""
     fits: bool | None
-    """Whether every request is served within the capacity; None: no capacity is known, or its bracket decides."""
+    """Whether every request is served within the capacity; None: no capacity is known, or its bracket
+    decides."""
     fits_at: tuple[bool, bool] | None
     """The same at the least and at the largest capacity the history allows; None: it tells none."""
     is_recorded: bool
@@ -94,7 +96,8 @@ class Case:
 
     @property
     def limits(self) -> tuple[int, int] | None:
-        """Least and largest capacity to answer for: the one given, else the history's bracket; None: none is known."""
+        """Least and largest capacity to answer for: the one given, else the history's bracket; None: none is
+        known."""
         if self.capacity is not None:
             return self.capacity, self.capacity
         return None if self.bracket is None else self.bracket.ends
@@ -120,8 +123,9 @@ def sweep_settings(case: Case) -> list[Settings]:
     return [recorded, *(other for other in settings if other != recorded)]
 
 
-def predict(case: Case, settings: Iterable[Settings],
-            progress: Callable[[], None] = lambda: None) -> list[Prediction]:  # fmt: skip
+def predict(
+    case: Case, settings: Iterable[Settings], progress: Callable[[], None] = lambda: None
+) -> list[Prediction]:
     """One prediction for each setting; SettingError where a setting needs a capacity and none is known.
 
     `progress` is called after each.
@@ -157,7 +161,10 @@ def _predict(case: Case, settings: Settings) -> Prediction:
     shown = free[order]
     fits_at = None
     if limits is not None:
-        ends = [{order: _within(case, settings, order, limit, free[order]) for order in ORDERS} for limit in limits]
+        ends = [
+            {order: _within(case, settings, order, limit, free[order]) for order in ORDERS}
+            for limit in limits
+        ]
         fits_at = tuple(all(run.num_ooms == 0 for run in end.values()) for end in ends)
         if fits_at[0]:
             shown = ends[0][order]
