@@ -1,40 +1,22 @@
-"""`memtrace plan`: what would happen if. Each plan is a command of its own module, imported when it is
-called."""
+"""``memtrace plan``: what would happen if. Each plan is a command of its own module, imported when it is called."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any, Final
+from typing import ClassVar
 
 import click
 
-from memtrace.errors import MemtraceError
+from memtrace.cli import LazyGroup
 
-PLANS: Final = {
-    "allocator": "memtrace.cli.plan_allocator",
+PLANS: dict[str, tuple[str, str]] = {
+    "allocator": ("memtrace.cli.plan_allocator", "Would another setting of the CUDA allocator have fitted?"),
 }
-"""Name of each plan and the module whose `command` it is."""
 
 
-class _Plans(click.Group):
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(PLANS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in PLANS:
-            return None
-        command: click.Command = import_module(PLANS[cmd_name]).command
-        return command
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except MemtraceError as error:
-            refusal = click.ClickException(str(error))
-            refusal.exit_code = 2
-            raise refusal from None
+class _Plans(LazyGroup):
+    table: ClassVar[dict[str, tuple[str, str]]] = PLANS
 
 
-@click.group(cls=_Plans, name="plan")
+@click.group("plan", cls=_Plans)
 def command() -> None:
-    """Predict what a change would give: the allocator's settings and more."""
+    """Predict what a change would give, from the tables of a trace."""

@@ -1,14 +1,15 @@
-"""`memtrace plan allocator`: would another setting have saved memory, or avoided an out-of-memory?"""
+"""``memtrace plan allocator``: would another setting have saved memory, or avoided an out-of-memory?"""
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from memtrace.cli.quantities import BYTES, gib, mib
+from rich.markup import escape
+
+from memtrace.cli.output import UNKNOWN, console, plain_table, print_json, size
+from memtrace.cli.quantities import BYTES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,135 +17,130 @@ if TYPE_CHECKING:
     from memtrace.planning.allocator.plan import DevicePlan
     from memtrace.planning.allocator.settings import Settings
     from memtrace.planning.allocator.what_if import Prediction
+    from memtrace.trace import Trace
 
-PIPE_WIDTH = 160
 
-
-@click.command(name="allocator")
-@click.argument("trace", type=click.Path(path_type=Path))
+@click.command("allocator")
+@click.argument("trace", type=click.Path())
 @click.option(
     "--setting",
-    "settings",
+    "texts",
     multiple=True,
     metavar="KEY:VALUE[,...]",
     help="A setting to try, as PYTORCH_CUDA_ALLOC_CONF takes it. Repeat for more.",
 )
-@click.option("--sweep", is_flag=True, help="Try the usual settings (also what happens without --setting).")
+@click.option(
+    "--sweep", is_flag=True, help="Try the usual settings too; without --setting they are tried anyway."
+)
 @click.option(
     "--capacity",
     type=BYTES,
-    metavar="BYTES",
-    help="What the device gives, such as 24GiB. Default: what the trace tells.",
+    help="What the device gives, such as 24GiB. Without it: what the trace tells of it.",
 )
-@click.option("--rank", type=int, help="Which rank of a trace of several.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--rank", type=int, help="One rank of a trace of several; without it the first.")
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
 def command(
-    trace: Path, settings: tuple[str, ...], sweep: bool, capacity: int | None, rank: int | None, as_json: bool
+    trace: str, texts: tuple[str, ...], sweep: bool, capacity: int | None, rank: int | None, as_json: bool
 ) -> None:
-    """Replay the caching allocator and predict other settings.
+    """Replay the CUDA caching allocator over TRACE, and predict what other settings would reserve.
 
-    First checks that the model of the allocator reproduces TRACE exactly; a file it cannot reproduce gets no
-    predictions. A trace without CUDA gets an estimate of what a GPU would reserve.
+    First it checks that its model reproduces the trace exactly; a file it cannot reproduce gets no predictions. A
+    trace without CUDA gets an estimate of what a GPU would reserve for it.
     """
     from memtrace.planning.allocator.settings import Settings
     from memtrace.trace import load
 
-    wanted = [Settings.parse(text) for text in settings]
-    plans = _plans(load(trace), wanted, sweep or not settings, capacity, rank)
+    wanted = [Settings.parse(text) for text in texts]
+    opened = load(trace)
+    one = opened.rank(opened.ranks[0] if rank is None else rank)
+    plans = _plans(one, _to_try(wanted, sweep, capacity), capacity)
     if as_json:
-        click.echo(json.dumps({"devices": [plan.as_dict() for plan in plans]}, indent=2))
-    else:
-        _print(plans)
+        print_json({"devices": [plan.as_dict() for plan in plans]})
+        return
+    for plan in plans:
+        _print_device(plan)
+    if not plans:
+        console().print("No memory events were recorded.")
 
 
-def _plans(
-    trace: object, wanted: list[Settings], sweep: bool, capacity: int | None, rank: int | None
-) -> list[DevicePlan]:
+def _to_try(wanted: list[Settings], sweep: bool, capacity: int | None) -> list[Settings] | None:
+    """The settings to predict; None: the sweep that the trace itself suggests."""
+    from memtrace.planning.allocator.settings import Settings
+    from memtrace.planning.allocator.what_if import GC_SWEEP, SWEEP
+
+    if not wanted:
+        return None
+    usual = SWEEP + (GC_SWEEP if capacity is not None else ()) if sweep else ()
+    return wanted + [other for other in map(Settings.parse, usual) if other not in wanted]
+
+
+def _plans(trace: Trace, settings: list[Settings] | None, capacity: int | None) -> list[DevicePlan]:
     from rich.console import Console
     from rich.progress import Progress
 
     from memtrace.planning.allocator.plan import plan_allocator
-    from memtrace.planning.allocator.settings import Settings
-    from memtrace.planning.allocator.what_if import GC_SWEEP, SWEEP
-    from memtrace.trace import Trace
 
-    assert isinstance(trace, Trace)
-    one = trace if rank is None else trace.rank(rank)
-    settings = None if sweep and not wanted else wanted
-    if sweep and wanted:
-        names = SWEEP + (GC_SWEEP if capacity is not None else ())
-        settings = [*wanted, *(s for s in map(Settings.parse, names) if s not in wanted)]
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("trying settings", total=None)
-        return plan_allocator(one, settings, capacity=capacity, progress=lambda: progress.advance(task))
+        return plan_allocator(trace, settings, capacity=capacity, progress=lambda: progress.advance(task))
 
 
-def _print(plans: list[DevicePlan]) -> None:
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
-    for plan in plans:
-        console.print(f"[bold]{plan.device}[/bold]")
-        for line in (*_replay_lines(plan), *_capacity_lines(plan)):
-            console.print(line, markup=False)
-        for note in plan.notes:
-            console.print(f"note: {note}", markup=False)
-        if plan.predictions:
-            console.print(_table(plan))
-            for line in _advice(plan):
-                console.print(line, markup=False, soft_wrap=True)
-        console.print()
+def _print_device(plan: DevicePlan) -> None:
+    out = console()
+    out.print(plan.device, style="bold")
+    for line in (_replay_line(plan), _capacity_line(plan), *(f"note: {note}" for note in plan.notes)):
+        out.print(escape(line))
+    if plan.predictions:
+        out.print(_table(plan))
+        for line in _advice(plan):
+            out.print(escape(line), soft_wrap=True)
+    out.print()
 
 
-def _replay_lines(plan: DevicePlan) -> list[str]:
+def _replay_line(plan: DevicePlan) -> str:
     replay = plan.replay
     if replay is None:
-        return ["replay: none, the allocator left no history here"]
-    verdict = "exact" if replay.is_exact else "NOT exact"
-    final = "equal" if replay.final_blocks_match else "differ from"
-    return [
-        f"replay {verdict}: {replay.allocations_exact:,} of {replay.allocations:,} allocations at their "
-        f"recorded address, {replay.segment_events_exact:,} of {replay.segment_events:,} segment events "
-        f"foretold, peak {mib(replay.peak_reserved_bytes)} of {mib(replay.recorded_peak_reserved_bytes)} MiB, "
-        f"final blocks {final} the file's"
-    ]
+        return "replay: none, for the allocator left no history here"
+    return (
+        f"replay {'exact' if replay.is_exact else 'NOT exact'}: "
+        f"{replay.allocations_exact:,} of {replay.allocations:,} allocations at their recorded address, "
+        f"{replay.segment_events_exact:,} of {replay.segment_events:,} segment events foretold, "
+        f"peak {size(replay.peak_reserved_bytes)} of {size(replay.recorded_peak_reserved_bytes)}, "
+        f"final blocks {'equal' if replay.final_blocks_match else 'differ from'} the file's"
+    )
 
 
-def _capacity_lines(plan: DevicePlan) -> list[str]:
+def _capacity_line(plan: DevicePlan) -> str:
     if plan.capacity is not None:
-        return [f"capacity: {gib(plan.capacity)}, as given"]
+        return f"capacity: {size(plan.capacity)}, as given"
     ends = None if plan.bracket is None else plan.bracket.ends
     if ends is None:
-        return ["capacity: not told by the trace; give --capacity to see what fits"]
-    return [f"capacity: {gib(ends[0])} to {gib(ends[1])}, by what the device gave and refused"]
+        return "capacity: the trace does not tell it; give --capacity to see what fits"
+    return (
+        f"capacity: between {size(ends[0])} and {size(ends[1])}, by what the device gave and what it refused"
+    )
 
 
 def _table(plan: DevicePlan) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("setting (MiB)", overflow="fold")
-    for name in (
+    table = plain_table(
+        "setting",
         "reserved peak",
         "change",
-        "+-",
+        "+/-",
         "unallocated",
         "segments",
         "device calls",
         "retries",
         "fits",
-    ):
-        table.add_column(name, justify="right")
+    )
     baseline = plan.baseline
     for one in plan.predictions:
-        change = "" if baseline is None or one is baseline else _signed(one, baseline)
         table.add_row(
             one.settings.name + (" (recorded)" if one.is_recorded and plan.replay is not None else ""),
-            mib(one.peak_reserved_bytes),
-            change,
-            mib(one.spread_bytes),
-            mib(one.unallocated_at_peak_bytes),
+            size(one.peak_reserved_bytes),
+            "" if baseline is None or one is baseline else _change(one, baseline),
+            size(one.spread_bytes) if one.spread_bytes else "0",
+            size(one.unallocated_at_peak_bytes),
             f"{one.num_segments:,}",
             f"{one.num_device_allocs:,}",
             f"{one.num_retries:,}",
@@ -153,28 +149,30 @@ def _table(plan: DevicePlan) -> Table:
     return table
 
 
-def _signed(one: Prediction, baseline: Prediction) -> str:
-    change = (one.peak_reserved_bytes - baseline.peak_reserved_bytes) / (1 << 20)
-    return f"{change:+,.0f}" if round(change) else "0"
+def _change(one: Prediction, baseline: Prediction) -> str:
+    change = one.peak_reserved_bytes - baseline.peak_reserved_bytes
+    return ("+" if change > 0 else "") + size(change) if change else "0"
 
 
 def _fits(one: Prediction) -> str:
     if one.fits is not None:
         return "yes" if one.fits else "no"
-    return "?" if one.fits_at is None else "at the largest"
+    return UNKNOWN if one.fits_at is None else "at the larger"
 
 
 def _advice(plan: DevicePlan) -> list[str]:
     lines = []
     if plan.failed_requests:
-        sizes = ", ".join(f"{mib(size)} MiB" for size in plan.failed_requests)
-        rescued = [one.settings.name for one in plan.predictions if one.fits]
-        settings = "; ".join(rescued) if rescued else "none of these settings"
-        lines.append(f"the requests that failed ({sizes}) would have fitted under: {settings}")
-    if plan.best is None:
-        lines.append("no setting tried here gives more than its error bar; keep what you have")
-    elif not str(plan.best.settings):
-        lines.append("best: the defaults; unset PYTORCH_CUDA_ALLOC_CONF")
+        failed = ", ".join(map(size, plan.failed_requests))
+        rescued = "; ".join(one.settings.name for one in plan.predictions if one.fits) or "none of these"
+        lines.append(
+            f"requests that failed when it was recorded ({failed}) would have fitted under: {rescued}"
+        )
+    best = plan.best
+    if best is None:
+        lines.append("no setting tried here gives more than its error bar: keep what you have")
+    elif not str(best.settings):
+        lines.append("to try: the defaults (unset PYTORCH_CUDA_ALLOC_CONF)")
     else:
-        lines.append(f"to try: {plan.best.settings.ready_line}")
+        lines.append(f"to try: {best.settings.ready_line}")
     return lines

@@ -1,4 +1,4 @@
-"""Bytes on the command line: read as people write them, printed in binary units."""
+"""Bytes on the command line, as people write them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, Final
 
 import click
 
-_UNITS: Final = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_BINARY: Final = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BYTES = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[A-Za-z]*)")
 
 
 class ByteSize(click.ParamType[int]):
-    """A number of bytes such as `24GiB`, `24G` (the same), `24GB` (decimal) or `25769803776`."""
+    """A number of bytes such as ``24GiB``, ``24G`` (the same), ``24GB`` (decimal) or ``25769803776``."""
 
     name = "bytes"
 
@@ -22,21 +22,11 @@ class ByteSize(click.ParamType[int]):
         if isinstance(value, int):
             return value
         found = _BYTES.fullmatch(str(value).strip())
-        unit = found["unit"] if found else ""
-        size = _DECIMAL.get(unit, _UNITS.get(unit.removesuffix("iB").upper()))
+        unit = found["unit"].upper() if found else ""
+        size = _DECIMAL.get(unit, _BINARY.get(unit.removesuffix("IB")))
         if found is None or size is None or float(found["number"]) <= 0:
             self.fail(f"{value!r} is no number of bytes: write 24GiB, 24GB or 25769803776", param, ctx)
         return int(float(found["number"]) * size)
 
 
 BYTES: Final = ByteSize()
-
-
-def mib(size: int | None) -> str:
-    """Bytes in MiB with thousands separators; a question mark where they are not known."""
-    return "?" if size is None else f"{size / (1 << 20):,.0f}"
-
-
-def gib(size: int | None) -> str:
-    """Bytes in GiB with two decimals; a question mark where they are not known."""
-    return "?" if size is None else f"{size / (1 << 30):,.2f} GiB"

@@ -201,7 +201,7 @@ class Allocator:
         return Block(address, segment, home, rank=self.next_rank())
 
     def _release_pool(self, private: int, small: bool) -> None:
-        """Free whole segments in key order, then unmap the whole pages of expandable ones (`release_blocks`)."""
+        """Free whole segments in key order, then unmap whole pages of expandable ones (`release_blocks`)."""
         pool = self._pools.get((private, small))
         if pool is None:
             return
