@@ -1,11 +1,10 @@
-"""``memtrace plan``: what would happen if. Each plan is a command of its own module, imported when it is called."""
+"""``memtrace plan``: what would happen if. Each plan is a command of its own, imported when it is called."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 import click
-
 from memtrace.cli import LazyGroup
 
 PLANS: dict[str, tuple[str, str]] = {

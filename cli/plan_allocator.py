@@ -6,10 +6,9 @@ import sys
 from typing import TYPE_CHECKING
 
 import click
-from rich.markup import escape
-
 from memtrace.cli.output import UNKNOWN, console, plain_table, print_json, size
 from memtrace.cli.quantities import BYTES
+from rich.markup import escape
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,8 +43,8 @@ def command(
 ) -> None:
     """Replay the CUDA caching allocator over TRACE, and predict what other settings would reserve.
 
-    First it checks that its model reproduces the trace exactly; a file it cannot reproduce gets no predictions. A
-    trace without CUDA gets an estimate of what a GPU would reserve for it.
+    First it checks that its model reproduces the trace exactly; a file it cannot reproduce gets no
+    predictions. A trace without CUDA gets an estimate of what a GPU would reserve for it.
     """
     from memtrace.planning.allocator.settings import Settings
     from memtrace.trace import load
@@ -105,7 +104,7 @@ def _replay_line(plan: DevicePlan) -> str:
         f"replay {'exact' if replay.is_exact else 'NOT exact'}: "
         f"{replay.allocations_exact:,} of {replay.allocations:,} allocations at their recorded address, "
         f"{replay.segment_events_exact:,} of {replay.segment_events:,} segment events foretold, "
-        f"peak {size(replay.peak_reserved_bytes)} of {size(replay.recorded_peak_reserved_bytes)}, "
+        f"peak {_mib(replay.peak_reserved_bytes)} of {_mib(replay.recorded_peak_reserved_bytes)}, "
         f"final blocks {'equal' if replay.final_blocks_match else 'differ from'} the file's"
     )
 
@@ -129,18 +128,18 @@ def _table(plan: DevicePlan) -> Table:
         "+/-",
         "unallocated",
         "segments",
-        "device calls",
+        "calls",
         "retries",
         "fits",
     )
     baseline = plan.baseline
     for one in plan.predictions:
         table.add_row(
-            one.settings.name + (" (recorded)" if one.is_recorded and plan.replay is not None else ""),
-            size(one.peak_reserved_bytes),
+            one.settings.name.replace(",", ",\n") + (" (recorded)" if one.is_recorded and plan.replay is not None else ""),
+            _mib(one.peak_reserved_bytes),
             "" if baseline is None or one is baseline else _change(one, baseline),
-            size(one.spread_bytes) if one.spread_bytes else "0",
-            size(one.unallocated_at_peak_bytes),
+            _mib(one.spread_bytes),
+            _mib(one.unallocated_at_peak_bytes),
             f"{one.num_segments:,}",
             f"{one.num_device_allocs:,}",
             f"{one.num_retries:,}",
@@ -151,7 +150,12 @@ def _table(plan: DevicePlan) -> Table:
 
 def _change(one: Prediction, baseline: Prediction) -> str:
     change = one.peak_reserved_bytes - baseline.peak_reserved_bytes
-    return ("+" if change > 0 else "") + size(change) if change else "0"
+    return ("+" if change > 0 else "") + _mib(change)
+
+
+def _mib(number: int) -> str:
+    """Bytes in MiB throughout, so that the rows compare."""
+    return f"{number / (1 << 20):,.0f} MiB" if number else "0"
 
 
 def _fits(one: Prediction) -> str:

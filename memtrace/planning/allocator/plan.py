@@ -23,7 +23,7 @@ NOT_INCLUDED: Final = (
     "an estimate from the requests alone, all on one stream: not included are the workspaces of cuBLAS "
     "(8.1 MiB a stream, 32 MiB on Hopper) and cuDNN, the CUDA context and other libraries' memory"
 )
-MIN_SAVING: Final = 0.01
+MIN_SAVING: Final = 0.02
 """Share of the peak that a setting must save, beyond its error bar, to be worth naming."""
 
 

@@ -145,8 +145,12 @@ def _released_by_program(trace: Trace, kind: Int8s, op: Int64s) -> Int8s:
 
 
 def _requests(device: str, events: dict[str, Any]) -> Requests:
-    """Blocks by their numbers: those seen before their birth are older than the recording."""
-    kind, block, size = events["kind"], events["block"], events["size"]
+    """Blocks by their numbers: those seen before their birth are older than the recording.
+
+    Where a file tells only what the allocator counted for a block (a Chrome trace), that is taken as its request.
+    """
+    kind, block = events["kind"], events["block"]
+    size = np.where(events["size"] >= 0, events["size"], events["allocated_size"])
     begun = np.flatnonzero(((kind == ALLOC) | (kind == BASELINE)) & (size > 0))
     born, older = begun[kind[begun] == ALLOC], begun[kind[begun] == BASELINE]
     order = np.concatenate([older, born])
