@@ -128,20 +128,19 @@ def _table(plan: DevicePlan) -> Table:
         "+/-",
         "unallocated",
         "segments",
-        "calls",
         "retries",
         "fits",
     )
     baseline = plan.baseline
     for one in plan.predictions:
         table.add_row(
-            one.settings.name.replace(",", ",\n") + (" (recorded)" if one.is_recorded and plan.replay is not None else ""),
+            one.settings.name.replace(",", ",\n")
+            + (" (recorded)" if one.is_recorded and plan.replay is not None else ""),
             _mib(one.peak_reserved_bytes),
             "" if baseline is None or one is baseline else _change(one, baseline),
             _mib(one.spread_bytes),
             _mib(one.unallocated_at_peak_bytes),
             f"{one.num_segments:,}",
-            f"{one.num_device_allocs:,}",
             f"{one.num_retries:,}",
             _fits(one),
         )

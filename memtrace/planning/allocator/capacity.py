@@ -157,4 +157,5 @@ def refused_requests(history: History, runs: Releases) -> Int64s:
 def failed_requests(history: History) -> Int64s:
     """The requests that failed for good."""
     number = np.cumsum((history.kind == ALLOC) | (history.kind == OOM))
-    return number[history.kind == OOM]
+    failed: Int64s = number[history.kind == OOM]
+    return failed

@@ -108,7 +108,8 @@ def _deferred_rows(history: History) -> Int64s:
     done = (
         (history.kind[after] == FREE) & (history.address[after] == history.address[asked]) & (after > asked)
     )
-    return asked[~done]
+    deferred: Int64s = asked[~done]
+    return deferred
 
 
 def _completions(history: History, deferred: Int64s, number: Int64s) -> Int64s:

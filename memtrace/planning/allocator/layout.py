@@ -74,7 +74,7 @@ def _chain(
         at = start + length
     if at < address + size:
         stretches.append((at, address + size - at, -1))
-    chain = []
+    chain: list[Block] = []
     for start, length, requested in stretches:
         block = Block(start, length, home, base, rank)
         if requested >= 0:

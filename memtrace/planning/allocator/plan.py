@@ -163,9 +163,9 @@ def settings_table(plans: Sequence[DevicePlan]) -> pd.DataFrame:
         for plan in plans
         for one in plan.predictions
     ]
-    table = pd.DataFrame(rows)
-    flags = [name for name in ("fits", "fits_at_low", "fits_at_high") if name in table]
-    return table.astype(dict.fromkeys(flags, "boolean"))
+    flags = dict.fromkeys(("fits", "fits_at_low", "fits_at_high"), "boolean") if rows else {}
+    table: pd.DataFrame = pd.DataFrame(rows).astype(flags)
+    return table
 
 
 def _predictions(

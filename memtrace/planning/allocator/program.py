@@ -45,7 +45,8 @@ class Program:
     @property
     def malloc_entries(self) -> Int64s:
         """Row of the history of the n-th request (ALLOCATE and TRY) at n - 1."""
-        return self.entry[(self.operation == ALLOCATE) | (self.operation == TRY)]
+        entries: Int64s = self.entry[(self.operation == ALLOCATE) | (self.operation == TRY)]
+        return entries
 
 
 def run(program: Program, allocator: Allocator, older: Iterable[Block] | None = None) -> Int64s:

@@ -147,7 +147,7 @@ def _released_by_program(trace: Trace, kind: Int8s, op: Int64s) -> Int8s:
 def _requests(device: str, events: dict[str, Any]) -> Requests:
     """Blocks by their numbers: those seen before their birth are older than the recording.
 
-    Where a file tells only what the allocator counted for a block (a Chrome trace), that is taken as its request.
+    Where a file tells only what the allocator counted for a block (a Chrome trace), that is taken for it.
     """
     kind, block = events["kind"], events["block"]
     size = np.where(events["size"] >= 0, events["size"], events["allocated_size"])
@@ -164,7 +164,7 @@ def _requests(device: str, events: dict[str, Any]) -> Requests:
     program = Program(
         operation=np.where(allocates, ALLOCATE, FREE_BLOCK).astype(np.int8),
         number=number[block[rows]],
-        entry=rows,
+        entry=np.arange(len(rows)),
         requested=size[order].astype(np.int64),
         stream=zeros,
         pool=zeros,

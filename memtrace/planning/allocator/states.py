@@ -44,7 +44,7 @@ def segment_lifetimes(prepared: Prepared) -> pd.DataFrame:
         [_first_free(older.address, history.address[rows], found.held_before), found.partner[born]]
     )
     times = history.time_ns[rows]
-    table = pd.DataFrame(
+    table: pd.DataFrame = pd.DataFrame(
         {
             "address": np.concatenate([older.address, history.address[rows[born]]]),
             "size_bytes": np.concatenate([older.size, history.size[rows[born]]]),
@@ -114,7 +114,8 @@ def state_table(allocator: Allocator) -> pd.DataFrame:
         "pool",
         "small",
     ]
-    return pd.DataFrame(rows, columns=names).astype({"requested_bytes": "Int64"})
+    state: pd.DataFrame = pd.DataFrame(rows, columns=names).astype({"requested_bytes": "Int64"})
+    return state
 
 
 def reserved_over_time(case: Case, settings: Settings, time_ns: Int64s) -> pd.DataFrame:
@@ -133,7 +134,8 @@ def reserved_over_time(case: Case, settings: Settings, time_ns: Int64s) -> pd.Da
     times = np.where(count > 0, np.append(moments, first)[np.maximum(count, 1) - 1], first)
     reserved = np.append(np.cumsum(change), allocator.reserved)
     table = pd.DataFrame({"time_ns": np.append(times, last), "reserved_bytes": reserved})
-    return table.groupby("time_ns", sort=True, as_index=False).last()
+    last_of_each: pd.DataFrame = table.groupby("time_ns", sort=True, as_index=False).last()
+    return last_of_each
 
 
 def _change(kind: int, size: int) -> int:
