@@ -59,6 +59,7 @@ class Allocator:
         self.freeable_pools: set[int] = set()  # private pools whose owner is gone
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._lists: dict[tuple[bool, int, int], FreeList] = {}
+        self._streams = int(rules.separate_streams)
         self._small_limit = rules.small_limit_bytes
         self._divisions = settings.roundup_power2_divisions
         self._make_list = make_list or (FreeList if rules.fit == "best" else FirstFitList)
@@ -68,6 +69,7 @@ class Allocator:
 
     def free_list(self, small: bool, stream: int = 0, pool: int = 0) -> FreeList:
         """The list of one pool and stream, made on first use."""
+        stream *= self._streams
         key = (small, stream, pool)
         found = self._lists.get(key)
         if found is None:
@@ -82,6 +84,7 @@ class Allocator:
         """Serve a request, from the cache or with a new segment; None: out of memory (`malloc`,
         `alloc_found_block`)."""
         self.num_mallocs += 1
+        stream *= self._streams
         size = round_size(requested, self._divisions, self.rules)
         home = self._lists.get((size <= self._small_limit, stream, pool))
         if home is None:
