@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tests.allocator.oracle.machine import Operation
+from allocator.oracle.machine import Operation
 
 MIB = 1 << 20
 EDGES = (1, 511, 512, 513, 1000, 65536, MIB - 512, MIB - 1, MIB, MIB + 1, 2 * MIB, 3 * MIB + 7, 9 * MIB, 10 * MIB - 512,
@@ -29,7 +29,7 @@ SETTINGS = (
 
 
 def training(seed: int, steps: int = 3, layers: int = 4) -> list[Operation]:
-    """A loop in the shape of training: parameters, growing activations, gradients, optimizer state in the first step."""
+    """A loop in the shape of training: parameters, activations, gradients, optimizer state in the first step."""
     rng = random.Random(seed)
     operations: list[Operation] = []
     number = 0

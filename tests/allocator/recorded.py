@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from allocator.oracle.machine import Answer, Operation
 from memtrace.planning.allocator.blocks import Block, FreeList
 from memtrace.planning.allocator.expandable import SEGMENT_MAP, SEGMENT_UNMAP
 from memtrace.planning.allocator.history import (
@@ -22,13 +23,14 @@ from memtrace.planning.allocator.model import Allocator
 from memtrace.planning.allocator.rules import TORCH_2_13
 from memtrace.planning.allocator.settings import Settings
 from memtrace.schema import EVENT_KINDS
-from tests.allocator.oracle.machine import Answer, Operation
 
 COLUMNS = ("kind", "address", "size", "stream", "pool", "by_program", "device_free", "time_ns")
 SEGMENT_KINDS = (SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP)
 
 
-def history_of(operations: list[Operation], answer: Answer, settings: str, capacity: int, *, stacks: bool = True) -> History:
+def history_of(
+    operations: list[Operation], answer: Answer, settings: str, capacity: int, *, stacks: bool = True
+) -> History:
     """The history a snapshot would hold; `stacks`: whether it tells who gave segments back."""
     rows = [
         (EVENT_KINDS.index(kind), -1 if kind == "oom" else address, size, stream, pool,
@@ -124,7 +126,9 @@ class Follower:
         elif name == "free" and rest[0] in self.blocks:
             self._free(self.blocks.pop(rest[0]), entries)
         log = [(EVENT_KINDS[kind], *place) for _, kind, *place in self.model.log[seen:] if kind != OOM]
-        assert log == [(kind, address, size) for kind, address, size, *_ in entries if kind.startswith("segment")], operation
+        assert log == [(kind, address, size) for kind, address, size, *_ in entries if kind.startswith("segment")], (
+            operation
+        )
 
     def _alloc(self, number: int, size: int, stream: int, entries: list[list[Any]]) -> None:
         for kind, address, *_ in entries if self.done else []:
@@ -151,5 +155,3 @@ class Follower:
         assert blocks == [(address, size, state > 0) for address, size, _, state in answer.blocks]
         assert (self.model.reserved, self.model.peak_reserved) == (answer.reserved, answer.peak_reserved)
         assert (self.model.num_retries, self.model.num_ooms) == (answer.retries, answer.ooms)
-
-

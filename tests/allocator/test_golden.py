@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from allocator.oracle.machine import Answer, Operation
+from allocator.recorded import Follower, cut, history_of
 from memtrace.planning.allocator.history import History
 from memtrace.planning.allocator.plan import case_of
 from memtrace.planning.allocator.replay import prepare, replay
@@ -17,8 +19,6 @@ from memtrace.planning.allocator.reproduce import reproduce
 from memtrace.planning.allocator.rules import TORCH_2_13, Rules
 from memtrace.planning.allocator.settings import MIB, Settings
 from memtrace.planning.allocator.what_if import outcome
-from tests.allocator.oracle.machine import Answer, Operation
-from tests.allocator.recorded import Follower, cut, history_of
 
 GOLDEN = Path(__file__).parent / "golden.jsonl.gz"
 

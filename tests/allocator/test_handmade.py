@@ -241,9 +241,7 @@ def test_slack_of_an_older_block_is_read_off_the_gap_or_the_block_behind() -> No
     assert prepare(near).start.size.tolist() == [20 * MIB]
     # 13 MiB of request in a segment of 30: the next block lies half a mebibyte further than the request ends.
     behind = A + 13 * MIB + MIB // 2
-    seen = made(
-        [(ALLOC, behind, 5 * MIB), *freed(A, 13 * MIB)], [(A, 30 * MIB)], [(behind, 5 * MIB, 5 * MIB)]
-    )
+    seen = made([(ALLOC, behind, 5 * MIB), *freed(A, 13 * MIB)], [(A, 30 * MIB)], [(behind, 5 * MIB, 5 * MIB)])
     assert prepare(seen).start.size.tolist() == [13 * MIB + MIB // 2]
     assert replay(prepare(seen))[0].is_exact
     assert not replay(prepare(seen, replace(TORCH, start_slack=False)))[0].is_exact

@@ -12,7 +12,9 @@ from memtrace.planning.allocator.rules import TORCH, TORCH_2_13, Rules
 from memtrace.planning.allocator.settings import MIB, SettingError, Settings
 
 
-def make(text: str = "", *, capacity: int | None = None, rules: Rules = TORCH, no_split: int | None = None) -> Allocator:
+def make(
+    text: str = "", *, capacity: int | None = None, rules: Rules = TORCH, no_split: int | None = None
+) -> Allocator:
     pools = frozenset() if no_split is None else frozenset({no_split})
     return Allocator(Settings.parse(text), InventedDevice(capacity), rules, no_split_pools=pools)
 

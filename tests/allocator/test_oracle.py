@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from allocator.oracle.machine import Machine, build
+from allocator.programs import SETTINGS, anything, training
+from allocator.recorded import Follower, cut, history_of
 from memtrace.planning.allocator.reproduce import reproduce
-from tests.allocator.oracle.machine import Machine, build
-from tests.allocator.programs import SETTINGS, anything, training
-from tests.allocator.recorded import Follower, cut, history_of
 
 CAPACITIES = (300 << 20, 512 << 20, 1 << 30, 80 << 30)
 

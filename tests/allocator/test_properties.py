@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 
+from allocator.programs import EDGES, SETTINGS
 from memtrace.planning.allocator.blocks import Block
 from memtrace.planning.allocator.devices import InventedDevice, Order
 from memtrace.planning.allocator.model import Allocator
 from memtrace.planning.allocator.rules import TORCH, TORCH_2_13
 from memtrace.planning.allocator.settings import MIB, Settings
-from tests.allocator.programs import EDGES, SETTINGS
 
 SIZES = st.one_of(st.sampled_from(EDGES), st.integers(1, 200 * MIB))
 STEPS = st.lists(
@@ -42,7 +44,7 @@ def check(allocator: Allocator, held: list[Block]) -> None:
                 assert block.size > MIB, "the large pool keeps no small leftovers"
     blocks = [block for segment in everything for block in segment]
     spans = sorted((block.address, block.address + block.size) for block in blocks)
-    assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
     live = [block for block in blocks if block.live]
     assert set(live) == allocator.live == set(held)
     assert allocator.reserved == sum(block.size for block in blocks)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from allocator.recorded import COLUMNS, cut
 from memtrace.planning.allocator.history import SEGMENT_ALLOC, SEGMENT_MAP, History
 from memtrace.planning.allocator.layout import lay_out
 from memtrace.planning.allocator.model import Allocator
@@ -20,7 +21,6 @@ from memtrace.planning.allocator.settings import MIB
 from memtrace.planning.allocator.sources import read_device
 from memtrace.planning.allocator.states import state_at_peak
 from memtrace.trace import load
-from tests.allocator.recorded import COLUMNS, cut
 
 DATA = Path(__file__).parents[2] / ".." / "shared" / "data" / "snapshots"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="the recorded snapshots are not beside the repository")

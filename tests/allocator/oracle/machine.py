@@ -36,12 +36,19 @@ class Machine:
         self.program = program
         self.environment = {**os.environ, "LD_LIBRARY_PATH": libraries}
 
-    def answer(self, operations: list[Operation], *, settings: str = "", capacity: int = 80 << 30, order: int = 0) -> Answer:
+    def answer(
+        self, operations: list[Operation], *, settings: str = "", capacity: int = 80 << 30, order: int = 0
+    ) -> Answer:
         """Put a program to a fresh allocator."""
         lines = [f"capacity {capacity}", f"order {order}", *([f"settings {settings}"] if settings else [])]
         lines += [" ".join(map(str, operation)) for operation in [*operations, ("end",)]]
         done = subprocess.run(
-            [self.program], input="\n".join(lines) + "\n", capture_output=True, text=True, env=self.environment, check=True
+            [self.program],
+            input="\n".join(lines) + "\n",
+            capture_output=True,
+            text=True,
+            env=self.environment,
+            check=True,
         )
         return _parse(done.stdout)
 
