@@ -14,6 +14,7 @@ from memtrace.errors import MemtraceError
 COMMANDS: dict[str, tuple[str, str]] = {
     "record": ("memtrace.cli.record", "Record a training script, unchanged."),
     "summary": ("memtrace.cli.summary", "Say on one screen where the memory went."),
+    "import": ("memtrace.cli.import_", "Keep memory files of other tools as a trace."),
     "report": ("memtrace.cli.report", "Write the same as one HTML page that works offline."),
     "doctor": ("memtrace.cli.doctor", "Tell what works on this machine, and what is missing."),
 }

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
+if TYPE_CHECKING:
+    from memtrace.trace import Trace
+
 UNKNOWN = "unknown"
+_SLOW_BYTES = 20 << 20
 
 
 def size(value: int | None) -> str:
@@ -62,6 +67,15 @@ def working(what: str) -> Iterator[None]:
     stderr = Console(stderr=True)
     with stderr.status(what) if stderr.is_terminal else nullcontext():
         yield
+
+
+def open_traces(traces: Sequence[str]) -> Trace:
+    """The trace of a folder or of files; with a spinner where reading takes over a second."""
+    from memtrace.trace import load
+
+    size_bytes = sum(Path(trace).stat().st_size for trace in traces if Path(trace).is_file())
+    with working(f"reading {' '.join(traces)}") if size_bytes > _SLOW_BYTES else nullcontext():
+        return load(*traces)
 
 
 def print_json(value: Any) -> None:

@@ -5,23 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import click
-from memtrace.cli.output import UNKNOWN, console, duration, plain_table, print_json, share, size, working
+from memtrace.cli.output import UNKNOWN, console, duration, open_traces, plain_table, print_json, share, size, working
 from rich.console import Console
 from rich.markup import escape
 
 
 @click.command("summary")
-@click.argument("trace", type=click.Path())
+@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path())
 @click.option("--rank", type=int, help="One rank of a trace of several; without it each rank gets a line.")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
-def command(trace: str, rank: int | None, as_json: bool) -> None:
-    """Say on one screen where the memory of TRACE went: what held the peak, and which line put it there."""
-    from memtrace.analysis.summary import summary
-    from memtrace.trace import load
+def command(traces: tuple[str, ...], rank: int | None, as_json: bool) -> None:
+    """Say on one screen where the memory of TRACE went: what held the peak, and which line put it there.
 
-    opened = load(trace)
+    TRACE is a *.memtrace folder or a file of another tool; several files are the ranks of one job.
+    """
+    from memtrace.analysis.summary import summary
+
+    opened = open_traces(traces)
     ranks = opened.ranks if rank is None else (rank,)
-    with working(f"reading {trace}"):
+    with working(f"reading {' '.join(traces)}"):
         found = {number: summary(opened.rank(number)) for number in ranks}
     if as_json:
         print_json(found[ranks[0]] if len(ranks) == 1 else {"ranks": [{"rank": n, **found[n]} for n in ranks]})
@@ -31,9 +33,9 @@ def command(trace: str, rank: int | None, as_json: bool) -> None:
         _print_ranks(out, found)
     worst = max(
         found,
-        key=lambda number: max((d["peak"]["requested_bytes"] for d in found[number]["devices"]), default=0),
+        key=lambda number: max((peak_bytes(device["peak"]) for device in found[number]["devices"]), default=0),
     )
-    print_summary(out, trace, found[worst])
+    print_summary(out, " ".join(traces), found[worst])
 
 
 def _print_ranks(out: Console, found: dict[int, dict[str, Any]]) -> None:
@@ -41,10 +43,16 @@ def _print_ranks(out: Console, found: dict[int, dict[str, Any]]) -> None:
     for number, one in found.items():
         for device in one["devices"]:
             peak = device["peak"]
-            table.add_row(str(number), device["device"], size(peak["requested_bytes"]),
+            table.add_row(str(number), device["device"], size(peak_bytes(peak)),
                           size(device["live_requested_bytes_at_end"]), str(peak["phase"] or UNKNOWN))  # fmt: skip
     out.print(table)
     out.print("The rank with the highest peak:\n")
+
+
+def peak_bytes(peak: dict[str, Any]) -> int:
+    """The requested bytes of a peak; the allocator's where requests are not told."""
+    requested, allocated = peak["requested_bytes"], peak["allocated_bytes"]
+    return int(requested if requested is not None else allocated or 0)
 
 
 def print_summary(out: Console, name: str, found: dict[str, Any]) -> None:
@@ -52,6 +60,8 @@ def print_summary(out: Console, name: str, found: dict[str, Any]) -> None:
     _print_coverage(out, name, found)
     for device in found["devices"]:
         _print_device(out, device)
+    for failure in found["out_of_memory"]:
+        _print_failure(out, failure)
     if not found["devices"]:
         out.print("No memory events were recorded.")
     _print_steps(out, found["steps"])
@@ -82,7 +92,7 @@ def _print_coverage(out: Console, name: str, found: dict[str, Any]) -> None:
 
 def _print_device(out: Console, device: dict[str, Any]) -> None:
     peak = device["peak"]
-    total = peak["requested_bytes"]
+    total = peak_bytes(peak)
     where = ", ".join(
         part for part in (f"step {peak['step']}" if peak["step"] is not None else "", peak["phase"] or "") if part
     )
@@ -94,6 +104,8 @@ def _print_device(out: Console, device: dict[str, Any]) -> None:
         f"allocated {size(peak['allocated_bytes'])}, {reserved}; "
         f"live at the end {size(device['live_requested_bytes_at_end'])}"
     )
+    if device["fragmentation"]:
+        out.print(_fragmentation_line(device["fragmentation"]))
     table = plain_table("held at the peak by category", "size", "share", "")
     for category, held in sorted(peak["by_category"].items(), key=lambda item: -item[1]):
         table.add_row(category, size(held), share(held, total), "#" * round(30 * held / total) if total else "")
@@ -113,6 +125,35 @@ def _print_device(out: Console, device: dict[str, Any]) -> None:
             )
         out.print()
         out.print(table)
+
+
+def _fragmentation_line(told: dict[str, Any]) -> str:
+    return (
+        f"fragmentation: of {size(told['reserved_bytes'])} reserved in {told['num_segments']} segments "
+        f"{size(told['free_bytes'])} "
+        f"stay free when the most is in use ({size(told['pinned_bytes'])} kept by live blocks), "
+        f"{size(told['waste_bytes'])} "
+        f"are rounding; the largest request that fits is {size(told['largest_fit_bytes'])}"
+    )
+
+
+def _print_failure(out: Console, failure: dict[str, Any]) -> None:
+    when = f"out of memory on {failure['device']} at {duration(failure['time_ns'])}"
+    who = escape(failure["site"] or UNKNOWN)
+    out.print(f"\n[bold]{when}[/]: {size(failure['asked_bytes'])} asked for by {who}")
+    state = failure["state"]
+    out.print(
+        f"the device had {size(failure['device_free_bytes'])} left; of {size(state['reserved_bytes'])} reserved "
+        f"{size(state['free_bytes'])} were in no block, but the largest piece within reach was "
+        f"{size(failure['largest_fit_bytes'])} "
+        f"({size(failure['free_elsewhere_bytes'])} on other streams, in other pools or for other sizes)"
+    )
+    table = plain_table("size", "blocks", "held by")
+    for holder in failure["holders"][:6]:
+        table.add_row(size(holder["bytes"]), str(holder["blocks"]), escape(holder["site"] or _NOWHERE["site"]))
+    out.print(table)
+    for sentence in failure["advice"]:
+        out.print(f"try: {escape(sentence)}")
 
 
 _NOWHERE = {

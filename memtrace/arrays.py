@@ -23,44 +23,60 @@ NARROW_LIMIT = 2**31 - 1
 
 def integers(parts: Sequence[pa.ChunkedArray], dtype: type[np.signedinteger[Any]]) -> Array:
     """The parts joined as ``dtype``, null as -1."""
-    import pyarrow.compute as pc
-
     joined = np.empty(sum(len(part) for part in parts), dtype)
     at = 0
     for part in parts:
         for chunk in part.chunks:
-            filled = pc.fill_null(chunk, -1) if chunk.null_count else chunk
-            joined[at : at + len(chunk)] = filled.to_numpy(zero_copy_only=False)
+            joined[at : at + len(chunk)] = _numbers(chunk)
             at += len(chunk)
     return joined
 
 
 def narrowest(parts: Sequence[pa.ChunkedArray]) -> type[np.signedinteger[Any]]:
     """int32 where every value fits, else int64. Half the memory for identities, which are dense."""
-    import pyarrow.compute as pc
-
-    largest = max((pc.max(part).as_py() or 0 for part in parts), default=0)
+    largest = max((int(_numbers(chunk).max(initial=-1)) for part in parts for chunk in part.chunks), default=-1)
     return np.int32 if largest <= NARROW_LIMIT else np.int64
 
 
 def booleans(parts: Sequence[pa.ChunkedArray]) -> Array:
     """The parts joined as bool, null as False."""
-    import pyarrow.compute as pc
-
     chunks = [chunk for part in parts for chunk in part.chunks]
-    arrays = [pc.fill_null(chunk, False).to_numpy(zero_copy_only=False) for chunk in chunks]
-    return np.concatenate(arrays).astype(bool, copy=False) if arrays else np.empty(0, bool)
+    arrays = [_bits(chunk, 1) & _valid(chunk) for chunk in chunks]
+    return np.concatenate(arrays) if arrays else np.empty(0, bool)
+
+
+# Buffers are looked at directly because pyarrow's own conversions import pandas, which costs a third of a second.
+
+
+def _numbers(chunk: pa.Array) -> Array:
+    """The values of an integer array, null as -1."""
+    if not len(chunk):
+        return np.empty(0, np.int64)
+    values = np.frombuffer(chunk.buffers()[1], chunk.type.to_pandas_dtype())[chunk.offset : chunk.offset + len(chunk)]
+    return np.where(_valid(chunk), values, -1) if chunk.null_count else values
+
+
+def _valid(chunk: pa.Array) -> Array:
+    return _bits(chunk, 0) if chunk.null_count else np.ones(len(chunk), bool)
+
+
+def _bits(chunk: pa.Array, buffer: int) -> Array:
+    """A buffer of bits: 0 says which values are not null, 1 are those of a boolean array."""
+    if not len(chunk):
+        return np.empty(0, bool)
+    packed = np.frombuffer(chunk.buffers()[buffer], np.uint8)
+    return np.unpackbits(packed, count=chunk.offset + len(chunk), bitorder="little")[chunk.offset :].astype(bool)
 
 
 def text_values(parts: Sequence[pa.ChunkedArray]) -> set[str]:
     """Every text that occurs in the parts."""
-    import pyarrow.compute as pc
-
     values: set[str] = set()
     # By chunk: the dictionaries of two row groups may differ.
     for chunk in (chunk for part in parts for chunk in part.chunks):
-        values.update(value for value in pc.unique(chunk).to_pylist() if value is not None)
-    return values
+        encoded = chunk if hasattr(chunk, "dictionary") else chunk.dictionary_encode()
+        texts = encoded.dictionary.to_pylist()
+        values.update(texts[place] for place in np.unique(_numbers(encoded.indices)).tolist() if place >= 0)
+    return values - {None}
 
 
 def codes(parts: Sequence[pa.ChunkedArray], code_of: Callable[[str], int]) -> Array:
@@ -76,12 +92,7 @@ def codes(parts: Sequence[pa.ChunkedArray], code_of: Callable[[str], int]) -> Ar
 
 
 def _codes_of_chunk(chunk: Any, code_of: Callable[[str], int]) -> Array:
-    import pyarrow.compute as pc
-
-    indices = chunk.indices
-    if indices.null_count:
-        indices = pc.fill_null(indices, -1)
-    present = indices.to_numpy(zero_copy_only=False)
+    present = _numbers(chunk.indices)
     # A dictionary may hold texts that no row uses: only those in use must be known. The last entry serves null.
     used = set(np.unique(present).tolist())
     texts = chunk.dictionary.to_pylist()

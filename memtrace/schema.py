@@ -2,8 +2,8 @@
 
 Everything that records, reads, analyses or shows uses these words. Bytes are ``int``; times are ``int``
 nanoseconds since the recording began (``t0_epoch_ns`` of the manifest ties them to the wall clock). What is not
-known is null, never 0. The order of the rows of ``events`` is the order of what happened; times follow it except
-for small disorder between threads.
+known is null, never 0. Addresses and streams of 2**63 and above are stored as their two's complement. The order of the
+rows of ``events`` is the order of what happened; times follow it except for small disorder between threads.
 """
 
 from __future__ import annotations
@@ -49,6 +49,10 @@ SPAN_KINDS: Final = (
     "data_wait",  # the training loop waits for its data
     "range",  # a user annotation (record_function) or one of torch's own
 )
+COUNTERS: Final = (
+    "allocated",  # bytes of the blocks in use, as the allocator counts
+    "reserved",  # bytes the allocator holds from the device
+)
 NAME_KINDS: Final = ("operator", "module", "tensor", "frame", "stack", "thread", "range")
 
 
@@ -81,11 +85,23 @@ TABLES: Final[dict[str, tuple[Column, ...]]] = {
         Column("op", "int64", "the operator call it belongs to (ops.op); null: none known"),
         Column("stream", "int64", "CUDA stream; null on the CPU and for accesses"),
         Column("thread", "int16", "numbered from 0 in order of first sight; null: unknown"),
+        Column(
+            "pool",
+            "int64",
+            "CUDA memory pool: 0 the default, 2k torch's (0, k), 2k + 1 torch's (k, 0) as of a CUDA graph; null: not "
+            "told",
+        ),
+        Column("device_free", "int64", "oom: bytes the driver had free on the device; else null"),
     ),
     "ops": (
-        Column("op", "int64", "identity of the operator call; rows may be out of this order"),
-        Column("name", "int32", "names.id of kind operator"),
-        Column("start_ns", "int64", "host time at which the call began"),
+        Column(
+            "op",
+            "int64",
+            "identity of the operator call; rows may be out of this order. In a trace read from a CUDA snapshot a "
+            "row stands for all calls from one stack",
+        ),
+        Column("name", "int32", "names.id of kind operator; null: not told (a CUDA snapshot)"),
+        Column("start_ns", "int64", "host time at which the call began; null: not told (a CUDA snapshot)"),
         Column("duration_ns", "int64", "host time until it returned; null: unknown"),
         Column("thread", "int16", "as in events"),
         Column(
@@ -105,6 +121,12 @@ TABLES: Final[dict[str, tuple[Column, ...]]] = {
             "autograd sequence number of the node it made (forward) or runs in (backward); null: none",
         ),
         Column("recompute", "bool", "a forward operator run again inside backward (activation checkpointing)"),
+        Column(
+            "context",
+            "int32",
+            "names.id of kind range: what the program or the compiler said of the call (user metadata, compiled "
+            "frame, FX node); null: nothing",
+        ),
     ),
     "spans": (
         Column("kind", "text", "one of SPAN_KINDS"),
@@ -118,6 +140,31 @@ TABLES: Final[dict[str, tuple[Column, ...]]] = {
         Column("block", "int64", "events.block"),
         Column("category", "text", "one of CATEGORIES, known from the program itself; null: only the name is known"),
         Column("name", "int32", "names.id of kind tensor, such as blocks.0.attn.qkv.weight; null: unnamed"),
+    ),
+    "segments": (  # CUDA: what the allocator held from the device at the end of the trace
+        Column("device", "text", "as in events"),
+        Column("address", "int64", "start of the segment"),
+        Column("size", "int64", "bytes of the segment, mapped bytes of an expandable one: what is reserved"),
+        Column(
+            "allocated_size", "int64", "bytes of its blocks in use, rounding included, by the allocator's own count"
+        ),
+        Column("active_size", "int64", "the same with the blocks that wait for a stream"),
+        Column(
+            "requested_size",
+            "int64",
+            "bytes asked for by its active blocks, by the allocator's own count; null: not told",
+        ),
+        Column("stream", "int64", "CUDA stream its blocks are of"),
+        Column("pool", "int64", "as in events"),
+        Column("small", "bool", "of the pool for blocks of at most 1 MiB"),
+        Column("expandable", "bool", "grows and shrinks by mapping pages; null: not told"),
+        Column("stack", "int32", "names.id of kind stack: who made it grow; null: not taken"),
+    ),
+    "counters": (  # totals by somebody else's count, at the moments they were read
+        Column("time_ns", "int64", "when"),
+        Column("device", "text", "as in events"),
+        Column("name", "text", "one of COUNTERS"),
+        Column("value", "int64", "bytes"),
     ),
     "names": (
         Column("id", "int32", "what the other tables refer to; unique within a rank"),

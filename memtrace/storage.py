@@ -26,6 +26,8 @@ _REQUIRED = {
     "spans": ("kind", "start_ns", "duration_ns"),
     "labels": ("block",),
     "names": ("id", "kind", "text"),
+    "segments": ("device", "address", "size"),
+    "counters": ("time_ns", "device", "name", "value"),
 }
 
 

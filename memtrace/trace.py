@@ -20,7 +20,7 @@ import numpy as np
 from memtrace import arrays
 from memtrace.arrays import Array
 from memtrace.errors import TraceError
-from memtrace.schema import CATEGORIES, EVENT_KINDS, NAME_KINDS, PHASES, SPAN_KINDS, TABLES
+from memtrace.schema import CATEGORIES, COUNTERS, EVENT_KINDS, NAME_KINDS, PHASES, SPAN_KINDS, TABLES
 from memtrace.storage import MemoryTables, Source, open_folder
 
 if TYPE_CHECKING:
@@ -34,8 +34,10 @@ _VOCABULARIES = {
     ("ops", "phase"): PHASES,
     ("spans", "kind"): SPAN_KINDS,
     ("labels", "category"): CATEGORIES,
+    ("counters", "name"): COUNTERS,
     ("names", "kind"): NAME_KINDS,
 }
+_OF_DEVICES = ("events", "segments", "counters")
 _IDENTITIES = {("events", "block"), ("events", "op"), ("ops", "op"), ("labels", "block")}
 _DTYPES: dict[str, type[np.signedinteger[Any]]] = {"int64": np.int64, "int32": np.int32, "int16": np.int16}
 
@@ -145,10 +147,13 @@ class Trace:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices that have events, cpu first, then by name and number."""
-        self.columns("events", "device")
-        devices: tuple[str, ...] = self._results["devices"]
-        return devices
+        """The devices that have events, segments or counters, cpu first, then by name and number."""
+
+        def find() -> tuple[str, ...]:
+            parts = [part for table in _OF_DEVICES for part in self._source.read(table, ("device",))]
+            return tuple(sorted(arrays.text_values([part.column("device") for part in parts]), key=_natural))
+
+        return self.cached("devices", find)
 
     @property
     def block_ids(self) -> Array | None:
@@ -255,10 +260,8 @@ class Trace:
         return self._convert(table, name, [pa.chunked_array([nulls])])
 
     def _convert(self, table: str, name: str, parts: list[pa.ChunkedArray]) -> Array:
-        if (table, name) == ("events", "device"):
-            devices = tuple(sorted(arrays.text_values(parts), key=_natural))
-            self._results["devices"] = devices
-            return arrays.codes(parts, devices.index)
+        if name == "device":
+            return arrays.codes(parts, self.devices.index)
         if (table, name) in _VOCABULARIES:
             return arrays.codes(parts, arrays.vocabulary_coder(_VOCABULARIES[table, name], f"{table}.{name}"))
         kind = next(column.type for column in TABLES[table] if column.name == name)
@@ -311,17 +314,33 @@ class Trace:
         return frame
 
 
-def load(path: str | Path) -> Trace:
-    """Open a trace: a ``*.memtrace`` folder, or the folder of one rank in it.
+def load(path: str | Path, *others: str | Path) -> Trace:
+    """Open a trace: a ``*.memtrace`` folder, the folder of one rank, or a file of another tool.
 
-    Raises TraceError where there is nothing to read, and where what is there is damaged, foreign or too new.
+    Several files of other tools are the ranks of one job (see ``memtrace.readers.read_job``). Raises TraceError where
+    there is nothing to read, and where what is there is damaged, foreign or too new.
     """
     path = Path(path)
+    if others:
+        return _load_job([path, *map(Path, others)])
     if path.is_dir():
         return Trace(path, open_folder(path))
     if not path.exists():
-        raise TraceError(f"{path} does not exist. Give the folder that memtrace.record wrote (*.memtrace).")
-    raise TraceError(f"{path} is a file; memtrace reads the folders that memtrace.record writes (*.memtrace).")
+        raise TraceError(f"{path} does not exist. Give the folder that memtrace.record wrote (*.memtrace), or a file.")
+    from memtrace import readers
+
+    ranks = readers.read(path)
+    return Trace(path, {manifest["rank"]: MemoryTables(manifest, tables) for manifest, tables in ranks})
+
+
+def _load_job(paths: list[Path]) -> Trace:
+    from memtrace import readers
+
+    folder = next((path for path in paths if path.is_dir()), None)
+    if folder is not None:
+        raise TraceError(f"{folder} is a folder: a trace folder holds all its ranks already, give it alone.")
+    ranks = readers.read_job(paths)
+    return Trace(None, {manifest["rank"]: MemoryTables(manifest, tables) for manifest, tables in ranks})
 
 
 def _present(pairs: Iterable[tuple[int, T | None]]) -> Iterable[tuple[int, T]]:

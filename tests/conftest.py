@@ -9,6 +9,15 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """The folder of real files; tests that need it are skipped where it is absent."""
+    if not DATA.is_dir():
+        pytest.skip(f"no real files: {DATA} is absent")
+    return DATA
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -152,7 +152,10 @@ def test_what_is_not_there_is_exit_code_2(arguments):
 
 def test_a_folder_that_is_not_a_trace_and_a_file(tmp_path):
     (tmp_path / "file").write_text("hello")
-    for path, sentence in ((tmp_path, "is not a memtrace trace"), (tmp_path / "file", "is a file")):
+    for path, sentence in (
+        (tmp_path, "is not a memtrace trace"),
+        (tmp_path / "file", "is of no kind that memtrace knows"),
+    ):
         done = memtrace("summary", path)
         assert done.returncode == 2
         assert sentence in done.stderr

@@ -36,10 +36,13 @@ class Blocks:
     ``alloc_event`` is -1 for a baseline block: it is live from the start. ``free_event`` is -1 for one that is live at
     the end. ``category`` and ``phase`` are codes into the tuples of ``schema``, ``device`` into ``Trace.devices``,
     ``name``, ``module``, ``stack`` and ``op_name`` are ids of the table names; ``step`` is that of the allocation.
+    ``size`` is what was requested; where only the allocator's own size is told (a Chrome trace of a GPU) it is that,
+    and ``size_is_requested`` is False.
     """
 
     device: Array
     size: Array
+    size_is_requested: Array
     allocated_size: Array
     address: Array
     stream: Array
@@ -101,10 +104,13 @@ def _compute(trace: Trace) -> Blocks:
     category = label_category
     unlabelled = category < 0
     category[unlabelled] = _by_use(trace, op, phase, alloc_event, free_event, step, reads, block, count)[unlabelled]
+    requested = scatter(begin, events["size"][begin])
+    allocated_size = scatter(begin, events["allocated_size"][begin])
     return Blocks(
         device=scatter(begin, events["device"][begin], np.int8),
-        size=scatter(begin, events["size"][begin]),
-        allocated_size=scatter(begin, events["allocated_size"][begin]),
+        size=np.where(requested >= 0, requested, np.maximum(allocated_size, 0)),
+        size_is_requested=requested >= 0,
+        allocated_size=allocated_size,
         address=scatter(begin, events["address"][begin]),
         stream=scatter(begin, events["stream"][begin]),
         alloc_ns=scatter(begin, np.where(is_alloc, time[begin], -1)),
@@ -202,6 +208,8 @@ def blocks_table(trace: Trace) -> pd.DataFrame:
             used = [int(number) for number in np.unique(values) if number >= 0]
             texts = {number: trace.name(number) for number in used}
             table[field.name] = pd.Series([texts.get(int(number)) for number in values], dtype="string")
+        elif values.dtype == bool:
+            table[field.name] = values
         else:
             table[field.name] = pd.arrays.IntegerArray(values.astype(np.int64), values < 0)
     frame: pd.DataFrame = pd.DataFrame(table).rename_axis("block")

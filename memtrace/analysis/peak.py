@@ -12,7 +12,7 @@ from memtrace.analysis.attribution import KIND, op_column, phase_rows, rows_at, 
 from memtrace.analysis.blocks import Blocks, blocks
 from memtrace.analysis.sites import site
 from memtrace.arrays import Array
-from memtrace.schema import CATEGORIES, PHASES
+from memtrace.schema import CATEGORIES, COUNTERS, PHASES
 from memtrace.trace import Trace
 
 if TYPE_CHECKING:
@@ -29,9 +29,14 @@ class Maximum:
 
 @dataclass(frozen=True)
 class Peak:
-    """The peaks of one device. ``allocated`` and ``reserved`` are None where the trace cannot tell them."""
+    """The peaks of one device. ``allocated`` and ``reserved`` are None where the trace cannot tell them.
+
+    ``requested``, ``baseline_bytes`` and ``end_bytes`` are of requested bytes, or, where ``is_requested`` is False, of
+    the allocator's.
+    """
 
     device: str
+    is_requested: bool
     requested: Maximum
     allocated: Maximum | None
     reserved: Maximum | None
@@ -75,14 +80,40 @@ def requested_bytes(trace: Trace, device: str) -> LiveBytes:
 
 
 def reserved_bytes(trace: Trace, device: str) -> LiveBytes | None:
-    """The running sum of the device's segments; None where it has none (the CPU)."""
+    """The running sum of the device's segments, or the file's own count; None where it tells neither (the CPU)."""
+    return trace.cached(("reserved", device), lambda: _reserved_bytes(trace, device))
+
+
+def _reserved_bytes(trace: Trace, device: str) -> LiveBytes | None:
     events = trace.columns("events", "kind", "device", "size")
     grows = (events["kind"] == KIND["segment_alloc"]) | (events["kind"] == KIND["segment_map"])
     shrinks = (events["kind"] == KIND["segment_free"]) | (events["kind"] == KIND["segment_unmap"])
-    rows = np.flatnonzero((grows | shrinks) & (events["device"] == trace.devices.index(device)))
-    if not len(rows):
+    code = trace.devices.index(device)
+    rows = np.flatnonzero((grows | shrinks) & (events["device"] == code))
+    segments = trace.columns("segments", "device", "size")
+    final = segments["device"] == code
+    if not len(rows) and not final.any():
+        return counted_bytes(trace, device, "reserved")
+    change = np.where(grows[rows], events["size"][rows], -events["size"][rows])
+    # The segments at the end, where they are told, give what there was at the start.
+    start = int(segments["size"][final].sum()) - int(change.sum()) if trace.num_rows("segments") else 0
+    return LiveBytes(rows, start + np.cumsum(change), start)
+
+
+def counted_bytes(trace: Trace, device: str, counter: str) -> LiveBytes | None:
+    """A total of the file's own count over time; None where it has none. ``start`` is the first that was read."""
+    counters = trace.columns("counters", "time_ns", "device", "name", "value")
+    mine = (counters["device"] == trace.devices.index(device)) & (counters["name"] == COUNTERS.index(counter))
+    if not mine.any():
         return None
-    return LiveBytes(rows, np.cumsum(np.where(grows[rows], events["size"][rows], -events["size"][rows])), 0)
+    value = counters["value"][mine]
+    return LiveBytes(rows_at(trace, counters["time_ns"][mine] + 1) - 1, value, int(value[0]))
+
+
+def level_at(live: LiveBytes, rows: Array) -> Array:
+    """What is live once each of ``rows`` of events has happened; row -1 is the start."""
+    level = np.concatenate([[live.start], live.bytes])
+    return level[np.searchsorted(live.rows, rows, side="right")]
 
 
 def _maximum(live: LiveBytes) -> Maximum:
@@ -93,6 +124,9 @@ def _maximum(live: LiveBytes) -> Maximum:
 
 
 def _allocated(trace: Trace, device: str, found: Blocks) -> Maximum | None:
+    counted = counted_bytes(trace, device, "allocated")
+    if counted is not None:
+        return _maximum(counted)
     here = found.device == trace.devices.index(device)
     if (found.allocated_size[here] < 0).any():
         return None
@@ -120,6 +154,7 @@ def _peak(trace: Trace, device: str) -> Peak:
     step = int(step_rows(trace).of_rows(row)[0])
     return Peak(
         device=device,
+        is_requested=bool(found.size_is_requested[found.device == trace.devices.index(device)].all()),
         requested=top,
         allocated=_allocated(trace, device, found),
         reserved=_maximum(reserved) if reserved is not None else None,
@@ -128,9 +163,20 @@ def _peak(trace: Trace, device: str) -> Peak:
         phase=_phase_at(trace, row) if top.event >= 0 else None,
         live=live_after(found, trace.devices.index(device), top.event),
         baseline_bytes=live.start,
-        end_bytes=int(live.bytes[-1]) if len(live.bytes) else live.start,
-        reserved_end=int(reserved.bytes[-1]) if reserved is not None else None,
+        end_bytes=_end_bytes(trace, device, live),
+        reserved_end=_last(reserved) if reserved is not None else None,
     )
+
+
+def _last(live: LiveBytes) -> int:
+    return int(live.bytes[-1]) if len(live.bytes) else live.start
+
+
+def _end_bytes(trace: Trace, device: str, live: LiveBytes) -> int:
+    """What the segments say is live at the end, where they do: a history that was edited may say otherwise."""
+    segments = trace.columns("segments", "device", "requested_size")
+    told = segments["requested_size"][segments["device"] == trace.devices.index(device)]
+    return int(told.sum()) if len(told) and (told >= 0).all() else _last(live)
 
 
 def _phase_at(trace: Trace, row: Array) -> str | None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import sysconfig
 from pathlib import Path
 
 from memtrace.trace import Frame, Trace
 
-_INSIDE = (
-    "/site-packages/",
-    "/dist-packages/",
-    "\\site-packages\\",
-    "<frozen ",
-    "<string>",
-    "<eval_with_key>",
-)
+_INSIDE = ("/site-packages/", "/dist-packages/", "<frozen ", "<string>", "<eval_with_key>")
+# Frames of C++, as a CUDA snapshot with all stacks has them: torch's own and the libraries beneath it.
+_NATIVE = (".cpp", ".cc", ".c", ".cxx", ".h", ".hpp", ".cu", ".cuh", ".so", ".o")
+_NODE = re.compile(r"torch::autograd::(?:generated::)?(\w+)::apply\(")
+_LIBRARY_MODULE = re.compile(r"^[a-z]:/.*/lib/(\w+)(\.py$|/)", re.IGNORECASE)
 _STANDARD = (
     sysconfig.get_paths()["stdlib"],
     str(Path(__file__).parent.parent),
@@ -24,10 +23,13 @@ _STANDARD = (
 
 def is_internal(frame: Frame) -> bool:
     """Whether a frame belongs to torch, to Python's library or to memtrace, not to the user."""
-    file = frame.file
+    file = frame.file.replace("\\", "/")
     if any(part in file for part in _INSIDE) or file.startswith(_STANDARD) or file in ("??", ""):
         return True
-    return "/lib/python3" in file or "/torch/" in file
+    if "/lib/python3" in file or "/torch/" in file or file.startswith("torch/") or file.endswith(_NATIVE):
+        return True
+    windows = _LIBRARY_MODULE.match(file)
+    return windows is not None and windows[1] in sys.stdlib_module_names
 
 
 def own_frame(frames: list[Frame]) -> Frame | None:
@@ -36,9 +38,17 @@ def own_frame(frames: list[Frame]) -> Frame | None:
 
 
 def site(trace: Trace, stack: int) -> str | None:
-    """'file:line function' of the user's own innermost line; None where there is no stack."""
-    frame = own_frame(trace.frames(stack))
+    """'file:line function' of the user's own innermost line; None where there is no stack.
+
+    Where autograd's threads ran no Python, the node of the graph stands for the line.
+    """
+    frames = trace.frames(stack)
+    frame = own_frame(frames)
     if frame is None:
         return None
+    if is_internal(frame):
+        node = next((match[1] for other in frames if (match := _NODE.match(other.function))), None)
+        if node is not None:
+            return f"{node} (autograd)"
     parts = Path(frame.file.replace("\\", "/")).parts
     return f"{'/'.join(parts[-2:])}:{frame.line} {frame.function}"

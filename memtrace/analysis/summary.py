@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 
 from memtrace.analysis.blocks import blocks
+from memtrace.analysis.fragmentation import fragmentation
 from memtrace.analysis.growth import growth
+from memtrace.analysis.oom import OutOfMemory, out_of_memory
 from memtrace.analysis.peak import Peak, by_category, by_module_pattern, by_site, peak
+from memtrace.analysis.sites import site
 from memtrace.analysis.steps import step_columns
 from memtrace.arrays import Array
 from memtrace.schema import CATEGORIES
@@ -24,8 +27,10 @@ def summary(trace: Trace) -> dict[str, Any]:
     median_peak_bytes, max_peak_bytes, median_allocated_bytes, data_wait_share, growth_bytes_per_step and
     growth_sources (None with too few steps); ``devices``: a list of device, peak (requested_bytes, allocated_bytes,
     reserved_bytes, time_ns, step, phase, by_category, top_sites, top_modules, top_blocks), baseline_requested_bytes,
-    live_requested_bytes_at_end, reserved_bytes_at_end. Requested is what the program asked for, allocated what the
-    allocator counts; each has its own maximum over time. What is grouped is live at the requested peak.
+    live_requested_bytes_at_end, reserved_bytes_at_end, fragmentation (see ``Fragmentation``; None without segments);
+    ``out_of_memory``: a list (see ``OutOfMemory``, with ``site`` for each stack). Requested is what the program asked
+    for, allocated what the allocator counts; each has its own maximum over time. What is grouped is live at the
+    requested peak (where requests are not told, at the peak of the blocks' own sizes, and in those).
     """
     manifest = trace.manifest
     return {
@@ -37,6 +42,7 @@ def summary(trace: Trace) -> dict[str, Any]:
         },
         "steps": _steps(trace),
         "devices": [_device(trace, peak(trace, device)) for device in trace.devices],
+        "out_of_memory": [_failure(trace, failure) for failure in out_of_memory(trace)],
     }
 
 
@@ -62,10 +68,11 @@ def _steps(trace: Trace) -> dict[str, Any]:
 
 def _device(trace: Trace, found: Peak) -> dict[str, Any]:
     categories = {name: size for name, size, _ in by_category(trace, found.live)}
+    broken = fragmentation(trace, found.device)
     return {
         "device": found.device,
         "peak": {
-            "requested_bytes": found.requested.bytes,
+            "requested_bytes": found.requested.bytes if found.is_requested else None,
             "allocated_bytes": found.allocated.bytes if found.allocated else None,
             "reserved_bytes": found.reserved.bytes if found.reserved else None,
             "time_ns": found.time_ns,
@@ -76,10 +83,20 @@ def _device(trace: Trace, found: Peak) -> dict[str, Any]:
             "top_modules": [_row("module", row) for row in by_module_pattern(trace, found.live)[:TOP]],
             "top_blocks": _top_blocks(trace, found.live),
         },
-        "baseline_requested_bytes": found.baseline_bytes,
-        "live_requested_bytes_at_end": found.end_bytes,
+        "baseline_requested_bytes": found.baseline_bytes if found.is_requested else None,
+        "live_requested_bytes_at_end": found.end_bytes if found.is_requested else None,
         "reserved_bytes_at_end": found.reserved_end,
+        "fragmentation": broken.as_dict() if broken else None,
     }
+
+
+def _failure(trace: Trace, failure: OutOfMemory) -> dict[str, Any]:
+    told = failure.as_dict() | {"site": site(trace, failure.stack)}
+    told["holders"] = [
+        {"site": site(trace, holder.stack), "bytes": holder.requested_bytes, "blocks": holder.num_blocks}
+        for holder in failure.holders
+    ]
+    return told
 
 
 def _row(name: str, row: tuple[str | None, int, int]) -> dict[str, Any]:
@@ -87,8 +104,6 @@ def _row(name: str, row: tuple[str | None, int, int]) -> dict[str, Any]:
 
 
 def _top_blocks(trace: Trace, live: Array) -> list[dict[str, Any]]:
-    from memtrace.analysis.sites import site
-
     found = blocks(trace)
     largest = live[np.argsort(-found.size[live], kind="stable")][:TOP]
     return [

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.peak import LiveBytes, live_bytes, requested_bytes, reserved_bytes
+from memtrace.analysis.peak import level_at, live_bytes, requested_bytes, reserved_bytes
 from memtrace.arrays import Array
 from memtrace.schema import CATEGORIES
 from memtrace.trace import Trace
@@ -28,11 +28,6 @@ def kept_places(values: Array, max_points: int) -> Array:
     return np.unique(np.concatenate([edges, largest]))
 
 
-def _at(live: LiveBytes, rows: Array) -> Array:
-    level = np.concatenate([[live.start], live.bytes])
-    return level[np.searchsorted(live.rows, rows, side="right")]
-
-
 def timeline(trace: Trace, device: str, max_points: int = 2000) -> pd.DataFrame:
     """The live bytes of a device at up to ``max_points`` instants, exact at each; the peak is always among them.
 
@@ -51,11 +46,11 @@ def timeline(trace: Trace, device: str, max_points: int = 2000) -> pd.DataFrame:
     }
     here = found.device == trace.devices.index(device)
     known = not (found.allocated_size[here] < 0).any()
-    table["allocated"] = _at(live_bytes(trace, device, found.allocated_size), rows) if known else pd.NA
+    table["allocated"] = level_at(live_bytes(trace, device, found.allocated_size), rows) if known else pd.NA
     reserved = reserved_bytes(trace, device)
-    table["reserved"] = _at(reserved, rows) if reserved is not None else pd.NA
+    table["reserved"] = level_at(reserved, rows) if reserved is not None else pd.NA
     for code, category in enumerate(CATEGORIES):
         sizes = np.where(found.category == code, found.size, 0)
-        table[category] = _at(live_bytes(trace, device, sizes), rows)
+        table[category] = level_at(live_bytes(trace, device, sizes), rows)
     frame: pd.DataFrame = pd.DataFrame(table)
     return frame

@@ -85,7 +85,11 @@ def table(name: str, batch: Batch) -> pa.Table:
     if name == "events":
         columns["allocated_size"] = _allocated(columns)
     arrays = []
+    num_rows = len(columns[target[0].name])
     for field in target:
+        if field.name not in columns:
+            arrays.append(pa.nulls(num_rows, field.type))
+            continue
         values = columns[field.name]
         if field.name == "device":
             arrays.append(_text(values, device_names()[: int(values.max(initial=0)) + 1]))

@@ -30,6 +30,9 @@ logger = logging.getLogger("memtrace")
 FLUSH_SECONDS: Final = 5.0
 PART_ROWS: Final = 4_000_000
 
+# What an observer sees; the other tables are of foreign files.
+TABLES: Final = ("events", "ops", "spans", "labels", "names")
+
 # Counters grow by small steps and times by small differences; the rest repeats.
 _DELTA: Final = {
     "events": ("time_ns", "block", "op", "address"),
@@ -74,7 +77,7 @@ class PartWriter:
 
     def append(self, batch: Batch) -> None:
         """Add a drained batch to the current part. Raises OSError when the disk does not take it."""
-        for name in schema.TABLES:
+        for name in TABLES:
             rows = arrow.table(name, batch)
             if rows.num_rows == 0:
                 continue

@@ -1,0 +1,169 @@
+"""Why an allocation failed: what was asked, what was free and did not serve, what holds the rest, what to try."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from memtrace.analysis.attribution import KIND, op_column
+from memtrace.analysis.blocks import blocks
+from memtrace.analysis.device_state import ROUNDING_BYTES, SMALL_BYTES, DeviceState, state_at
+from memtrace.analysis.fragmentation import Fragmentation, largest_fit, measure
+from memtrace.arrays import Array
+from memtrace.trace import Trace
+
+NUM_HOLDERS: Final = 10
+_MEDIUM_BYTES: Final = 10 << 20
+_MEDIUM_SEGMENT_BYTES: Final = 20 << 20
+_SEGMENT_ROUNDING_BYTES: Final = 2 << 20
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Live blocks of one stack."""
+
+    stack: int
+    """names.id; -1: blocks without one."""
+    requested_bytes: int
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """One failed allocation. All numbers are bytes; None: not told."""
+
+    device: str
+    event: int
+    time_ns: int
+    asked_bytes: int
+    stack: int
+    """names.id of the stack that asked; -1: not taken."""
+    segment_bytes: int
+    """What the allocator wanted from the device to serve it."""
+    device_free_bytes: int | None
+    """What the driver had left."""
+    largest_fit_bytes: int
+    """The largest request its stream could have had without more from the device."""
+    free_same_stream_bytes: int
+    """Reserved and unused where the request could look: its stream, the default pool, segments of its size."""
+    free_elsewhere_bytes: int
+    """Reserved and unused on other streams, in other pools and in segments for other sizes."""
+    lacking_bytes: int
+    """How much less must be live for it to fit if no free byte were out of reach; 0: it would have fitted."""
+    state: Fragmentation
+    holders: tuple[Holder, ...]
+    """What holds the memory, the largest first."""
+    advice: tuple[str, ...]
+    """What to try, in sentences, the most promising first."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain JSON values."""
+        return asdict(self)
+
+
+def out_of_memory(trace: Trace) -> list[OutOfMemory]:
+    """Every failed allocation in the trace, in its order."""
+    kinds = trace.columns("events", "kind")["kind"]
+    return [_explain(trace, int(row)) for row in np.flatnonzero(kinds == KIND["oom"])]
+
+
+def segment_size(requested: int) -> int:
+    """What the allocator asks the device for when no free block serves a request. Bytes."""
+    rounded = max(-(-requested // ROUNDING_BYTES), 1) * ROUNDING_BYTES
+    if rounded <= SMALL_BYTES:
+        return _SEGMENT_ROUNDING_BYTES
+    if rounded < _MEDIUM_BYTES:
+        return _MEDIUM_SEGMENT_BYTES
+    return -(-rounded // _SEGMENT_ROUNDING_BYTES) * _SEGMENT_ROUNDING_BYTES
+
+
+def _explain(trace: Trace, row: int) -> OutOfMemory:
+    events = trace.columns("events", "time_ns", "device", "size", "stream", "op", "device_free")
+    code = int(events["device"][row])
+    asked, stream = int(events["size"][row]), max(int(events["stream"][row]), 0)
+    state = state_at(trace, code, row)
+    here = _reachable(state, asked, stream)
+    free_here, free_all = int(state.free.size[here].sum()), int(state.free.size.sum())
+    device_free = int(events["device_free"][row])
+    numbers = measure(trace, trace.devices[code], state)
+    failure = OutOfMemory(
+        device=trace.devices[code],
+        event=row,
+        time_ns=int(events["time_ns"][row]),
+        asked_bytes=asked,
+        stack=int(op_column(trace, events["op"][row : row + 1], "stack")[0]),
+        segment_bytes=segment_size(asked),
+        device_free_bytes=device_free if device_free >= 0 else None,
+        largest_fit_bytes=largest_fit(state, 0, stream),
+        free_same_stream_bytes=free_here,
+        free_elsewhere_bytes=free_all - free_here,
+        lacking_bytes=max(asked - free_all - max(device_free, 0), 0),
+        state=numbers,
+        holders=_holders(trace, state),
+        advice=(),
+    )
+    return OutOfMemory(**{**vars(failure), "advice": tuple(_advice(trace, failure))})
+
+
+def _reachable(state: DeviceState, asked: int, stream: int) -> Array:
+    """Which free blocks a request in the default pool could look at."""
+    segments, owner = state.segments, state.free.segment
+    same_place = (segments.pool[owner] == 0) & (segments.stream[owner] == stream)
+    reachable: Array = same_place & (segments.small[owner] == (asked <= SMALL_BYTES))
+    return reachable
+
+
+def _holders(trace: Trace, state: DeviceState) -> tuple[Holder, ...]:
+    live = state.live
+    stacks, place = np.unique(blocks(trace).stack[live.block], return_inverse=True)
+    held = np.bincount(place, weights=live.requested, minlength=len(stacks)).astype(np.int64)
+    count = np.bincount(place, minlength=len(stacks))
+    order = np.argsort(-held, kind="stable")[:NUM_HOLDERS]
+    return tuple(Holder(int(stacks[at]), int(held[at]), int(count[at])) for at in order)
+
+
+def _advice(trace: Trace, failure: OutOfMemory) -> list[str]:
+    """What would have helped, by the numbers."""
+    settings = trace.manifest.get("allocator_settings") or {}
+    state = failure.state
+    advice = []
+    if failure.lacking_bytes:
+        advice.append(
+            f"Hold {amount(failure.lacking_bytes)} less at this moment: even without any fragmentation the request "
+            "does not "
+            "fit. A smaller batch, activation checkpointing, or a cheaper optimizer state: see what holds the memory."
+        )
+    if failure.free_same_stream_bytes >= failure.segment_bytes and not settings.get("expandable_segments"):
+        advice.append(
+            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: enough is reserved and unused, but in pieces; "
+            "expandable "
+            "segments can join them."
+        )
+    elif state.pinned_bytes >= failure.asked_bytes and not settings.get("expandable_segments"):
+        advice.append(
+            f"Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: {amount(state.pinned_bytes)} are free in "
+            "segments that live "
+            "blocks keep from being given back."
+        )
+    if failure.free_elsewhere_bytes >= failure.asked_bytes:
+        advice.append(
+            f"{amount(failure.free_elsewhere_bytes)} are reserved and unused on other streams, in private pools or "
+            "for blocks of "
+            "another size, where this request cannot look: use fewer streams, or free the graphs that own the pools."
+        )
+    if state.waste_bytes * 10 >= max(state.requested_bytes, 1):
+        advice.append(
+            f"{amount(state.waste_bytes)} are lost to rounding: make many small tensors into few large ones, or lower "
+            "roundup_power2_divisions."
+        )
+    return advice or ["Hold less at this moment: see what holds the memory."]
+
+
+def amount(num_bytes: int) -> str:
+    """Bytes for a sentence, in binary units."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"

@@ -1,0 +1,158 @@
+"""The final state in a CUDA snapshot (``segments``) as columns: segments and the blocks in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+
+from memtrace.readers.cuda_snapshot.entries import MAX_DEVICES, pools
+from memtrace.readers.fields import FieldError, Row, addresses, column, integers, optional, rows_of, sizes
+from memtrace.readers.tables import Array
+
+# "active_awaiting_free" is what the documentation calls it, "active_pending_free" what is written.
+_STATES: Final = {"inactive": 0, "active_allocated": 1, "active_pending_free": 2, "active_awaiting_free": 2}
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The segments, one a row. -1 where a file does not say."""
+
+    device: Array
+    address: Array
+    size: Array
+    allocated: Array
+    active: Array
+    requested: Array
+    stream: Array
+    pool: Array
+    small: Array
+    expandable: Array
+    """1, 0, or -1: not told."""
+    frames: Sequence[Any]
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+
+@dataclass(frozen=True)
+class LiveBlocks:
+    """The blocks in use or waiting for a stream at the dump, one a row."""
+
+    device: Array
+    address: Array
+    size: Array
+    requested: Array
+    stream: Array
+    pool: Array
+    segment: Array
+    """Row of ``Segments``."""
+    pending: Array
+    """True: freed by the program, waiting for a stream."""
+    frames: Sequence[Any]
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+
+def read_segments(value: object) -> tuple[Segments, LiveBlocks]:
+    """The columns of ``segments``. FieldError where they are no segments of an allocator."""
+    rows = rows_of(value, "'segments'")
+    block_lists = [rows_of(blocks, "the blocks of a segment") for blocks in column(rows, "blocks", "segment {}")]
+    segments = _segments(rows)
+    blocks = list(chain.from_iterable(block_lists))
+    owner = np.repeat(np.arange(len(rows)), np.array(list(map(len, block_lists)), np.int64))
+    return segments, _live_blocks(blocks, owner, segments)
+
+
+def _segments(rows: Sequence[Row]) -> Segments:
+    what = "segment {}"
+    device = integers(column(rows, "device", what) if rows else [], "device", what)
+    if len(device) and (device.min() < 0 or device.max() >= MAX_DEVICES):
+        raise FieldError(f"a segment is on device {int(device[(device < 0) | (device >= MAX_DEVICES)][0])}")
+    kinds = optional(rows, "segment_type") or [None] * len(rows)
+    flags = optional(rows, "is_expandable") or [None] * len(rows)
+    return Segments(
+        device=device.astype(np.int16),
+        address=addresses(column(rows, "address", what), "address", what),
+        size=sizes(column(rows, "total_size", what), "total_size", what),
+        allocated=sizes(column(rows, "allocated_size", what), "allocated_size", what),
+        active=sizes(column(rows, "active_size", what), "active_size", what),
+        requested=_optional_sizes(rows, "requested_size", what),
+        stream=addresses([row.get("stream") or 0 for row in rows], "stream", what),
+        pool=pools(optional(rows, "segment_pool_id"), len(rows)),
+        small=np.array([kind == "small" for kind in kinds], bool),
+        expandable=np.array([-1 if flag is None else bool(flag) for flag in flags], np.int8),
+        frames=[row.get("frames") for row in rows],
+    )
+
+
+def _optional_sizes(rows: Sequence[Row], key: str, what: str) -> Array:
+    values = optional(rows, key)
+    if values is None or None in values:
+        return np.full(len(rows), -1, np.int64)
+    return sizes(values, key, what)
+
+
+def _live_blocks(blocks: Sequence[Row], owner: Array, segments: Segments) -> LiveBlocks:
+    """The blocks that are not inactive."""
+    size = sizes(column(blocks, "size", "block {}"), "size", "block {}")
+    try:
+        state = np.array([_STATES.get(state, -1) for state in column(blocks, "state", "block {}")], np.int8)
+    except TypeError:
+        raise FieldError("a block has a state that is no text") from None
+    if (state < 0).any():
+        raise FieldError(f"a block has the state {ascii(blocks[int(np.argmin(state))]['state'])[:40]}")
+    address = _block_addresses(blocks, owner, size, segments)
+    live = np.flatnonzero(state > 0)
+    rows = [blocks[place] for place in live.tolist()]
+    owner = owner[live]
+    return LiveBlocks(
+        device=segments.device[owner],
+        address=address[live],
+        size=size[live],
+        requested=sizes([_requested(row) for row in rows], "requested_size", "block {}"),
+        stream=segments.stream[owner],
+        pool=segments.pool[owner],
+        segment=owner,
+        pending=state[live] == 2,
+        frames=[_frames(row) for row in rows],
+    )
+
+
+def _block_addresses(blocks: Sequence[Row], owner: Array, size: Array, segments: Segments) -> Array:
+    """As written, or (torch 2.0) one behind the other from the start of the segment."""
+    values = optional(blocks, "address")
+    if values is not None and None not in values:
+        return addresses(values, "address", "block {}")
+    before = np.cumsum(size) - size
+    first = np.searchsorted(owner, np.arange(len(segments)))
+    start = before[np.minimum(first, max(len(before) - 1, 0))] if len(before) else np.zeros(len(segments), np.int64)
+    address: Array = segments.address[owner] + before - start[owner]
+    return address
+
+
+def _requested(row: Row) -> Any:
+    """torch 2.0 tells what was asked for in the block's history too, older versions only there."""
+    if "requested_size" in row:
+        return row["requested_size"]
+    latest = _latest(row)
+    return latest["real_size"] if latest is not None and "real_size" in latest else row["size"]
+
+
+def _frames(row: Row) -> Any:
+    if "frames" in row:
+        return row["frames"]
+    latest = _latest(row)
+    return latest.get("frames") if latest is not None else None
+
+
+def _latest(row: Row) -> Mapping[str, Any] | None:
+    """The newest allocation of a block in the form of torch 2.0."""
+    history = row.get("history")
+    if not isinstance(history, list | tuple) or not history or not isinstance(history[0], dict):
+        return None
+    return history[0]

@@ -1,0 +1,240 @@
+"""Segments, free blocks and waste at any moment, against the recorder of the tests that answers for itself."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "readers"))
+
+from making import MIB, START_US, Block, Maker, frame, random_life, read_here
+
+import memtrace
+from memtrace.analysis.device_state import DeviceState, state_at
+from memtrace.analysis.fragmentation import fragmentation, largest_fit, pinned_segments
+from memtrace.analysis.oom import out_of_memory, segment_size
+from memtrace.analysis.summary import summary
+from memtrace.errors import TraceError
+
+DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@dataclass
+class Watched(Maker):
+    """Keeps its segments and blocks after each entry."""
+
+    states: list[tuple[dict[int, int], dict[int, Block]]] = field(default_factory=list)
+
+    def _append(self, entry: dict[str, Any], stack: list[dict[str, Any]] | None) -> None:
+        super()._append(entry, stack)
+        self.states.append((dict(self.segments), copy.deepcopy(self.blocks)))
+
+
+def _free(segments: dict[int, int], blocks: dict[int, Block]) -> dict[int, int]:
+    """Free stretches by brute force. A gap of at most 1 MiB belongs to the block before it."""
+    found = {}
+    for start, size in segments.items():
+        at = start
+        mine = sorted((b for b in blocks.values() if start <= b.address < start + size), key=lambda b: b.address)
+        for end in [*(block.address for block in mine), start + size]:
+            slack = at > start and end - at <= MIB
+            if end > at and not slack:
+                found[at] = end - at
+            block = next((b for b in mine if b.address == end), None)
+            at = end + (block.size if block else 0)
+    return found
+
+
+@QUICK
+@given(seed=st.integers(0, 2**32), actions=st.integers(1, 60), kept=st.floats(0.1, 1))
+def test_the_state_at_every_entry(tmp_path: Path, seed: int, actions: int, kept: float) -> None:
+    maker = Watched()
+    random_life(seed, actions, maker)
+    last = max(round(kept * len(maker.entries)), 1)
+    trace = read_here(tmp_path / "a", maker.snapshot(last=last))
+    older = int((trace.events["kind"] == "baseline").sum())
+    for number in range(last):
+        segments, blocks = maker.states[len(maker.entries) - last + number]
+        state = state_at(trace, 0, older + number)
+        assert dict(zip(state.segments.address.tolist(), state.segments.size.tolist(), strict=True)) == segments
+        assert sorted(state.live.address.tolist()) == sorted(blocks)
+        assert dict(zip(state.free.address.tolist(), state.free.size.tolist(), strict=True)) == _free(segments, blocks)
+        _adds_up(state)
+
+
+def _adds_up(state: DeviceState) -> None:
+    inside = state.live.segment >= 0
+    assert inside.all()
+    assert state.live.size.sum() + state.free.size.sum() == state.segments.size.sum()
+
+
+@pytest.mark.parametrize(
+    "name", ["complete_small", "transformer_training_step", "wrapped_ring_25000", "expandable_segments"]
+)
+def test_real_files_add_up_at_any_moment(name: str) -> None:
+    if not DATA.is_dir():
+        pytest.skip(f"no real files: {DATA} is absent")
+    trace = memtrace.load(DATA / "snapshots" / f"{name}.pickle")
+    rows = trace.num_rows("events")
+    older = int((trace.events["kind"] == "baseline").sum())
+    for row in np.linspace(max(older - 1, 0), rows - 1, 25).astype(int):
+        _adds_up(state_at(trace, 0, int(row)))
+    end = state_at(trace, 0, rows - 1)
+    segments = trace.columns("segments", "active_size", "address")
+    used = np.bincount(end.live.segment, weights=end.live.size, minlength=len(end.segments))
+    order = np.argsort(segments["address"])
+    assert used.tolist() == segments["active_size"][order].tolist(), "segment by segment what the file itself says"
+
+
+def test_the_numbers_of_a_small_life(tmp_path: Path) -> None:
+    maker = Maker()
+    stack = [frame("train.py", 3, "step")]
+    first, pin, last = (maker.alloc(size * MIB, stack) for size in (8, 4, 8))
+    maker.free(first)
+    maker.free(last)
+    maker.alloc(18 * MIB - 100)
+    trace = read_here(tmp_path / "a", maker.snapshot())
+    at_end = fragmentation(trace, "cuda:0", row=trace.num_rows("events") - 1)
+    assert at_end is not None
+    assert at_end.reserved_bytes == 40 * MIB and at_end.num_segments == 2
+    assert at_end.requested_bytes == 22 * MIB - 100 and at_end.waste_bytes == 100
+    # 8 MiB before the pin, 8 behind it, 2 behind the last.
+    assert at_end.free_bytes == at_end.pinned_bytes == 18 * MIB and at_end.releasable_bytes == 0
+    assert at_end.largest_fit_bytes == 8 * MIB
+    table = pinned_segments(trace, "cuda:0", row=at_end.event)
+    assert table["free_bytes"].tolist() == [16 * MIB, 2 * MIB]
+    assert table["pin_bytes"].tolist()[0] == 4 * MIB and table["num_blocks"].tolist() == [1, 1]
+    assert trace.frames(int(table["pin_stack"].iloc[0]))[0].file == "train.py"
+    assert pin in set(trace.blocks.loc[table["pin_block"].astype(int), "address"])
+    # By default the moment when most is reserved, and then most in use.
+    fullest = fragmentation(trace, "cuda:0")
+    assert fullest is not None and fullest.requested_bytes == 22 * MIB - 100
+
+
+def test_fits_are_told_by_stream_and_pool(tmp_path: Path) -> None:
+    maker = Maker()
+    maker.free(maker.alloc(8 * MIB))
+    maker.stream = 7
+    value = maker.snapshot()
+    trace = read_here(tmp_path / "a", value)
+    state = state_at(trace, 0, trace.num_rows("events") - 1)
+    assert largest_fit(state, 0, 0) == 0 or state.segments.stream.tolist() == [0]
+    assert largest_fit(state, 0, int(state.segments.stream[0])) == 20 * MIB
+    assert largest_fit(state, 2, 0) == 0
+
+
+def test_no_segments_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text(
+        '{"traceEvents": [{"name": "[memory]", "ph": "i", "pid": 1, "tid": 1, "ts": 1, "args": {"Bytes": 8}}]}'
+    )
+    trace = memtrace.load(tmp_path / "a")
+    (device,) = trace.devices
+    assert fragmentation(trace, device) is None and pinned_segments(trace, device).empty
+    with pytest.raises(TraceError, match="no device cuda:9"):
+        fragmentation(trace, "cuda:9")
+
+
+@pytest.mark.parametrize(
+    ("asked", "segment"),
+    [(1, 2), (MIB, 2), (MIB + 1, 20), (10 * MIB - 1, 10), (10 * MIB, 10), (11 * MIB, 12), (9 * MIB, 20)],
+)
+def test_what_the_device_is_asked_for(asked: int, segment: int) -> None:
+    """By the rules of torch's allocator: rounded size picks the segment."""
+    assert segment_size(asked) == segment * MIB
+
+
+def _failing(tmp_path: Path, *, expandable: bool = False) -> memtrace.Trace:
+    """A 20 MiB segment with a pin in the middle, then a request for 12 MiB that the device cannot serve."""
+    maker = Maker()
+    stack = [frame("/home/me/train.py", 3, "step")]
+    first, _, last = (maker.alloc(size * MIB, stack) for size in (8, 4, 8))
+    maker.free(first)
+    maker.free(last)
+    maker.out_of_memory(12 * MIB, 3 * MIB)
+    maker.entries[-1]["frames"] = [frame("/home/me/model.py", 9, "forward")]
+    value = maker.snapshot()
+    value["allocator_settings"]["expandable_segments"] = expandable
+    return read_here(tmp_path / "a", value)
+
+
+def test_a_failure_by_fragmentation_is_explained(tmp_path: Path) -> None:
+    (failure,) = out_of_memory(_failing(tmp_path))
+    assert (
+        failure.asked_bytes == 12 * MIB and failure.device_free_bytes == 3 * MIB and failure.segment_bytes == 12 * MIB
+    )
+    assert failure.largest_fit_bytes == 8 * MIB and failure.free_same_stream_bytes == 16 * MIB
+    assert failure.lacking_bytes == 0 and failure.free_elsewhere_bytes == 0
+    assert [(holder.requested_bytes, holder.num_blocks) for holder in failure.holders] == [(4 * MIB, 1)]
+    assert "expandable_segments:True" in failure.advice[0]
+
+
+def test_no_advice_to_set_what_is_set(tmp_path: Path) -> None:
+    (failure,) = out_of_memory(_failing(tmp_path, expandable=True))
+    assert not any("expandable_segments" in sentence for sentence in failure.advice) and failure.advice
+
+
+def test_a_failure_for_want_of_memory_says_how_much(tmp_path: Path) -> None:
+    maker = Maker()
+    maker.alloc(18 * MIB)
+    maker.out_of_memory(100 * MIB, 2 * MIB)
+    (failure,) = out_of_memory(read_here(tmp_path / "a", maker.snapshot()))
+    assert failure.lacking_bytes == 96 * MIB
+    assert failure.advice[0].startswith("Hold 96.0 MiB less")
+    assert not any("expandable" in sentence for sentence in failure.advice)
+
+
+def test_the_summary_tells_of_both(tmp_path: Path) -> None:
+    found = summary(_failing(tmp_path))
+    (failure,) = found["out_of_memory"]
+    assert failure["site"] == "me/model.py:9 forward"
+    assert failure["holders"] == [{"site": "me/train.py:3 step", "bytes": 4 * MIB, "blocks": 1}]
+    assert found["devices"][0]["fragmentation"]["reserved_bytes"] == 20 * MIB
+
+
+def test_expandable_stretches_walk_back(tmp_path: Path) -> None:
+    base = 1 << 40
+
+    def entry(action: str, at: int, size: int, number: int) -> dict[str, object]:
+        return {
+            "action": action,
+            "addr": base + at * MIB,
+            "size": size * MIB,
+            "stream": 0,
+            "time_us": START_US + number,
+        }
+
+    entries = [
+        entry("segment_map", 0, 20, 0), entry("segment_map", 20, 20, 1), entry("alloc", 0, 30, 2), entry("segment_map", 60, 20, 3),
+        entry("segment_unmap", 60, 20, 4),
+    ]  # fmt: skip
+    segment = {
+        "device": 0, "address": base, "total_size": 40 * MIB, "allocated_size": 30 * MIB, "active_size": 30 * MIB,
+        "requested_size": 30 * MIB, "stream": 0, "segment_type": "large", "segment_pool_id": (0, 0), "is_expandable": True,
+        "blocks": [{"address": base, "size": 30 * MIB, "requested_size": 30 * MIB, "state": "active_allocated", "frames": []}],
+    }  # fmt: skip
+    trace = read_here(tmp_path / "a", {"segments": [segment], "device_traces": [entries]})
+
+    def mapped(row: int) -> list[tuple[int, int]]:
+        found = state_at(trace, 0, row).segments
+        return [
+            ((at - base) // MIB, size // MIB)
+            for at, size in zip(found.address.tolist(), found.size.tolist(), strict=True)
+        ]
+
+    assert [mapped(row) for row in range(-1, 5)] == [
+        [],
+        [(0, 20)],
+        [(0, 40)],
+        [(0, 40)],
+        [(0, 40), (60, 20)],
+        [(0, 40)],
+    ]

@@ -1,0 +1,149 @@
+"""What a snapshot's history and its end say together, against a recorder that answers for itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from making import Maker, random_life, read_here
+
+from memtrace.analysis.peak import level_at, requested_bytes, reserved_bytes
+from memtrace.trace import Trace
+
+
+def load(folder: Path, value: Any) -> Trace:
+    return read_here(folder / "snapshot.pickle", value)
+
+
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@QUICK
+@given(seed=st.integers(0, 2**32), actions=st.integers(0, 150), kept=st.floats(0, 1))
+def test_any_suffix_of_a_history_gives_its_curve(tmp_path: Path, seed: int, actions: int, kept: float) -> None:
+    """A ring keeps the newest entries; with the segments the bytes live after each of them are known all the same."""
+    maker = random_life(seed, actions)
+    last = round(kept * len(maker.entries))
+    trace = load(tmp_path, maker.snapshot(last=last))
+    want, want_reserved = (curve[len(curve) - last :] if last else [] for curve in (maker.curve, maker.reserved_curve))
+    if not trace.devices:
+        assert not maker.blocks and not maker.segments and not last
+        return
+    older = int((trace.events["kind"] == "baseline").sum())
+    rows = range(older, older + last)
+    assert level_at(requested_bytes(trace, "cuda:0"), list(rows)).tolist() == want
+    reserved = reserved_bytes(trace, "cuda:0")
+    assert (level_at(reserved, list(rows)).tolist() if reserved else []) == (want_reserved if reserved else [])
+    assert not any("contradicts" in note or "not in its segments" in note for note in trace.coverage.notes)
+
+
+@QUICK
+@given(seed=st.integers(0, 2**32), actions=st.integers(1, 120))
+def test_a_whole_history_has_no_older_blocks(tmp_path: Path, seed: int, actions: int) -> None:
+    maker = random_life(seed, actions)
+    trace = load(tmp_path, maker.snapshot())
+    kinds = trace.events["kind"].tolist()
+    assert "baseline" not in kinds
+    names = {"free_completed": "free"}
+    assert kinds == [names.get(entry["action"], entry["action"]) for entry in maker.entries]
+    assert trace.events["address"].tolist() == [entry["addr"] for entry in maker.entries]
+    assert trace.events["time_ns"].tolist() == [
+        1000 * (entry["time_us"] - maker.entries[0]["time_us"]) for entry in maker.entries
+    ]
+
+
+@QUICK
+@given(seed=st.integers(0, 2**32), actions=st.integers(1, 120))
+def test_lifetimes_by_brute_force(tmp_path: Path, seed: int, actions: int) -> None:
+    maker = random_life(seed, actions)
+    trace = load(tmp_path, maker.snapshot())
+    open_blocks: dict[int, int] = {}
+    number = -1
+    want = []
+    for entry in maker.entries:
+        action, address = entry["action"], entry["addr"]
+        if action == "alloc":
+            number += 1
+            open_blocks[address] = number
+        about = action in ("alloc", "free_requested", "free_completed")
+        want.append(open_blocks[address] if about else None)
+        if action == "free_completed":
+            del open_blocks[address]
+    assert [
+        None if block != block else block
+        for block in trace.events["block"].astype(object).where(trace.events["block"].notna(), None)
+    ] == want
+
+
+def test_a_request_without_completion_is_live_and_pending(tmp_path: Path) -> None:
+    maker = Maker()
+    first = maker.alloc(1000)
+    maker.alloc(2000)
+    maker.free(first, complete=False)
+    trace = load(tmp_path, maker.snapshot())
+    assert int(requested_bytes(trace, "cuda:0").bytes[-1]) == 3000
+    assert any("1 blocks (1000 bytes) were freed and wait for a stream" in note for note in trace.coverage.notes)
+    assert not any("no completed frees" in note for note in trace.coverage.notes)
+
+
+def test_skipped_completions_count_at_the_request(tmp_path: Path) -> None:
+    maker = Maker()
+    maker.free(maker.alloc(1000))
+    maker.free(maker.alloc(500))
+    value = maker.snapshot()
+    value["device_traces"][0] = [entry for entry in value["device_traces"][0] if entry["action"] != "free_completed"]
+    trace = load(tmp_path, value)
+    assert requested_bytes(trace, "cuda:0").bytes.tolist() == [1000, 0, 500, 0]
+    assert any("no completed frees" in note for note in trace.coverage.notes)
+
+
+def test_several_devices_in_one_order(tmp_path: Path) -> None:
+    one, two = Maker(device=1), Maker(device=3)
+    two.clock_us += 1
+    for maker in (one, two):
+        maker.free(maker.alloc(1000 * (1 + maker.device)))
+    value = two.snapshot()
+    value["device_traces"][1] = one.entries
+    value["segments"] += one.snapshot()["segments"]
+    trace = load(tmp_path, value)
+    assert trace.devices == ("cuda:1", "cuda:3")
+    assert trace.events["time_ns"].is_monotonic_increasing
+    assert trace.events["device"].tolist() == ["cuda:1", "cuda:3"] * 4
+    assert trace.events["block"].dropna().tolist() == [0, 1, 0, 1, 0, 1]
+
+
+def test_equal_addresses_on_two_devices_are_two_blocks(tmp_path: Path) -> None:
+    makers = [Maker(device=0), Maker(device=1)]
+    addresses = [maker.alloc(700) for maker in makers]
+    assert addresses[0] == addresses[1]
+    value = makers[1].snapshot()
+    value["device_traces"][0] = makers[0].entries
+    value["segments"] += makers[0].snapshot()["segments"]
+    trace = load(tmp_path, value)
+    assert len(trace.blocks) == 2
+    assert not any("contradicts" in note for note in trace.coverage.notes)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda entries: entries.append({**entries[1]}), "1 allocations at an address still in use"),
+        (lambda entries: entries.extend([{**entries[1], "action": "free_completed"}] * 2), "1 frees of what was free"),
+        (
+            lambda entries: entries.append({**entries[1], "action": "free_completed", "size": 5}),
+            "1 blocks freed with another size",
+        ),
+        (lambda entries: entries[1].update(addr=99), "1 allocations outside of every segment"),
+        (lambda entries: entries[1].update(size=4), "1 live blocks whose size differs"),
+    ],
+)
+def test_contradictions_are_named(tmp_path: Path, damage: Any, said: str) -> None:
+    maker = Maker()
+    maker.alloc(1000)
+    value = maker.snapshot()
+    damage(value["device_traces"][0])
+    notes = load(tmp_path, value).coverage.notes
+    assert any("contradicts itself" in note and said in note for note in notes), notes
