@@ -25,11 +25,16 @@ def size(value: int | None) -> str:
     if value is None:
         return UNKNOWN
     sign, left = ("-", -float(value)) if value < 0 else ("", float(value))
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if left < 1024 or unit == "GiB":
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if left < 1024 or unit == "PiB":
             return f"{sign}{left:.0f} {unit}" if unit == "B" or left >= 100 else f"{sign}{left:.1f} {unit}"
         left /= 1024
     raise AssertionError
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, in words that agree with it."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def duration(value_ns: int | None) -> str:
@@ -47,9 +52,10 @@ def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else UNKNOWN
 
 
-def console() -> Console:
+def console(*, stderr: bool = False) -> Console:
     """Colour and boxes on a terminal, plain text in a pipe; NO_COLOR and COLUMNS are honoured by rich."""
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 110, highlight=False)
+    file = sys.stderr if stderr else sys.stdout
+    return Console(file=file, width=None if file.isatty() else 110, highlight=False)
 
 
 def plain_table(*headers: str) -> Table:

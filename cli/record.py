@@ -49,7 +49,7 @@ def command(output: str, module: bool, program: str, arguments: tuple[str, ...],
             code = left.code
         except BaseException as error:
             code = 130 if isinstance(error, KeyboardInterrupt) else 1
-            recording.end_reason = f"{type(error).__name__} ended the program"
+            recording.failed(error, f"{type(error).__name__} ended the program")
             traceback.print_exception(type(error), error, _program_frames(error.__traceback__, program))
     _say_what_was_written(output)
     if isinstance(code, str):

@@ -5,7 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import click
-from memtrace.cli.output import UNKNOWN, console, duration, open_traces, plain_table, print_json, share, size, working
+from memtrace.cli.failure import NO_STACK, print_failure
+from memtrace.cli.output import (
+    UNKNOWN,
+    console,
+    counted,
+    duration,
+    open_traces,
+    plain_table,
+    print_json,
+    share,
+    size,
+    working,
+)
 from rich.console import Console
 from rich.markup import escape
 
@@ -61,7 +73,7 @@ def print_summary(out: Console, name: str, found: dict[str, Any]) -> None:
     for device in found["devices"]:
         _print_device(out, device)
     for failure in found["out_of_memory"]:
-        _print_failure(out, failure)
+        print_failure(out, failure)
     if not found["devices"]:
         out.print("No memory events were recorded.")
     _print_steps(out, found["steps"])
@@ -72,9 +84,9 @@ def _print_coverage(out: Console, name: str, found: dict[str, Any]) -> None:
     told, source = found["coverage"], found["source"]
     first, last = told["first_event_ns"], told["last_event_ns"]
     span = duration(last - first) if first is not None else UNKNOWN
-    kind = source.get("observer") or source.get("kind") or UNKNOWN
     out.print(
-        f"[bold]{escape(name)}[/]  {told['num_events']:,} events in {span}, {told['num_steps']} steps, observer {kind}"
+        f"[bold]{escape(name)}[/]  {_origin(source)}: {told['num_events']:,} events in {span}, "
+        f"{counted(told['num_steps'], 'step')}"
     )
     lost = UNKNOWN if told["lost_events"] is None else f"{told['lost_events']:,}"
     out.print(
@@ -88,6 +100,12 @@ def _print_coverage(out: Console, name: str, found: dict[str, Any]) -> None:
         out.print(f"ended early: {escape(told['stop_reason'])}")
     for note in told["notes"]:
         out.print(f"note: {escape(note)}")
+
+
+def _origin(source: dict[str, Any]) -> str:
+    if source.get("kind") == "recording":
+        return f"recorded by the {source.get('observer') or UNKNOWN} observer"
+    return str(source.get("kind") or UNKNOWN).replace("_", " ")
 
 
 def _print_device(out: Console, device: dict[str, Any]) -> None:
@@ -115,6 +133,9 @@ def _print_device(out: Console, device: dict[str, Any]) -> None:
         ("line that allocated it", "top_sites", "site"),
         ("module", "top_modules", "module"),
     ):
+        if all(row[field] is None for row in peak[key]):
+            out.print(f"\n{title}: not told")
+            continue
         table = plain_table("size", "share", "blocks", title)
         for row in peak[key][:6]:
             table.add_row(
@@ -137,27 +158,8 @@ def _fragmentation_line(told: dict[str, Any]) -> str:
     )
 
 
-def _print_failure(out: Console, failure: dict[str, Any]) -> None:
-    when = f"out of memory on {failure['device']} at {duration(failure['time_ns'])}"
-    who = escape(failure["site"] or UNKNOWN)
-    out.print(f"\n[bold]{when}[/]: {size(failure['asked_bytes'])} asked for by {who}")
-    state = failure["state"]
-    out.print(
-        f"the device had {size(failure['device_free_bytes'])} left; of {size(state['reserved_bytes'])} reserved "
-        f"{size(state['free_bytes'])} were in no block, but the largest piece within reach was "
-        f"{size(failure['largest_fit_bytes'])} "
-        f"({size(failure['free_elsewhere_bytes'])} on other streams, in other pools or for other sizes)"
-    )
-    table = plain_table("size", "blocks", "held by")
-    for holder in failure["holders"][:6]:
-        table.add_row(size(holder["bytes"]), str(holder["blocks"]), escape(holder["site"] or _NOWHERE["site"]))
-    out.print(table)
-    for sentence in failure["advice"]:
-        out.print(f"try: {escape(sentence)}")
-
-
 _NOWHERE = {
-    "site": "(no stack: older than the recording, small, or stacks were off)",
+    "site": NO_STACK,
     "module": "(outside of every module call)",
 }
 

@@ -52,6 +52,7 @@ SPAN_KINDS: Final = (
 COUNTERS: Final = (
     "allocated",  # bytes of the blocks in use, as the allocator counts
     "reserved",  # bytes the allocator holds from the device
+    "device_used",  # bytes in use on the device by anyone, as the driver counts
 )
 NAME_KINDS: Final = ("operator", "module", "tensor", "frame", "stack", "thread", "range")
 
@@ -165,6 +166,12 @@ TABLES: Final[dict[str, tuple[Column, ...]]] = {
         Column("device", "text", "as in events"),
         Column("name", "text", "one of COUNTERS"),
         Column("value", "int64", "bytes"),
+    ),
+    "device_times": (  # an option of recordings: operators that touch large blocks, timed by the device itself
+        Column("op", "int64", "ops.op"),
+        Column("device", "text", "as in events"),
+        Column("start_ns", "int64", "when the device began it; the device's clock, set to the host's once a recording"),
+        Column("duration_ns", "int64", "how long the device took, by its clock"),
     ),
     "names": (
         Column("id", "int32", "what the other tables refer to; unique within a rank"),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SURVIVORS_KEY = b"memtrace.survivors_through"
-_PART = re.compile(r"(?P<table>[a-z]+)-(?P<number>\d+)\.parquet")
+_PART = re.compile(r"(?P<table>[a-z_]+)-(?P<number>\d+)\.parquet")
 _REQUIRED = {
     "events": ("time_ns", "kind", "device", "block", "size"),
     "ops": ("op", "name", "start_ns"),
@@ -28,6 +28,7 @@ _REQUIRED = {
     "names": ("id", "kind", "text"),
     "segments": ("device", "address", "size"),
     "counters": ("time_ns", "device", "name", "value"),
+    "device_times": ("op", "start_ns", "duration_ns"),
 }
 
 

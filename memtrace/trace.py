@@ -37,7 +37,7 @@ _VOCABULARIES = {
     ("counters", "name"): COUNTERS,
     ("names", "kind"): NAME_KINDS,
 }
-_OF_DEVICES = ("events", "segments", "counters")
+_OF_DEVICES = ("events", "segments", "counters", "device_times")
 _IDENTITIES = {("events", "block"), ("events", "op"), ("ops", "op"), ("labels", "block")}
 _DTYPES: dict[str, type[np.signedinteger[Any]]] = {"int64": np.int64, "int32": np.int32, "int16": np.int16}
 
@@ -200,6 +200,21 @@ class Trace:
     def labels(self) -> pd.DataFrame:
         """What the program itself told of its blocks: the columns of ``schema.TABLES['labels']``."""
         return self._frame_of("labels")
+
+    @property
+    def segments(self) -> pd.DataFrame:
+        """What CUDA's allocator held at the end: the columns of ``schema.TABLES['segments']``, null as NA."""
+        return self._frame_of("segments")
+
+    @property
+    def counters(self) -> pd.DataFrame:
+        """Totals by the allocator's and the driver's count: the columns of ``schema.TABLES['counters']``."""
+        return self._frame_of("counters")
+
+    @property
+    def device_times(self) -> pd.DataFrame:
+        """Operators timed by the device: the columns of ``schema.TABLES['device_times']``."""
+        return self._frame_of("device_times")
 
     @property
     def names(self) -> pd.DataFrame:

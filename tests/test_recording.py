@@ -365,28 +365,6 @@ def test_a_foreign_folder_is_not_touched(tmp_path, caplog):
     assert [path.name for path in (tmp_path / "run.memtrace" / "rank=0").iterdir()] == ["thesis.txt"]
 
 
-def test_hand_made_cuda_events_become_blocks_and_segments(tmp_path):
-    from memtrace.recording.observers.build import native_module
-    from memtrace.schema import EVENT_KINDS
-
-    native, code = native_module(), EVENT_KINDS.index
-    with memtrace.record(tmp_path / "run.memtrace", observer="native"):
-        native.cuda_event(code("segment_alloc"), 1, 0x7000, 2 << 20, 0)
-        native.cuda_event(code("alloc"), 1, 0x7000, 1000, 5)
-        native.cuda_event(code("free_requested"), 1, 0x7000, 1000, 5)
-        native.cuda_event(code("free"), 1, 0x7000, 1000, 5)
-        native.cuda_event(code("alloc"), 1, 0x7000, 3000, 5)
-        native.cuda_event(code("free"), 1, 0x9000, 700, 5)
-    trace = memtrace.load(tmp_path / "run.memtrace")
-    found = peak(trace, "cuda:1")
-    assert (found.requested.bytes, found.end_bytes, found.baseline_bytes) == (3700 - 0, 3000, 700)
-    assert found.reserved is not None
-    assert found.reserved.bytes == 2 << 20
-    assert found.allocated is None
-    events = trace.events
-    assert set(events[events.device == "cuda:1"].stream.dropna()) == {0, 5}
-
-
 def test_compiled_models_train_the_same(tmp_path):
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -66,8 +66,9 @@ class FreeBlocks:
 
 @dataclass(frozen=True)
 class DeviceState:
-    """A device after a row of ``events``."""
+    """A device (a code into ``Trace.devices``) after a row of ``events``."""
 
+    device: int
     row: int
     segments: Segments
     live: LiveBlocks
@@ -88,7 +89,7 @@ def state_at(trace: Trace, device: int, row: int) -> DeviceState:
     segments = _segments_at(trace, device, row)
     live = _live_at(trace, device, row)
     live, free = _fill(segments, live)
-    return DeviceState(row, segments, live, free)
+    return DeviceState(device, row, segments, live, free)
 
 
 def _live_at(trace: Trace, device: int, row: int) -> LiveBlocks:

@@ -50,10 +50,12 @@ def fragmentation(trace: Trace, device: str, *, row: int | None = None) -> Fragm
     """The device after a row of events; by default, of the moments when most was reserved, the one when most was in
     use: what is free even then is what fragmentation costs.
 
-    None where the trace does not tell of segments, as a Chrome trace or a recording of the CPU does not.
+    None where the trace does not tell of segments, as a Chrome trace or a recording of the CPU does not, and where its
+    segments contradict its blocks.
     """
     state = _state(trace, device, row)
-    return None if state is None else measure(trace, device, state)
+    # Live blocks outside of every segment: the file contradicts itself, and its segments say nothing.
+    return None if state is None or (state.live.segment < 0).any() else measure(trace, device, state)
 
 
 def measure(trace: Trace, device: str, state: DeviceState) -> Fragmentation:

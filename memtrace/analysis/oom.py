@@ -14,7 +14,7 @@ from memtrace.analysis.fragmentation import Fragmentation, largest_fit, measure
 from memtrace.arrays import Array
 from memtrace.trace import Trace
 
-NUM_HOLDERS: Final = 10
+HOLD_LESS: Final = "Hold less at this moment: see what holds the memory."
 _MEDIUM_BYTES: Final = 10 << 20
 _MEDIUM_SEGMENT_BYTES: Final = 20 << 20
 _SEGMENT_ROUNDING_BYTES: Final = 2 << 20
@@ -31,19 +31,11 @@ class Holder:
 
 
 @dataclass(frozen=True)
-class OutOfMemory:
-    """One failed allocation. All numbers are bytes; None: not told."""
+class Room:
+    """Where a request on a GPU could look for memory, and why it found none. Bytes."""
 
-    device: str
-    event: int
-    time_ns: int
-    asked_bytes: int
-    stack: int
-    """names.id of the stack that asked; -1: not taken."""
     segment_bytes: int
     """What the allocator wanted from the device to serve it."""
-    device_free_bytes: int | None
-    """What the driver had left."""
     largest_fit_bytes: int
     """The largest request its stream could have had without more from the device."""
     free_same_stream_bytes: int
@@ -53,6 +45,24 @@ class OutOfMemory:
     lacking_bytes: int
     """How much less must be live for it to fit if no free byte were out of reach; 0: it would have fitted."""
     state: Fragmentation
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """One failed allocation. All numbers are bytes; None: not told."""
+
+    device: str
+    event: int
+    time_ns: int
+    asked_bytes: int
+    stack: int
+    """names.id of the stack that asked; -1: not taken."""
+    device_free_bytes: int | None
+    """What the driver had left."""
+    live_bytes: int
+    """What live blocks were asked for."""
+    room: Room | None
+    """None on the CPU, whose allocator keeps no segments."""
     holders: tuple[Holder, ...]
     """What holds the memory, the largest first."""
     advice: tuple[str, ...]
@@ -82,29 +92,36 @@ def segment_size(requested: int) -> int:
 def _explain(trace: Trace, row: int) -> OutOfMemory:
     events = trace.columns("events", "time_ns", "device", "size", "stream", "op", "device_free")
     code = int(events["device"][row])
-    asked, stream = int(events["size"][row]), max(int(events["stream"][row]), 0)
+    asked, device_free = int(events["size"][row]), int(events["device_free"][row])
     state = state_at(trace, code, row)
-    here = _reachable(state, asked, stream)
-    free_here, free_all = int(state.free.size[here].sum()), int(state.free.size.sum())
-    device_free = int(events["device_free"][row])
-    numbers = measure(trace, trace.devices[code], state)
-    failure = OutOfMemory(
+    room = None
+    if len(state.segments):
+        room = _room(trace, state, asked, max(int(events["stream"][row]), 0), max(device_free, 0))
+    return OutOfMemory(
         device=trace.devices[code],
         event=row,
         time_ns=int(events["time_ns"][row]),
         asked_bytes=asked,
         stack=int(op_column(trace, events["op"][row : row + 1], "stack")[0]),
-        segment_bytes=segment_size(asked),
         device_free_bytes=device_free if device_free >= 0 else None,
+        live_bytes=int(state.live.requested.sum()),
+        room=room,
+        holders=_holders(trace, state),
+        advice=tuple(_advice(trace, asked, room)),
+    )
+
+
+def _room(trace: Trace, state: DeviceState, asked: int, stream: int, device_free: int) -> Room:
+    free_here = int(state.free.size[_reachable(state, asked, stream)].sum())
+    free_all = int(state.free.size.sum())
+    return Room(
+        segment_bytes=segment_size(asked),
         largest_fit_bytes=largest_fit(state, 0, stream),
         free_same_stream_bytes=free_here,
         free_elsewhere_bytes=free_all - free_here,
-        lacking_bytes=max(asked - free_all - max(device_free, 0), 0),
-        state=numbers,
-        holders=_holders(trace, state),
-        advice=(),
+        lacking_bytes=max(asked - free_all - device_free, 0),
+        state=measure(trace, trace.devices[state.device], state),
     )
-    return OutOfMemory(**{**vars(failure), "advice": tuple(_advice(trace, failure))})
 
 
 def _reachable(state: DeviceState, asked: int, stream: int) -> Array:
@@ -120,45 +137,45 @@ def _holders(trace: Trace, state: DeviceState) -> tuple[Holder, ...]:
     stacks, place = np.unique(blocks(trace).stack[live.block], return_inverse=True)
     held = np.bincount(place, weights=live.requested, minlength=len(stacks)).astype(np.int64)
     count = np.bincount(place, minlength=len(stacks))
-    order = np.argsort(-held, kind="stable")[:NUM_HOLDERS]
+    order = np.argsort(-held, kind="stable")
     return tuple(Holder(int(stacks[at]), int(held[at]), int(count[at])) for at in order)
 
 
-def _advice(trace: Trace, failure: OutOfMemory) -> list[str]:
+def _advice(trace: Trace, asked: int, room: Room | None) -> list[str]:
     """What would have helped, by the numbers."""
+    if room is None:
+        return [HOLD_LESS]
     settings = trace.manifest.get("allocator_settings") or {}
-    state = failure.state
+    expandable = bool(settings.get("expandable_segments"))
+    state = room.state
     advice = []
-    if failure.lacking_bytes:
+    if room.lacking_bytes:
         advice.append(
-            f"Hold {amount(failure.lacking_bytes)} less at this moment: even without any fragmentation the request "
-            "does not "
-            "fit. A smaller batch, activation checkpointing, or a cheaper optimizer state: see what holds the memory."
+            f"Hold {amount(room.lacking_bytes)} less at this moment: even without any fragmentation the request does "
+            "not fit. Try a smaller batch, activation checkpointing, or a cheaper optimizer: see what holds the memory."
         )
-    if failure.free_same_stream_bytes >= failure.segment_bytes and not settings.get("expandable_segments"):
+    if room.free_same_stream_bytes >= room.segment_bytes and not expandable:
         advice.append(
             "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: enough is reserved and unused, but in pieces; "
-            "expandable "
-            "segments can join them."
+            "expandable segments can join them."
         )
-    elif state.pinned_bytes >= failure.asked_bytes and not settings.get("expandable_segments"):
+    elif state.pinned_bytes >= asked and not expandable:
         advice.append(
-            f"Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: {amount(state.pinned_bytes)} are free in "
-            "segments that live "
-            "blocks keep from being given back."
+            f"Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: {amount(state.pinned_bytes)} are free in segments "
+            "that live blocks keep from being given back."
         )
-    if failure.free_elsewhere_bytes >= failure.asked_bytes:
+    if room.free_elsewhere_bytes >= asked:
         advice.append(
-            f"{amount(failure.free_elsewhere_bytes)} are reserved and unused on other streams, in private pools or "
-            "for blocks of "
-            "another size, where this request cannot look: use fewer streams, or free the graphs that own the pools."
+            f"{amount(room.free_elsewhere_bytes)} are reserved and unused on other streams, in private pools or for "
+            "blocks of another size, where this request cannot look: use fewer streams, or free the graphs that own "
+            "the pools."
         )
     if state.waste_bytes * 10 >= max(state.requested_bytes, 1):
         advice.append(
             f"{amount(state.waste_bytes)} are lost to rounding: make many small tensors into few large ones, or lower "
             "roundup_power2_divisions."
         )
-    return advice or ["Hold less at this moment: see what holds the memory."]
+    return advice or [HOLD_LESS]
 
 
 def amount(num_bytes: int) -> str:

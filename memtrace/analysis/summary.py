@@ -14,7 +14,7 @@ from memtrace.analysis.peak import Peak, by_category, by_module_pattern, by_site
 from memtrace.analysis.sites import site
 from memtrace.analysis.steps import step_columns
 from memtrace.arrays import Array
-from memtrace.schema import CATEGORIES
+from memtrace.schema import CATEGORIES, SPAN_KINDS
 from memtrace.trace import Trace
 
 TOP = 8
@@ -42,7 +42,7 @@ def summary(trace: Trace) -> dict[str, Any]:
         },
         "steps": _steps(trace),
         "devices": [_device(trace, peak(trace, device)) for device in trace.devices],
-        "out_of_memory": [_failure(trace, failure) for failure in out_of_memory(trace)],
+        "out_of_memory": [failure_as_dict(trace, failure) for failure in out_of_memory(trace)],
     }
 
 
@@ -60,10 +60,16 @@ def _steps(trace: Trace) -> dict[str, Any]:
         "max_peak_bytes": int(columns["peak_bytes"].max()) if len(columns["step"]) else None,
         "median_allocated_bytes": _median(columns["allocated_bytes"]),
         "median_allocations": _median(columns["num_allocs"]),
-        "data_wait_share": int(columns["data_wait_ns"].sum()) / total if total else None,
+        "data_wait_share": int(columns["data_wait_ns"].sum()) / total if total and _tells_waits(trace) else None,
         "growth_bytes_per_step": grows.bytes_per_step if grows else None,
         "growth_sources": [{"site": text, "bytes_per_step": size} for text, size in grows.sources] if grows else None,
     }
+
+
+def _tells_waits(trace: Trace) -> bool:
+    """A recording sees every wait for data; another tool's file those that it names, and may name none."""
+    waits = trace.columns("spans", "kind")["kind"] == SPAN_KINDS.index("data_wait")
+    return trace.manifest.get("source", {}).get("kind") == "recording" or bool(waits.any())
 
 
 def _device(trace: Trace, found: Peak) -> dict[str, Any]:
@@ -90,12 +96,15 @@ def _device(trace: Trace, found: Peak) -> dict[str, Any]:
     }
 
 
-def _failure(trace: Trace, failure: OutOfMemory) -> dict[str, Any]:
+def failure_as_dict(trace: Trace, failure: OutOfMemory) -> dict[str, Any]:
+    """``OutOfMemory`` as plain JSON values, with ``site`` for each stack."""
     told = failure.as_dict() | {"site": site(trace, failure.stack)}
-    told["holders"] = [
-        {"site": site(trace, holder.stack), "bytes": holder.requested_bytes, "blocks": holder.num_blocks}
-        for holder in failure.holders
-    ]
+    held: dict[str | None, tuple[int, int]] = {}
+    for holder in failure.holders:  # several stacks may lead to one line
+        size, number = held.get(where := site(trace, holder.stack), (0, 0))
+        held[where] = size + holder.requested_bytes, number + holder.num_blocks
+    rows = sorted(((where, *both) for where, both in held.items()), key=lambda row: -row[1])
+    told["holders"] = [_row("site", row) for row in rows[:TOP]]
     return told
 
 

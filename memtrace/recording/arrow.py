@@ -20,6 +20,9 @@ VOCABULARIES = {
     ("labels", "category"): schema.CATEGORIES,
 }
 MAX_DEVICES = 127
+# Null throughout where there is no GPU: not worth a look at every row.
+_OFTEN_EMPTY = ("stream", "pool", "device_free")
+_NOTHING = np.zeros(0, np.int64)
 
 
 def strings(values: Sequence[str | None]) -> pa.Array:
@@ -71,26 +74,23 @@ def _text(codes: npt.NDArray[np.int8], vocabulary: Sequence[str]) -> pa.Array:
     return pa.DictionaryArray.from_arrays(integers(codes, pa.int8()), strings(vocabulary))
 
 
-def _allocated(columns: dict[str, npt.NDArray[np.signedinteger]]) -> npt.NDArray[np.signedinteger]:
-    """On the CPU the allocator counts what was asked for; what CUDA's makes of a request its events do not say."""
-    return np.where(columns["device"] == 0, columns["size"], -1)
+def tables(batch: Batch) -> dict[str, pa.Table]:
+    """The tables of a drained batch, in the schema of the trace."""
+    return {name: _table(name, batch) for name in (*COLUMN_DTYPES, "names")}
 
 
-def table(name: str, batch: Batch) -> pa.Table:
-    """One table of a drained batch in the schema of the trace."""
+def _table(name: str, batch: Batch) -> pa.Table:
     if name == "names":
         return _names(batch["names"])
     target = schema.arrow_schema(name)
     columns = {column: np.frombuffer(batch[f"{name}.{column}"], dtype) for column, dtype in COLUMN_DTYPES[name].items()}
-    if name == "events":
-        columns["allocated_size"] = _allocated(columns)
     arrays = []
     num_rows = len(columns[target[0].name])
     for field in target:
-        if field.name not in columns:
+        values = columns.get(field.name, _NOTHING)
+        if field.name not in columns or (field.name in _OFTEN_EMPTY and (values == -1).all()):
             arrays.append(pa.nulls(num_rows, field.type))
             continue
-        values = columns[field.name]
         if field.name == "device":
             arrays.append(_text(values, device_names()[: int(values.max(initial=0)) + 1]))
         elif (name, field.name) in VOCABULARIES:

@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 
 from memtrace import __version__, schema
 from memtrace.errors import MemtraceError
 from memtrace.recording import hooks
+from memtrace.recording.cuda import CudaSide, is_out_of_memory, make_cuda_side, watch_graphs
 from memtrace.recording.labels import Labeller
 from memtrace.recording.observers import Observer
 from memtrace.recording.observers.build import BuildError
@@ -26,6 +27,7 @@ from memtrace.recording.writer import FLUSH_SECONDS, Writer, write_manifest
 
 logger = logging.getLogger("memtrace")
 
+DEVICE_TIME_MIN_BYTES: Final = 1 << 20
 Batch = TypeVar("Batch")
 ObserverKind = Literal["auto", "native", "dispatch"]
 _running: Recording | None = None
@@ -42,6 +44,7 @@ def record(
     max_steps: int | None = None,
     observer: ObserverKind = "auto",
     stack_min_bytes: int = 512,
+    device_time: bool | int = False,
     flush_seconds: float = FLUSH_SECONDS,
 ) -> Recording:
     """Record the memory of everything that runs inside the ``with`` block.
@@ -58,6 +61,8 @@ def record(
         observer: "native" (C++), "dispatch" (pure Python; also for fake tensors), or "auto": dispatch under a
             FakeTensorMode and where the native one cannot be built, saying so, else native.
         stack_min_bytes: operators that allocate less get no stack of their own.
+        device_time: time operators on the GPU as well, those that touch a block there of at least so many bytes (True:
+            1 MiB): the host runs ahead of the device, so that its clock does not tell when a block was really used.
         flush_seconds: how much a killed process loses at most.
 
     Raises:
@@ -72,6 +77,7 @@ def record(
     options = {
         "stacks": stacks, "accesses": accesses, "last_steps": last_steps, "max_steps": max_steps, "observer": observer,
         "stack_min_bytes": stack_min_bytes, "flush_seconds": flush_seconds,
+        "device_time_min_bytes": DEVICE_TIME_MIN_BYTES if device_time is True else int(device_time) or -1,
     }  # fmt: skip
     return Recording(Path(path), options, _models(model), _optimizers(optimizer))
 
@@ -136,12 +142,15 @@ class Recording:
         self._options = options
         self._models = models
         self._optimizers = optimizers
+        self._is_written = False
+        self._ran_out_of_memory = False
         self._outer: Recording | None = None
         self._hooks = ExitStack()
         self._observer: Observer | None = None
         self._labeller: Labeller | None = None
         self._steps: StepFinder | None = None
         self._writer: Writer | None = None
+        self._cuda: CudaSide | None = None
         self._manifest: dict[str, Any] = {}
         self._folder = path
 
@@ -170,9 +179,18 @@ class Recording:
             self._outer._mark_range(str(self.path), self._outer_started)
             return
         _running = None
-        if kind is not None:
-            self.end_reason = f"{kind.__name__} left the recorded block"
+        if error is not None:
+            self.failed(error, f"{type(error).__name__} left the recorded block")
         self._stop(self.end_reason)
+        if self._ran_out_of_memory and self._is_written:
+            from memtrace.cli.failure import explain_failure
+
+            explain_failure(self._folder)
+
+    def failed(self, error: BaseException, reason: str) -> None:
+        """An exception ended what is recorded; ``reason`` for the manifest. That of missing memory is explained."""
+        self.end_reason = reason
+        self._ran_out_of_memory = is_out_of_memory(error)
 
     # What the program tells.
 
@@ -225,6 +243,9 @@ class Recording:
 
     def _start(self) -> None:
         self._observer, notes = make_observer(self._options["observer"])
+        if self._options["device_time_min_bytes"] >= 0 and not self._observer.times_devices():
+            notes.append("no device times: they need the native observer, built with CUDA's headers")
+            logger.warning("memtrace: %s", notes[-1])
         rank, world_size = rank_and_world()
         self._folder = self.path / f"rank={rank}"
         self._manifest = _manifest(self._observer, self._options, notes, rank, world_size)
@@ -245,15 +266,25 @@ class Recording:
 
             ring = Ring(self._folder, last_steps)
         self._labeller = Labeller(observer)
-        self._steps = StepFinder(observer, ring, self._options["max_steps"], self._end_at_max_steps)
+        self._cuda = make_cuda_side(observer, self._manifest)
+        self._steps = StepFinder(observer, ring, self._options["max_steps"], self._end_at_max_steps, self._step_ended)
         self._writer = Writer(
-            observer, self._folder, self._manifest, ring, self._writing_failed, self._options["flush_seconds"]
+            observer,
+            self._folder,
+            self._manifest,
+            ring,
+            self._writing_failed,
+            self._options["flush_seconds"],
+            self._cuda,
         )
-        options = {name: self._options[name] for name in ("accesses", "stacks", "stack_min_bytes")}
-        observer.start(**options)
+        names = ("accesses", "stacks", "stack_min_bytes", "device_time_min_bytes")
+        observer.start(**{name: self._options[name] for name in names})
         try:
             self._manifest["t0_epoch_ns"] = time.time_ns() - observer.now()
             self._hooks = hooks.install(observer, self._labeller, self._steps.optimizer_stepped)
+            if self._cuda is not None:
+                self._hooks.callback(watch_graphs(self._cuda))
+                self._cuda.start()
             for name, model in self._models.items():
                 self._labeller.adopt(model, name)
             self._labeller.label_older_tensors()
@@ -265,6 +296,10 @@ class Recording:
             raise
         self.is_recording = True
         self._writer.start()
+
+    def _step_ended(self) -> None:
+        if self._cuda is not None:
+            self._cuda.read_totals()
 
     def _end_at_max_steps(self) -> None:
         self._stop("max_steps reached")
@@ -288,15 +323,18 @@ class Recording:
             assert self._labeller is not None and self._steps is not None
             self._labeller.label_leftover_gradients()
             self._steps.close()
+            if self._cuda is not None:
+                self._cuda.stop()
             observer.stop()
-            writer.stop()
-        else:
-            writer.stop()
+        writer.stop()
+        if self._cuda is not None:
+            self._cuda.close()
         self._manifest["finished"] = self._manifest["stop_reason"] is None
         self._manifest["stop_reason"] = self._manifest["stop_reason"] or reason
         self._manifest["num_events"] = writer.num_events
         try:
             write_manifest(self._folder, self._manifest)
+            self._is_written = True
         except OSError as error:
             logger.warning("memtrace: the trace %s is incomplete: %s", self.path, error)
 

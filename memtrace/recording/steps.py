@@ -25,12 +25,18 @@ class StepFinder:
     """
 
     def __init__(
-        self, observer: Observer, ring: Ring | None, max_steps: int | None, reached: Callable[[], None]
+        self,
+        observer: Observer,
+        ring: Ring | None,
+        max_steps: int | None,
+        reached: Callable[[], None],
+        step_ended: Callable[[], None],
     ) -> None:
         self._observer = observer
         self._ring = ring
         self._max_steps = max_steps
         self._reached = reached
+        self._step_ended = step_ended
         self._marked = False
         self._start = 0
         self._round: set[int] = set()
@@ -79,6 +85,7 @@ class StepFinder:
         self.num_steps += 1
         if self._ring is not None:
             self._ring.step_began(end_ns)
+        self._step_ended()
 
     def _check_limit(self) -> None:
         if self._max_steps is not None and self.num_steps >= self._max_steps:

@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,18 +20,16 @@ import pyarrow.parquet as pq
 
 from memtrace import schema
 from memtrace.recording import arrow
-from memtrace.recording.observers import Batch, Observer
+from memtrace.recording.observers import Observer
 
 if TYPE_CHECKING:
+    from memtrace.recording.cuda import CudaSide
     from memtrace.recording.ring import Ring
 
 logger = logging.getLogger("memtrace")
 
 FLUSH_SECONDS: Final = 5.0
 PART_ROWS: Final = 4_000_000
-
-# What an observer sees; the other tables are of foreign files.
-TABLES: Final = ("events", "ops", "spans", "labels", "names")
 
 # Counters grow by small steps and times by small differences; the rest repeats.
 _DELTA: Final = {
@@ -40,7 +38,12 @@ _DELTA: Final = {
     "spans": ("start_ns", "duration_ns", "index"),
     "labels": ("block",),
     "names": ("id",),
+    "segments": ("address",),
+    "counters": ("time_ns",),
+    "device_times": ("op", "start_ns", "duration_ns"),
 }
+# Events come last: whoever reads while we write finds the names and operators they refer to.
+_IN_ORDER: Final = (*(name for name in schema.TABLES if name != "events"), "events")
 
 
 def open_part(path: Path, table: str, metadata: dict[str, str] | None = None) -> pq.ParquetWriter:
@@ -54,7 +57,9 @@ def open_part(path: Path, table: str, metadata: dict[str, str] | None = None) ->
         use_dictionary=[
             field.name
             for field in target
-            if field.name not in _DELTA[table] and field.name not in ("frames", "recompute")
+            if field.name not in _DELTA[table]
+            and not pa.types.is_list(field.type)
+            and not pa.types.is_boolean(field.type)
         ],
         column_encoding=dict.fromkeys(_DELTA[table], "DELTA_BINARY_PACKED"),
     )
@@ -75,10 +80,9 @@ class PartWriter:
         name = f"{table}-{self._index:05d}.parquet"
         return self._folder / (f".{name}.tmp" if temporary else name)
 
-    def append(self, batch: Batch) -> None:
-        """Add a drained batch to the current part. Raises OSError when the disk does not take it."""
-        for name in TABLES:
-            rows = arrow.table(name, batch)
+    def append(self, tables: Mapping[str, pa.Table]) -> None:
+        """Add rows to the current part. Raises OSError when the disk does not take them."""
+        for name, rows in tables.items():
             if rows.num_rows == 0:
                 continue
             if name not in self._open:
@@ -92,8 +96,7 @@ class PartWriter:
         """End the current part and rename it into place."""
         if not self._open:
             return
-        # Events come last: whoever reads while we write finds the names and operators they refer to.
-        for name in ("names", "labels", "spans", "ops", "events"):
+        for name in _IN_ORDER:
             if name in self._open:
                 self._open[name].close()
                 self._path(name, temporary=True).replace(self._path(name, temporary=False))
@@ -132,7 +135,8 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 class Writer:
     """Drains an observer on a thread of its own until told to stop.
 
-    ``failed`` is called, once, on that thread when writing ends early, with the reason.
+    ``failed`` is called, once, on that thread when writing ends early, with the reason. ``cuda`` has events and tables
+    of its own; None where there is no CUDA.
     """
 
     def __init__(
@@ -143,6 +147,7 @@ class Writer:
         ring: Ring | None,
         failed: Callable[[str], None],
         flush_seconds: float = FLUSH_SECONDS,
+        cuda: CudaSide | None = None,
     ) -> None:
         self._observer = observer
         self._folder = folder
@@ -150,6 +155,7 @@ class Writer:
         self._ring = ring
         self._failed = failed
         self._flush_seconds = flush_seconds
+        self._cuda = cuda
         self._parts = PartWriter(folder, ring)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memtrace-writer", daemon=True)
@@ -180,7 +186,7 @@ class Writer:
         due = time.monotonic() + self._flush_seconds
         while not self._stopping.is_set():
             self._observer.wait(max(0.0, min(due - time.monotonic(), self._flush_seconds)))
-            self._parts.append(self._observer.drain())
+            self._parts.append(self._drain(at_end=False))
             if self._observer.overrun():
                 self._flush()
                 self._failed("the disk does not keep up with the program")
@@ -188,8 +194,15 @@ class Writer:
             if time.monotonic() >= due or self._parts.rows_in_part >= PART_ROWS:
                 self._flush()
                 due = time.monotonic() + self._flush_seconds
-        self._parts.append(self._observer.drain())
+        self._parts.append(self._drain(at_end=True))
         self._flush()
+
+    def _drain(self, *, at_end: bool) -> dict[str, pa.Table]:
+        if self._cuda is None:
+            return arrow.tables(self._observer.drain(-1))
+        until_ns = self._cuda.take_history()
+        drained = arrow.tables(self._observer.drain(-1 if at_end else until_ns))
+        return drained | self._cuda.take_tables()
 
     def _flush(self) -> None:
         self._parts.flush()

@@ -168,11 +168,11 @@ def _failing(tmp_path: Path, *, expandable: bool = False) -> memtrace.Trace:
 
 def test_a_failure_by_fragmentation_is_explained(tmp_path: Path) -> None:
     (failure,) = out_of_memory(_failing(tmp_path))
-    assert (
-        failure.asked_bytes == 12 * MIB and failure.device_free_bytes == 3 * MIB and failure.segment_bytes == 12 * MIB
-    )
-    assert failure.largest_fit_bytes == 8 * MIB and failure.free_same_stream_bytes == 16 * MIB
-    assert failure.lacking_bytes == 0 and failure.free_elsewhere_bytes == 0
+    assert (failure.asked_bytes, failure.device_free_bytes, failure.live_bytes) == (12 * MIB, 3 * MIB, 4 * MIB)
+    room = failure.room
+    assert room is not None
+    assert (room.segment_bytes, room.largest_fit_bytes, room.free_same_stream_bytes) == (12 * MIB, 8 * MIB, 16 * MIB)
+    assert (room.lacking_bytes, room.free_elsewhere_bytes) == (0, 0)
     assert [(holder.requested_bytes, holder.num_blocks) for holder in failure.holders] == [(4 * MIB, 1)]
     assert "expandable_segments:True" in failure.advice[0]
 
@@ -187,7 +187,7 @@ def test_a_failure_for_want_of_memory_says_how_much(tmp_path: Path) -> None:
     maker.alloc(18 * MIB)
     maker.out_of_memory(100 * MIB, 2 * MIB)
     (failure,) = out_of_memory(read_here(tmp_path / "a", maker.snapshot()))
-    assert failure.lacking_bytes == 96 * MIB
+    assert failure.room is not None and failure.room.lacking_bytes == 96 * MIB
     assert failure.advice[0].startswith("Hold 96.0 MiB less")
     assert not any("expandable" in sentence for sentence in failure.advice)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
 
 from memtrace.errors import TraceError
@@ -17,16 +16,17 @@ from memtrace.readers.annotations import optimizer_steps, spans_of, spans_table
 from memtrace.readers.content import Content
 from memtrace.readers.cuda_snapshot.blocks import Snapshot, number_blocks
 from memtrace.readers.cuda_snapshot.entries import KIND, NS_PER_US, read_entries, read_ranges, times_ns, with_frees
-from memtrace.readers.cuda_snapshot.events import events_table, labels_table, segments_table
+from memtrace.readers.cuda_snapshot.events import events_table, labels_table, segment_stacks, segments_table
 from memtrace.readers.cuda_snapshot.notes import notes_on
 from memtrace.readers.cuda_snapshot.ops import read_ops
 from memtrace.readers.cuda_snapshot.phases import phase_spans
 from memtrace.readers.cuda_snapshot.segments import read_segments
+from memtrace.readers.cuda_snapshot.settings import plain_settings
 from memtrace.readers.cuda_snapshot.stacks import Stacks
 from memtrace.readers.fields import FieldError, rows_of
 from memtrace.readers.lifetimes import lifetimes
 from memtrace.readers.limits import too_large
-from memtrace.readers.tables import Names, clean, empty_tables, new_manifest
+from memtrace.readers.tables import Names, empty_tables, new_manifest
 from memtrace.readers.unpickle import load_plain
 
 if TYPE_CHECKING:
@@ -113,10 +113,10 @@ def _tables(parts: _Parts, file: str) -> Rank:
     spans = spans_of(ranges, names, first_ns=0, last_ns=int(times.max())) if ranges else []
     allocs = entries.kind == KIND["alloc"]
     spans += phase_spans(ops.phase[allocs], times[allocs], names)
-    segment_table = segments_table(segments, stacks)
+    segment_table = segments_table(segments, segment_stacks(segments, stacks))
     found = Snapshot(entries, segments, live, lives, blocks, parts.settings)
     manifest = new_manifest("cuda_snapshot", file, None if t0_us is None else t0_us * NS_PER_US)
-    manifest["allocator_settings"] = _plain(parts.settings)
+    manifest["allocator_settings"] = plain_settings(parts.settings)
     manifest["coverage"]["notes"] = [
         *notes_on(found, ops, overflowed=parts.overflowed, frees_at_request=frees_at_request),
         *(["its history of pinned host memory is not read"] if parts.has_host else []),
@@ -131,22 +131,3 @@ def _tables(parts: _Parts, file: str) -> Rank:
         "names": names.table(),
     }
     return manifest, tables
-
-
-def _plain(settings: Mapping[Any, Any]) -> dict[str, Any]:
-    """The allocator's settings as plain JSON values; without what is neither text, number nor a flat dict of those."""
-    plain: dict[str, Any] = {}
-    for key, value in settings.items():
-        if not isinstance(key, str):
-            continue
-        if isinstance(value, str):
-            plain[clean(key)] = clean(value)
-        elif _is_number(value):
-            plain[clean(key)] = value
-        elif isinstance(value, dict):
-            plain[clean(key)] = {clean(name): number for name, number in value.items() if _is_number(number)}
-    return plain
-
-
-def _is_number(value: object) -> bool:
-    return (isinstance(value, int) and value.bit_length() < 64) or (isinstance(value, float) and isfinite(value))

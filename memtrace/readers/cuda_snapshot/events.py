@@ -126,10 +126,13 @@ def labels_table(found: Snapshot, ops: Ops) -> pa.Table:
     return make_table("labels", len(block), {"block": block, "category": Text(category[block], CATEGORIES)})
 
 
-def segments_table(segments: Segments, stacks: Stacks) -> pa.Table:
-    """The table ``segments``."""
-    places = stacks.intern(segments.frames)
-    stack = np.array([stacks.distinct[place].stack for place in places.tolist()], np.int64)
+def segment_stacks(segments: Segments, stacks: Stacks) -> Array:
+    """names.id of the stack that made each segment grow; -1: not taken."""
+    return np.array([stacks.distinct[place].stack for place in stacks.intern(segments.frames).tolist()], np.int64)
+
+
+def segments_table(segments: Segments, stack: Array) -> pa.Table:
+    """The table ``segments``; ``stack`` as ``segment_stacks`` gives it."""
     return make_table(
         "segments",
         len(segments),

@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from memtrace.readers.cuda_snapshot.blocks import Snapshot
+from memtrace.readers.cuda_snapshot.segments import LiveBlocks
 from memtrace.readers.tables import Array, Known
 
 ROUNDING_BYTES: Final = 512
@@ -28,7 +29,7 @@ def allocated_sizes(found: Snapshot, requested: Array, device: Array, address: A
     """The size of each block in the allocator's count; arguments are columns of the blocks."""
     sizes = np.zeros(len(requested), np.int64)
     known = np.zeros(len(requested), bool)
-    if _rounds_by_default(found):
+    if rounds_by_default(found.settings, found.live):
         sizes = rounded(requested)
         known = (sizes <= SMALL_BYTES) | _in_expandable(found, device, address)
     in_file = found.blocks.live >= 0
@@ -36,13 +37,13 @@ def allocated_sizes(found: Snapshot, requested: Array, device: Array, address: A
     return Known(sizes, known | in_file)
 
 
-def _rounds_by_default(found: Snapshot) -> bool:
-    """By the settings in the file; before torch 2.3 there are none, so by its live small blocks."""
-    divisions = found.settings.get("roundup_power2_divisions")
+def rounds_by_default(settings: Mapping[str, Any], live: LiveBlocks) -> bool:
+    """Whether requests are rounded to 512 bytes: by the settings; before torch 2.3, which has none, by small blocks."""
+    divisions = settings.get("roundup_power2_divisions")
     if isinstance(divisions, Mapping):
         return all(_is_off(value) for value in divisions.values())
-    small = found.live.size <= SMALL_BYTES
-    return bool(small.any()) and bool((rounded(found.live.requested[small]) == found.live.size[small]).all())
+    small = live.size <= SMALL_BYTES
+    return bool(small.any()) and bool((rounded(live.requested[small]) == live.size[small]).all())
 
 
 def _is_off(divisions: Any) -> bool:

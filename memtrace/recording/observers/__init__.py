@@ -14,8 +14,8 @@ Batch = dict[str, Any]
 
 COLUMN_DTYPES: Final[dict[str, dict[str, str]]] = {
     "events": {
-        "time_ns": "i8", "kind": "i1", "device": "i1", "block": "i8", "size": "i8", "address": "i8", "op": "i8",
-        "stream": "i8", "thread": "i2",
+        "time_ns": "i8", "kind": "i1", "device": "i1", "block": "i8", "size": "i8", "allocated_size": "i8",
+        "address": "i8", "op": "i8", "stream": "i8", "thread": "i2", "pool": "i8", "device_free": "i8",
     },
     "ops": {
         "op": "i8", "name": "i4", "start_ns": "i8", "duration_ns": "i8", "thread": "i2", "module": "i4", "phase": "i1",
@@ -23,9 +23,17 @@ COLUMN_DTYPES: Final[dict[str, dict[str, str]]] = {
     },
     "spans": {"kind": "i1", "name": "i4", "start_ns": "i8", "duration_ns": "i8", "thread": "i2", "index": "i8"},
     "labels": {"block": "i8", "category": "i1", "name": "i4"},
+    "device_times": {"op": "i8", "device": "i1", "start_ns": "i8", "duration_ns": "i8"},
 }  # fmt: skip
 """Columns and numpy dtypes of a batch. Kinds, phases and categories are indices into the tuples of memtrace.schema,
 ``device`` is 0 for the CPU and 1 + i for cuda:i, -1 stands for null."""
+
+CudaRow = tuple[int, int, int, int, int, int, int, int]
+"""An event of CUDA's allocator told from outside: kind, number of the device, address (of an oom what the device had
+free), size, stream, pool, extra (of a baseline its allocated size; of OLDER_SEGMENT 1 where it is expandable), time_ns
+(-1: now). Bytes."""
+OLDER_SEGMENT: Final = 13
+"""A kind of row beside those of EVENT_KINDS: a segment older than the recording, which makes no event."""
 
 
 class Observer(Protocol):
@@ -37,8 +45,11 @@ class Observer(Protocol):
 
     kind: str
 
-    def start(self, *, accesses: bool, stacks: bool, stack_min_bytes: int) -> None:
-        """Begin to observe this process; the calling thread at once, others with their first allocation."""
+    def start(self, *, accesses: bool, stacks: bool, stack_min_bytes: int, device_time_min_bytes: int) -> None:
+        """Begin to observe this process; the calling thread at once, others with their first allocation.
+
+        Operators that touch a block on a GPU of at least ``device_time_min_bytes`` are timed there; -1: none.
+        """
 
     def stop(self) -> None:
         """End; nothing is left hooked. What was seen and not drained stays for one last ``drain``."""
@@ -49,8 +60,8 @@ class Observer(Protocol):
     def wake(self) -> None:
         """End a ``wait`` on another thread."""
 
-    def drain(self) -> Batch:
-        """Take what was seen since the last call."""
+    def drain(self, until_ns: int) -> Batch:
+        """Take what was seen since the last call and until a time; -1: everything."""
 
     def overrun(self) -> bool:
         """Whether the observer ended itself because nobody drained it."""
@@ -84,6 +95,18 @@ class Observer(Protocol):
 
     def label(self, tensors: list[torch.Tensor], category: int, names: list[int], gradient_category: int) -> None:
         """Tell the category and names of the blocks behind tensors; those of their gradients too unless it is -1."""
+
+    def times_devices(self) -> bool:
+        """Whether operators can be timed on a GPU."""
+
+    def attach_cuda(self) -> bool:
+        """Hear of every event of CUDA's allocator from now on; False where that cannot be."""
+
+    def cuda_settings(self, rounds_to_512: bool, max_split_size: int) -> None:
+        """Tell what decides how long CUDA's blocks are; ``max_split_size`` in bytes, -1: none."""
+
+    def cuda_events(self, rows: list[CudaRow]) -> None:
+        """Tell of events of CUDA's allocator that the observer does not hear of itself."""
 
     def baseline(self, tensors: list[torch.Tensor]) -> None:
         """Tell of tensors that are older than the recording."""

@@ -29,11 +29,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from memtrace.recording.observers import COLUMN_DTYPES, Batch
+from memtrace.recording.observers import COLUMN_DTYPES, Batch, CudaRow
 from memtrace.schema import EVENT_KINDS, NAME_KINDS, PHASES, SPAN_KINDS
 
 _KIND: Final = {kind: code for code, kind in enumerate(EVENT_KINDS)}
 _NAME: Final = {kind: code for code, kind in enumerate(NAME_KINDS)}
+_OF_SEGMENTS: Final = tuple(
+    _KIND[kind] for kind in ("segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom")
+)
 _SPAN: Final = {kind: code for code, kind in enumerate(SPAN_KINDS)}
 _FORWARD, _BACKWARD, _OPTIMIZER, _OTHER = (PHASES.index(name) for name in ("forward", "backward", "optimizer", "other"))
 _OVERWRITES: Final = ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_",
@@ -107,8 +110,8 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # Start and end.
 
-    def start(self, *, accesses: bool, stacks: bool, stack_min_bytes: int) -> None:
-        """See ``Observer.start``."""
+    def start(self, *, accesses: bool, stacks: bool, stack_min_bytes: int, device_time_min_bytes: int) -> None:
+        """See ``Observer.start``. Nothing is timed on a GPU."""
         self._accesses, self._stacks, self._stack_min_bytes = accesses, stacks, stack_min_bytes
         self._t0 = time.perf_counter_ns()
         self._active = True
@@ -138,8 +141,8 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Never: Python's own lock keeps the program from running ahead of the writer."""
         return False
 
-    def drain(self) -> Batch:
-        """See ``Observer.drain``."""
+    def drain(self, until_ns: int) -> Batch:
+        """See ``Observer.drain``; rows of segments that are told late come later than they happened."""
         with self._lock:
             rows, self._rows = self._rows, {name: [] for name in COLUMN_DTYPES}
             names, self._new_names = self._new_names, []
@@ -243,6 +246,29 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not fakes_only or _is_fake(tensor):
                 self._block_of(tensor)
 
+    def times_devices(self) -> bool:
+        """See ``Observer.times_devices``: no."""
+        return False
+
+    def attach_cuda(self) -> bool:
+        """See ``Observer.attach_cuda``: there is no such hook in Python."""
+        return False
+
+    def cuda_settings(self, rounds_to_512: bool, max_split_size: int) -> None:
+        """See ``Observer.cuda_settings``: the sizes of blocks come from tensors here, so nothing follows from it."""
+
+    def cuda_events(self, rows: list[CudaRow]) -> None:
+        """See ``Observer.cuda_events``; of blocks this observer knows by their tensors."""
+        with self._lock:
+            for kind, device, address, size, stream, pool, _, time_ns in rows:
+                if kind in _OF_SEGMENTS:
+                    now = self.now() if time_ns < 0 else time_ns
+                    failed = kind == _KIND["oom"]
+                    place, free = (-1, address) if failed else (address, -1)
+                    self._rows["events"].append(
+                        (now, kind, 1 + device, -1, size, -1, place, -1, stream, -1, pool, free)
+                    )
+
     # Blocks.
 
     def _storage(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -286,7 +312,11 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _event(self, kind: str, block: _Block, now: int, op: int, thread: int) -> None:
         access = kind in ("read", "write")
         size, address = (-1, -1) if access else (block.size, block.address)
-        self._rows["events"].append((now, _KIND[kind], block.device, block.number, size, address, op, -1, thread))
+        # On the CPU the allocator counts what was asked for.
+        allocated = size if block.device == 0 else -1
+        self._rows["events"].append(
+            (now, _KIND[kind], block.device, block.number, size, allocated, address, op, -1, thread, -1, -1)
+        )
 
     # Operators.
 

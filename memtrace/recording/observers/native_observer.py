@@ -36,10 +36,17 @@ class NativeObserver:
         self.waiting = native.waiting
         self.label = native.label
         self.baseline = native.baseline
+        self.attach_cuda = native.attach_cuda
+        self.cuda_settings = native.cuda_settings
+        self.cuda_events = native.cuda_events
 
-    def start(self, *, accesses: bool, stacks: bool, stack_min_bytes: int) -> None:
+    def start(self, *, accesses: bool, stacks: bool, stack_min_bytes: int, device_time_min_bytes: int) -> None:
         """See ``Observer.start``. Raises RuntimeError when torch's allocator or the dispatch key is taken."""
-        self._native.start(accesses, stacks, stack_min_bytes, WAKE_RECORDS, LIMIT_RECORDS)
+        self._native.start(accesses, stacks, stack_min_bytes, device_time_min_bytes, WAKE_RECORDS, LIMIT_RECORDS)
+
+    def times_devices(self) -> bool:
+        """See ``Observer.times_devices``: where it was built with CUDA's headers."""
+        return bool(self._native.status()["device_time"])
 
     def overrun(self) -> bool:
         """See ``Observer.overrun``."""

@@ -10,6 +10,9 @@
 namespace memtrace {
 namespace {
 
+// As CUDA's events of failed allocations have it: here nobody says how much the machine had left.
+constexpr auto kUnknownFree = static_cast<uint64_t>(kNone);
+
 c10::Allocator* original = nullptr;
 c10::DeleterFnPtr original_delete = nullptr;
 
@@ -32,7 +35,7 @@ void delete_traced(void* data) {
 
 struct TracedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
-    c10::DataPtr data = original->allocate(size);
+    c10::DataPtr data = allocate_or_tell(size);
     Recorder& r = recorder();
     if (data.get() == nullptr || !r.active.load(std::memory_order_relaxed)) return data;
     adopt_deleter(data);
@@ -40,6 +43,21 @@ struct TracedAllocator final : c10::Allocator {
     if (!thread_enabled()) enable_thread(true);
     record_allocation(reinterpret_cast<uint64_t>(data.get()), static_cast<int64_t>(size), 0, kNone);
     return data;
+  }
+  static c10::DataPtr allocate_or_tell(size_t size) {
+    try {
+      return original->allocate(size);
+    } catch (...) {
+      Recorder& r = recorder();
+      if (r.active.load(std::memory_order_relaxed)) {
+        ThreadState& thread = thread_state();
+        // What fails would have allocated: its operator gets a stack for it.
+        thread.op_allocated_bytes += static_cast<int64_t>(size);
+        r.add(Event{r.now(), kUnknownFree, static_cast<int64_t>(size), thread.current_op, kNone, thread.index, 0,
+                    EventKind::oom, false});
+      }
+      throw;
+    }
   }
   c10::DeleterFnPtr raw_deleter() const override { return delete_traced; }
   bool is_simple_data_ptr(const c10::DataPtr& data) const override { return original->is_simple_data_ptr(data); }

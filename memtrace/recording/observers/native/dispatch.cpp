@@ -15,6 +15,7 @@
 #include <typeinfo>
 
 #include "cpu_allocator.h"
+#include "device_time.h"
 #include "dispatch.h"
 #include "state.h"
 
@@ -276,6 +277,7 @@ class Call {
     sequence_ = static_cast<int64_t>(at::sequence_number::peek());
     if (r.options.accesses) collect_arguments(info, stack, accesses_);
     start_ = r.now();
+    if (r.options.device_time_min_bytes != kNone) start_on_device(r.options.device_time_min_bytes);
     if (accesses_.empty()) return;
     Lock lock(r.mutex);
     for (const Access& access : accesses_)
@@ -286,6 +288,7 @@ class Call {
   ~Call() {
     Recorder& r = recorder();
     const int64_t end = r.now();
+    if (ticket_ != kNotTimed) end_device_time(ticket_, op_, device_);
     thread_.current_op = outer_op_;
     OpCall call = describe(end);
     const bool inherits = call.phase == Phase::backward && !call.recompute && call.sequence_nr >= 0;
@@ -308,6 +311,15 @@ class Call {
   Call& operator=(const Call&) = delete;
 
  private:
+  void start_on_device(int64_t min_bytes) {
+    for (const Access& access : accesses_) {
+      if (access.device == 0 || access.size < min_bytes) continue;
+      device_ = access.device;
+      ticket_ = start_device_time(device_);
+      return;
+    }
+  }
+
   OpCall describe(int64_t end) {
     OpCall call = describe_call(info_, thread_, sequence_);
     call.op = op_;
@@ -337,6 +349,8 @@ class Call {
   ThreadState& thread_;
   Accesses accesses_;
   int64_t outer_op_, op_, start_, sequence_;
+  uint64_t ticket_ = kNotTimed;   // of the time on the device
+  int8_t device_ = 0;
 };
 
 // A view touches no memory; what matters is the autograd node it may make, whose backward may allocate.

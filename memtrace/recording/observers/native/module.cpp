@@ -3,10 +3,12 @@
 #include <Python.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 
 #include "cuda_allocator.h"
+#include "device_time.h"
 #include "dispatch.h"
 #include "state.h"
 #include "tables.h"
@@ -26,21 +28,23 @@ PyObject* fail(const char* what) {
 
 PyObject* start(PyObject*, PyObject* arguments) {
   int accesses = 0, stacks = 0;
-  long long stack_min_bytes = 0;
+  long long stack_min_bytes = 0, device_time_min_bytes = 0;
   Py_ssize_t wake = 0, limit = 0;
-  if (!PyArg_ParseTuple(arguments, "ppLnn", &accesses, &stacks, &stack_min_bytes, &wake, &limit)) return nullptr;
+  if (!PyArg_ParseTuple(arguments, "ppLLnn", &accesses, &stacks, &stack_min_bytes, &device_time_min_bytes, &wake, &limit))
+    return nullptr;
   Recorder& r = recorder();
   if (r.active) return fail("a recording is already running");
   try {
     install_dispatch_mode();
     {
       Lock lock(r.mutex);
-      r.options = {accesses != 0, stacks != 0, stack_min_bytes, static_cast<size_t>(wake), static_cast<size_t>(limit)};
+      r.options = {accesses != 0, stacks != 0, stack_min_bytes, static_cast<size_t>(wake), static_cast<size_t>(limit),
+                   device_time_min_bytes};
       r.events.clear();
       r.ops.clear();
       r.spans.clear();
       r.threads.clear();
-      r.streams.clear();
+      r.places.clear();
     }
     r.names.clear();
     r.next_op = 0;
@@ -49,7 +53,6 @@ PyObject* start(PyObject*, PyObject* arguments) {
     r.t0 = std::chrono::steady_clock::now();
     resolver = std::make_unique<Resolver>();
     install_cpu_allocator(true);
-    install_cuda_allocator();
     r.active = true;
     enable_thread(true);
   } catch (const std::exception& error) {
@@ -69,6 +72,7 @@ PyObject* stop(PyObject*, PyObject*) {
       threads = r.threads;
     }
     for (ThreadState* thread : threads) end_forward(*thread);
+    finish_device_times();
   }
   r.active = false;
   install_cpu_allocator(false);
@@ -135,29 +139,45 @@ bool put_tables(PyObject* out, const Tables& tables) {
   const OpColumns& o = tables.ops;
   const SpanColumns& s = tables.spans;
   const LabelColumns& l = tables.labels;
+  const DeviceTimeColumns& d = tables.device_times;
   return put(out, "events.time_ns", e.time_ns) && put(out, "events.kind", e.kind) && put(out, "events.device", e.device) &&
          put(out, "events.block", e.block) && put(out, "events.size", e.size) && put(out, "events.address", e.address) &&
-         put(out, "events.op", e.op) && put(out, "events.stream", e.stream) && put(out, "events.thread", e.thread) &&
+         put(out, "events.allocated_size", e.allocated_size) && put(out, "events.pool", e.pool) &&
+         put(out, "events.device_free", e.device_free) && put(out, "events.op", e.op) &&
+         put(out, "events.stream", e.stream) && put(out, "events.thread", e.thread) &&
          put(out, "ops.op", o.op) && put(out, "ops.name", o.name) && put(out, "ops.start_ns", o.start_ns) &&
          put(out, "ops.duration_ns", o.duration_ns) && put(out, "ops.thread", o.thread) && put(out, "ops.module", o.module) &&
          put(out, "ops.phase", o.phase) && put(out, "ops.stack", o.stack) && put(out, "ops.sequence_nr", o.sequence_nr) &&
          put(out, "ops.recompute", o.recompute) && put(out, "spans.kind", s.kind) && put(out, "spans.name", s.name) &&
          put(out, "spans.start_ns", s.start_ns) && put(out, "spans.duration_ns", s.duration_ns) &&
          put(out, "spans.thread", s.thread) && put(out, "spans.index", s.index) && put(out, "labels.block", l.block) &&
-         put(out, "labels.category", l.category) && put(out, "labels.name", l.name);
+         put(out, "labels.category", l.category) && put(out, "labels.name", l.name) &&
+         put(out, "device_times.op", d.op) && put(out, "device_times.device", d.device) &&
+         put(out, "device_times.start_ns", d.start_ns) && put(out, "device_times.duration_ns", d.duration_ns);
 }
 
-// drain() -> {"events.time_ns": bytes, ..., "names": [(id, kind, text, frames)]}
-PyObject* drain(PyObject*, PyObject*) {
+// What happened after a time stays for the next drain: events that are told late may belong before it.
+void keep_later(std::vector<Event>& events, int64_t until_ns, std::vector<Event>& later) {
+  std::stable_sort(events.begin(), events.end(), [](const Event& a, const Event& b) { return a.time_ns < b.time_ns; });
+  const auto first = std::upper_bound(events.begin(), events.end(), until_ns,
+                                      [](int64_t time, const Event& event) { return time < event.time_ns; });
+  later.assign(first, events.end());
+  events.erase(first, events.end());
+}
+
+// drain(until_ns) -> {"events.time_ns": bytes, ..., "names": [(id, kind, text, frames)]}; -1: everything
+PyObject* drain(PyObject*, PyObject* until) {
   if (resolver == nullptr) return fail("no recording was started");
+  const int64_t until_ns = PyLong_AsLongLong(until);
+  if (until_ns == -1 && PyErr_Occurred()) return nullptr;
   Recorder& r = recorder();
   Tables tables;
   Py_BEGIN_ALLOW_THREADS {
     if (r.active) release_foreign();
-    std::vector<Event> events;
+    std::vector<Event> events, later;
     std::vector<OpCall> ops;
     std::vector<Span> spans;
-    std::vector<int64_t> streams;
+    std::vector<Place> places;
     {
       Lock lock(r.mutex);
       events.swap(r.events);
@@ -165,11 +185,14 @@ PyObject* drain(PyObject*, PyObject*) {
       spans.swap(r.spans);
       r.events.swap(r.spare_events);
       r.ops.swap(r.spare_ops);
-      streams = r.streams;
+      places = r.places;
+      resolver->use(r.cuda_settings);
       r.writer_told = false;
     }
     r.buffer_taken.notify_all();
-    resolver->add(events, streams, tables);
+    if (until_ns != kNone) keep_later(events, until_ns, later);
+    take_device_times(tables.device_times);
+    resolver->add(events, places, tables);
     resolver->add(ops, tables);
     resolver->add(spans, tables);
     events.clear();
@@ -179,6 +202,7 @@ PyObject* drain(PyObject*, PyObject*) {
       r.spare_events.swap(events);
       r.spare_ops.swap(ops);
     }
+    if (!later.empty()) r.events.insert(r.events.begin(), later.begin(), later.end());
   }
   Py_END_ALLOW_THREADS
   PyObject* out = PyDict_New();
@@ -330,21 +354,42 @@ PyObject* baseline(PyObject*, PyObject* tensors) {
   Py_RETURN_NONE;
 }
 
-// cuda_event(kind, device, address, size, stream): a hand-made entry of the CUDA allocator's trace, for tests
-PyObject* cuda_event(PyObject*, PyObject* arguments) {
-  int kind = 0, device = 0;
-  unsigned long long address = 0;
-  long long size = 0, stream = 0;
-  if (!PyArg_ParseTuple(arguments, "iiKLL", &kind, &device, &address, &size, &stream)) return nullptr;
-  record_cuda_event({static_cast<EventKind>(kind), device, address, size, stream});
+// cuda_events([(kind, device, address, size, stream, pool, extra, time_ns)]): what is told of CUDA's allocator by others
+// than its trace tracker: what is older than the recording, torch's own history, and tests
+PyObject* cuda_events(PyObject*, PyObject* rows) {
+  if (!PyList_Check(rows)) return fail("cuda_events(list of tuples)");
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(rows); ++i) {
+    int kind = 0, device = 0;
+    unsigned long long address = 0;
+    long long size = 0, stream = 0, pool = 0, extra = 0, time_ns = 0;
+    if (!PyArg_ParseTuple(PyList_GET_ITEM(rows, i), "iiKLLLLL", &kind, &device, &address, &size, &stream, &pool, &extra, &time_ns))
+      return nullptr;
+    record_cuda_event({static_cast<EventKind>(kind), device, address, size, stream, pool, extra, time_ns});
+  }
+  Py_RETURN_NONE;
+}
+
+// attach_cuda(): hear of CUDA's allocator from now on; whether that can be
+PyObject* attach_cuda(PyObject*, PyObject*) {
+  attach_cuda_allocator();
+  return PyBool_FromLong(cuda_supported());
+}
+
+PyObject* cuda_settings(PyObject*, PyObject* arguments) {
+  int rounds_to_512 = 0;
+  long long max_split_size = 0;
+  if (!PyArg_ParseTuple(arguments, "pL", &rounds_to_512, &max_split_size)) return nullptr;
+  Lock lock(recorder().mutex);
+  recorder().cuda_settings = {rounds_to_512 != 0, max_split_size};
   Py_RETURN_NONE;
 }
 
 PyObject* status(PyObject*, PyObject*) {
   Recorder& r = recorder();
-  return Py_BuildValue("{s:O,s:O,s:O,s:O,s:L}", "active", r.active ? Py_True : Py_False, "overrun",
+  return Py_BuildValue("{s:O,s:O,s:O,s:O,s:O,s:L}", "active", r.active ? Py_True : Py_False, "overrun",
                        r.overrun ? Py_True : Py_False, "thread_enabled", thread_enabled() ? Py_True : Py_False, "cuda",
-                       cuda_supported() ? Py_True : Py_False, "blocks",
+                       cuda_supported() ? Py_True : Py_False, "device_time",
+                       device_time_supported() ? Py_True : Py_False, "blocks",
                        static_cast<long long>(resolver ? resolver->num_blocks() : 0));
 }
 
@@ -353,7 +398,7 @@ PyMethodDef methods[] = {
     {"stop", stop, METH_NOARGS, nullptr},
     {"wait", wait, METH_O, nullptr},
     {"wake", wake, METH_NOARGS, nullptr},
-    {"drain", drain, METH_NOARGS, nullptr},
+    {"drain", drain, METH_O, nullptr},
     {"name_id", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&name_id)), METH_FASTCALL, nullptr},
     {"hide_frames_of", hide_code, METH_O, nullptr},
     {"push_module", push_module, METH_O, nullptr},
@@ -365,7 +410,9 @@ PyMethodDef methods[] = {
     {"now", now, METH_NOARGS, nullptr},
     {"label", label, METH_VARARGS, nullptr},
     {"baseline", baseline, METH_O, nullptr},
-    {"cuda_event", cuda_event, METH_VARARGS, nullptr},
+    {"cuda_events", cuda_events, METH_O, nullptr},
+    {"attach_cuda", attach_cuda, METH_NOARGS, nullptr},
+    {"cuda_settings", cuda_settings, METH_VARARGS, nullptr},
     {"status", status, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 

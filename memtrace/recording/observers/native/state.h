@@ -15,10 +15,10 @@
 
 namespace memtrace {
 
-// The order is that of memtrace.schema.EVENT_KINDS; `label` never leaves the observer as an event.
+// The order is that of memtrace.schema.EVENT_KINDS; `label` and `older_segment` never leave the observer as events.
 enum class EventKind : int8_t {
   alloc, free, read, write, baseline, free_requested, segment_alloc, segment_free, segment_map, segment_unmap,
-  oom, snapshot, label
+  oom, snapshot, label, older_segment
 };
 enum class Phase : int8_t { forward, backward, optimizer, other };         // memtrace.schema.PHASES
 enum class SpanKind : int8_t { step, phase, module, data_wait, range };    // memtrace.schema.SPAN_KINDS
@@ -29,10 +29,11 @@ constexpr int kNone = -1;
 // Both are kept small: an operator-bound program makes half a million of them a second.
 struct Event {
   int64_t time_ns;
-  uint64_t address;
+  uint64_t address;  // of an oom: what the device had free
   int64_t size;
-  int64_t op;        // the call; for a label its category
-  int32_t detail;    // for a label its name; else the index of the stream in `Recorder::streams`, or kNone
+  int64_t op;        // the call; of a label its category, of a baseline its allocated size, of an older segment
+                     // whether it is expandable
+  int32_t detail;    // of a label its name; else the index of its place in `Recorder::places`, or kNone
   int16_t thread;
   int8_t device;     // 0 = cpu, 1 + i = cuda:i
   EventKind kind : 7;
@@ -56,6 +57,18 @@ struct Span {
   int32_t name;
   int16_t thread;
   SpanKind kind;
+};
+
+// Where CUDA's allocator put a block: a block never leaves its stream and its pool.
+struct Place {
+  int64_t stream, pool;
+  bool operator==(const Place&) const = default;
+};
+
+// What of the CUDA allocator's settings decides how long a block is.
+struct CudaSettings {
+  bool rounds_to_512 = true;       // false: roundup_power2_divisions is set
+  int64_t max_split_size = kNone;
 };
 
 struct OpenRange {
@@ -84,6 +97,7 @@ struct Options {
   int64_t stack_min_bytes = 0;
   size_t wake_records = 1 << 16;    // the writer is woken at this many records
   size_t limit_records = 1 << 19;   // a training thread waits for the writer at this many
+  int64_t device_time_min_bytes = kNone;   // kNone: no device times
 };
 
 // Interned names of one recording; the writer takes the new ones with every drain.
@@ -134,7 +148,8 @@ struct Recorder {
   std::condition_variable_any wake_writer, buffer_taken;
   SpinLock mutex;                          // guards all below
   bool writer_told = false;                // that there is much to write
-  std::vector<int64_t> streams;            // CUDA streams seen
+  std::vector<Place> places;               // CUDA streams and pools seen
+  CudaSettings cuda_settings;
   std::vector<Event> events;
   std::vector<OpCall> ops;
   std::vector<Span> spans;
@@ -173,7 +188,7 @@ bool thread_enabled();
 void install_cpu_allocator(bool on);        // throws std::runtime_error when the allocator cannot be wrapped
 void release_foreign();
 bool cuda_supported();
-void install_cuda_allocator();
+void attach_cuda_allocator();
 // names.id of the calling thread's Python stack, or kNone. Where a lock may be held it must not wait for the GIL.
 int32_t python_stack(bool may_wait);
 void release_stacks();

@@ -8,28 +8,73 @@ namespace {
 // Nodes of a forward pass whose backward is still to come: more than any graph seen, and 4 MB at most.
 constexpr size_t kForwardKept = 1 << 17;
 
-bool about_segment(EventKind kind) { return kind >= EventKind::segment_alloc && kind <= EventKind::snapshot; }
+constexpr int64_t kRounding = 512;
+constexpr int64_t kSmall = 1 << 20;
+
+bool is_whole_segment(EventKind kind) { return kind == EventKind::segment_alloc || kind == EventKind::older_segment; }
+bool about_no_block(EventKind kind) {
+  return (kind >= EventKind::segment_alloc && kind <= EventKind::snapshot) || kind == EventKind::older_segment;
+}
 
 }  // namespace
 
-void Resolver::row(const Event& event, EventKind kind, int64_t block, int8_t device, int64_t size, EventColumns& out) {
+void CudaSizes::add_segment(int8_t device, uint64_t address, int64_t size, bool expandable) {
+  segments_[{device, address}] = {size, expandable};
+}
+
+void CudaSizes::remove_segment(int8_t device, uint64_t address) { segments_.erase({device, address}); }
+
+int64_t CudaSizes::allocate(int8_t device, uint64_t address, int64_t requested) {
+  const auto next = live_.insert_or_assign({device, address}, true).first;
+  if (!settings_.rounds_to_512) return kNone;
+  const int64_t rounded = std::max<int64_t>((requested + kRounding - 1) / kRounding, 1) * kRounding;
+  if (rounded <= kSmall) return rounded;
+  auto segment = segments_.upper_bound({device, address});
+  if (segment == segments_.begin()) return kNone;
+  --segment;
+  const auto& [place, about] = *segment;
+  const uint64_t segment_end = place.second + static_cast<uint64_t>(about.size);
+  if (place.first != device || address >= segment_end) return kNone;
+  if (about.expandable) return rounded;
+  const auto after = std::next(next);
+  const bool has_neighbour = after != live_.end() && after->first.first == device && after->first.second < segment_end;
+  const uint64_t limit = has_neighbour ? after->first.second : segment_end;
+  const auto gap = static_cast<int64_t>(limit - address) - rounded;
+  const bool never_split = settings_.max_split_size > 0 && rounded >= settings_.max_split_size;
+  return gap > 0 && (gap <= kSmall || never_split) ? rounded + gap : rounded;
+}
+
+void Resolver::row(const Event& event, EventKind kind, const Live& block, EventColumns& out) {
   const bool access = kind == EventKind::read || kind == EventKind::write;
+  const bool failed = kind == EventKind::oom;
+  const Place place = event.kind == EventKind::label || event.detail == kNone ? Place{kNone, kNone}
+                                                                            : places_[static_cast<size_t>(event.detail)];
   out.time_ns.push_back(event.time_ns);
   out.kind.push_back(static_cast<int8_t>(kind));
-  out.device.push_back(device);
-  out.block.push_back(block);
-  out.size.push_back(access ? kNone : size);
-  out.address.push_back(access || event.address == 0 ? kNone : static_cast<int64_t>(event.address));
+  out.device.push_back(block.device);
+  out.block.push_back(block.block);
+  out.size.push_back(access ? kNone : block.size);
+  out.allocated_size.push_back(access ? kNone : block.allocated_size);
+  out.address.push_back(access || failed || event.address == 0 ? kNone : static_cast<int64_t>(event.address));
   out.op.push_back(kind == EventKind::baseline ? kNone : event.op);
-  out.stream.push_back(event.kind == EventKind::label || event.detail == kNone ? kNone : streams_[static_cast<size_t>(event.detail)]);
+  out.stream.push_back(place.stream);
+  out.pool.push_back(place.pool);
+  out.device_free.push_back(failed ? static_cast<int64_t>(event.address) : kNone);
   out.thread.push_back(event.thread);
+}
+
+int64_t Resolver::allocated_size(const Event& event, EventKind kind) {
+  if (event.device == 0) return event.size;   // torch's CPU allocator counts what was asked for
+  if (kind == EventKind::alloc) return cuda_sizes_.allocate(event.device, event.address, event.size);
+  cuda_sizes_.add_block(event.device, event.address);
+  return event.kind == EventKind::baseline ? event.op : kNone;
 }
 
 Resolver::Live& Resolver::begin(const Event& event, EventKind kind, EventColumns& out) {
   auto [found, fresh] = live_.try_emplace(event.address);
-  if (!fresh) row(event, EventKind::free, found->second.block, found->second.device, found->second.size, out);
-  found->second = Live{next_block_++, event.size, event.device, event.foreign, 0};
-  row(event, kind, found->second.block, event.device, event.size, out);
+  if (!fresh) row(event, EventKind::free, found->second, out);
+  found->second = Live{next_block_++, event.size, allocated_size(event, kind), event.device, event.foreign, 0};
+  row(event, kind, found->second, out);
   return found->second;
 }
 
@@ -41,12 +86,24 @@ void Resolver::end(const Event& event, Tables& out) {
     found = live_.find(event.address);
   }
   if (event.foreign && !found->second.foreign) return;   // the address has a new owner since
-  row(event, EventKind::free, found->second.block, found->second.device, found->second.size, out.events);
+  row(event, EventKind::free, found->second, out.events);
+  if (event.device > 0) cuda_sizes_.free(event.device, event.address);
   live_.erase(found);
 }
 
-void Resolver::add(const std::vector<Event>& events, std::vector<int64_t> streams, Tables& out) {
-  streams_ = std::move(streams);
+void Resolver::add_about_segment(const Event& event, EventColumns& out) {
+  if (is_whole_segment(event.kind) || event.kind == EventKind::segment_map) {
+    const bool expandable = event.kind == EventKind::older_segment ? event.op == 1 : event.kind == EventKind::segment_map;
+    cuda_sizes_.add_segment(event.device, event.address, event.size, expandable);
+  } else if (event.kind == EventKind::segment_free || event.kind == EventKind::segment_unmap) {
+    cuda_sizes_.remove_segment(event.device, event.address);
+  }
+  if (event.kind == EventKind::older_segment) return;
+  row(event, event.kind, Live{kNone, event.size, kNone, event.device, false, 0}, out);
+}
+
+void Resolver::add(const std::vector<Event>& events, std::vector<Place> places, Tables& out) {
+  places_ = std::move(places);
   out.events.reserve(events.size() + events.size() / 16);
   for (const Event& event : events) {
     if (event.kind == EventKind::free) {
@@ -57,8 +114,8 @@ void Resolver::add(const std::vector<Event>& events, std::vector<int64_t> stream
       begin(event, EventKind::alloc, out.events);
       continue;
     }
-    if (about_segment(event.kind)) {
-      row(event, event.kind, kNone, event.device, event.size, out.events);
+    if (about_no_block(event.kind)) {
+      add_about_segment(event, out.events);
       continue;
     }
     auto found = live_.find(event.address);
@@ -77,7 +134,7 @@ void Resolver::add(const std::vector<Event>& events, std::vector<int64_t> stream
       out.labels.category.push_back(static_cast<int8_t>(event.op));
       out.labels.name.push_back(event.detail);
     } else if (event.kind != EventKind::baseline) {
-      row(event, event.kind, block.block, block.device, block.size, out.events);
+      row(event, event.kind, block, out.events);
     }
   }
 }

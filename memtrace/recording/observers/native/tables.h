@@ -2,18 +2,20 @@
 #pragma once
 
 #include <deque>
+#include <map>
 
 #include "state.h"
 
 namespace memtrace {
 
 struct EventColumns {
-  std::vector<int64_t> time_ns, block, size, address, op, stream;
+  std::vector<int64_t> time_ns, block, size, allocated_size, address, op, stream, pool, device_free;
   std::vector<int16_t> thread;
   std::vector<int8_t> kind, device;
 
   void reserve(size_t rows) {
-    for (auto* column : {&time_ns, &block, &size, &address, &op, &stream}) column->reserve(rows);
+    for (auto* column : {&time_ns, &block, &size, &allocated_size, &address, &op, &stream, &pool, &device_free})
+      column->reserve(rows);
     thread.reserve(rows);
     for (auto* column : {&kind, &device}) column->reserve(rows);
   }
@@ -46,25 +48,55 @@ struct LabelColumns {
   std::vector<int8_t> category;
 };
 
+struct DeviceTimeColumns {
+  std::vector<int64_t> op, start_ns, duration_ns;
+  std::vector<int8_t> device;
+};
+
 struct Tables {
   EventColumns events;
   OpColumns ops;
   SpanColumns spans;
   LabelColumns labels;
+  DeviceTimeColumns device_times;
+};
+
+// How long the CUDA allocator's blocks are, which its events do not say. In the pool for large blocks free memory is
+// always in pieces of more than 1 MiB and free neighbours are merged, so a smaller gap behind a block is its own.
+class CudaSizes {
+ public:
+  void use(const CudaSettings& settings) { settings_ = settings; }
+  void add_segment(int8_t device, uint64_t address, int64_t size, bool expandable);
+  void remove_segment(int8_t device, uint64_t address);
+  // The size of a block that is allocated now; kNone where it cannot be told.
+  int64_t allocate(int8_t device, uint64_t address, int64_t requested);
+  void add_block(int8_t device, uint64_t address) { live_[{device, address}] = true; }
+  void free(int8_t device, uint64_t address) { live_.erase({device, address}); }
+
+ private:
+  using Key = std::pair<int8_t, uint64_t>;
+  struct Segment {
+    int64_t size;
+    bool expandable;
+  };
+  std::map<Key, bool> live_;
+  std::map<Key, Segment> segments_;
+  CudaSettings settings_;
 };
 
 // Gives blocks their identity and backward operators the module and stack of their forward operators.
 // Used by one thread at a time, in the order in which things happened.
 class Resolver {
  public:
-  void add(const std::vector<Event>& events, std::vector<int64_t> streams, Tables& out);
+  void add(const std::vector<Event>& events, std::vector<Place> places, Tables& out);
   void add(const std::vector<OpCall>& ops, Tables& out);
   void add(const std::vector<Span>& spans, Tables& out);
+  void use(const CudaSettings& settings) { cuda_sizes_.use(settings); }
   int64_t num_blocks() const { return next_block_; }
 
  private:
   struct Live {
-    int64_t block, size;
+    int64_t block, size, allocated_size;
     int8_t device;
     bool foreign;
     uint16_t labels;   // a bit for each category already told
@@ -73,14 +105,17 @@ class Resolver {
     int64_t sequence_nr, sequence_end;
     int32_t module, stack;
   };
-  void row(const Event& event, EventKind kind, int64_t block, int8_t device, int64_t size, EventColumns& out);
+  void row(const Event& event, EventKind kind, const Live& block, EventColumns& out);
+  void add_about_segment(const Event& event, EventColumns& out);
+  int64_t allocated_size(const Event& event, EventKind kind);
   Live& begin(const Event& event, EventKind kind, EventColumns& out);
   void end(const Event& event, Tables& out);
   const Forward* forward_of(const OpCall& call) const;
 
   std::unordered_map<uint64_t, Live> live_;
   std::unordered_map<uint64_t, std::deque<Forward>> forward_;
-  std::vector<int64_t> streams_;
+  std::vector<Place> places_;
+  CudaSizes cuda_sizes_;
   int64_t next_block_ = 0;
 };
 

@@ -1,0 +1,51 @@
+"""What the terminal says of an allocation that failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from memtrace.cli.output import UNKNOWN, console, duration, plain_table, size
+from rich.console import Console
+from rich.markup import escape
+
+NO_STACK = "(no stack: older than the recording, small, or stacks were off)"
+
+
+def print_failure(out: Console, failure: dict[str, Any]) -> None:
+    """Print one entry of ``out_of_memory`` of a summary."""
+    when = f"out of memory on {failure['device']} at {duration(failure['time_ns'])}"
+    who = escape(failure["site"] or UNKNOWN)
+    out.print(f"\n[bold]{when}[/]: {size(failure['asked_bytes'])} asked for by {who}")
+    out.print(f"{size(failure['live_bytes'])} were live, the device had {size(failure['device_free_bytes'])} left")
+    if failure["room"] is not None:
+        _print_room(out, failure["room"])
+    table = plain_table("size", "blocks", "held by")
+    for holder in failure["holders"][:6]:
+        table.add_row(size(holder["bytes"]), str(holder["blocks"]), escape(holder["site"] or NO_STACK))
+    out.print(table)
+    for sentence in failure["advice"]:
+        out.print(f"try: {escape(sentence)}")
+
+
+def _print_room(out: Console, room: dict[str, Any]) -> None:
+    state = room["state"]
+    out.print(
+        f"of {size(state['reserved_bytes'])} reserved {size(state['free_bytes'])} were in no block, but the largest "
+        f"piece within reach was {size(room['largest_fit_bytes'])}, and {size(room['free_elsewhere_bytes'])} were on "
+        "other streams, in other pools or for blocks of another size"
+    )
+
+
+def explain_failure(folder: Path) -> None:
+    """Print, on stderr, why the last allocation that failed in a rank's trace did so. Says nothing where none did."""
+    from memtrace.analysis.oom import out_of_memory
+    from memtrace.analysis.summary import failure_as_dict
+    from memtrace.trace import load
+
+    trace = load(folder)
+    failures = out_of_memory(trace)
+    if failures:
+        out = console(stderr=True)
+        print_failure(out, failure_as_dict(trace, failures[-1]))
+        out.print(f"Next: memtrace report {escape(str(folder))} -o report.html", style="dim")
