@@ -86,7 +86,8 @@ def _print_coverage(out: Console, name: str, found: dict[str, Any]) -> None:
     span = duration(last - first) if first is not None else UNKNOWN
     out.print(
         f"[bold]{escape(name)}[/]  {_origin(source)}: {told['num_events']:,} events in {span}, "
-        f"{counted(told['num_steps'], 'step')}"
+        f"{counted(told['num_steps'], 'step')}",
+        soft_wrap=True,
     )
     lost = UNKNOWN if told["lost_events"] is None else f"{told['lost_events']:,}"
     out.print(
