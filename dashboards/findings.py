@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memtrace.dashboards.palette import CATEGORY_LABELS
-from memtrace.dashboards.text import bytes_text, name_text, share_text, time_text
+from memtrace.dashboards.text import bytes_text, counted, name_text, share_text, time_text
 
 from memtrace.analysis.growth import growth
 from memtrace.analysis.peak import Peak, by_category, by_module_pattern, by_site, peak
@@ -26,6 +26,8 @@ ADVICE = {
     "input": "Load smaller batches, or keep the data set on disk rather than in memory.",
     "unknown": "Record with stacks and accesses on, and pass model= and optimizer=, so that more can be told.",
 }
+_OF_A_FILE = "This file does not say what they are; a recording by memtrace does."
+_LOST = {0: "no", None: "an unknown number of"}
 
 
 def key_figures(trace: Trace, device: str) -> dict[str, Any]:
@@ -67,8 +69,8 @@ def _coverage(trace: Trace) -> dict[str, Any]:
         ),
     ]
     return {
-        "sentence": f"{told.num_events:,} events in {span}, {told.num_steps:,} steps; "
-        f"{'no' if told.lost_events == 0 else 'some'} events lost.",
+        "sentence": f"{told.num_events:,} events in {span}, {counted(told.num_steps, 'step')}; "
+        f"{_LOST.get(told.lost_events, 'some')} events lost.",
         "warnings": [name_text(text, 400) for text in warnings],
         "facts": facts,
     }
@@ -138,6 +140,11 @@ def _sentences(trace: Trace, found: Peak) -> list[str]:
     return sentences
 
 
+def _advice(trace: Trace, category: str) -> str:
+    recorded = trace.manifest.get("source", {}).get("kind") == "recording"
+    return ADVICE[category] if recorded or category != "unknown" else _OF_A_FILE
+
+
 def _hints(trace: Trace, found: Peak) -> list[dict[str, str]]:
     total, hints = found.requested.bytes, []
     grows = growth(trace)
@@ -155,7 +162,7 @@ def _hints(trace: Trace, found: Peak) -> list[dict[str, str]]:
             hints.append(
                 {
                     "finding": f"{share_text(size, total)} of the peak: {label}.",
-                    "advice": ADVICE[name or "unknown"],
+                    "advice": _advice(trace, name or "unknown"),
                 }
             )
     columns = step_columns(trace)

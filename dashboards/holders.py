@@ -25,9 +25,9 @@ _OUTSIDE: Final = "outside of every module call"
 
 
 def modules_figure(trace: Trace, device: str) -> go.Figure | None:
-    """An icicle of the qualified module names; its leaves are the categories. None when nothing was live."""
+    """An icicle of the qualified module names; its leaves are the categories. None where no module is told."""
     rows = by_owner(trace, peak(trace, device).live)
-    if not rows:
+    if all(name is None for name, *_ in rows):
         return None
     shown, rest = rows[:MAX_NODES], rows[MAX_NODES:]
     values: dict[tuple[str, ...], int] = {}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
-from memtrace.dashboards import findings, holders, lifetimes, steps, timeline
+from memtrace.dashboards import findings, held, holders, lifetimes, steps, timeline
 from memtrace.dashboards.palette import (
     CATEGORY_COLORS,
     CATEGORY_LABELS,
@@ -43,6 +43,12 @@ GLOSSARY: Final = (
 
 SECTIONS: Final = (
     Section(
+        "failures",
+        "Out of memory",
+        "Allocations that failed, what held the memory then, and what would have helped.",
+        held.failures_table,
+    ),
+    Section(
         "timeline",
         "Memory over time",
         "Bytes in use, stacked by what they are for. The two lanes below the curve are the steps and their phases. "
@@ -57,7 +63,7 @@ SECTIONS: Final = (
         "The blocks live at the peak under the module that allocated them; parameters, gradients and optimizer state "
         "under the module that owns them. Taller is more.",
         holders.modules_figure,
-        "Nothing was live at the peak.",
+        "No modules were recorded.",
         columns=2,
         height=470,
     ),
@@ -83,6 +89,13 @@ SECTIONS: Final = (
         "Each with the stack that allocated it.",
         holders.blocks_table,
         "Nothing was live at the peak.",
+    ),
+    Section(
+        "fragmentation",
+        "Reserved without use",
+        "Memory that the allocator took from the device and no block uses. A segment goes back whole or not at all: "
+        "one live block in it keeps the rest.",
+        held.fragmentation_table,
     ),
     Section(
         "steps",
@@ -117,6 +130,11 @@ class Panel:
     table: Table | None
     note: str
 
+    @property
+    def has_content(self) -> bool:
+        """Whether there is more to show than why there is nothing."""
+        return self.figure is not None or self.table is not None
+
 
 def report(trace: Trace, path: str | Path) -> Path:
     """Write the page of a trace to ``path`` and return it. Raises OSError where that cannot be written."""
@@ -150,11 +168,12 @@ def render(trace: Trace) -> str:
 
 
 def _view(trace: Trace, rank: int, device: str, num_ranks: int) -> dict[str, Any]:
+    panels = [_panel(section, trace, device) for section in SECTIONS]
     return {
         "id": f"{rank}-{device.replace(':', '-')}",
         "label": f"rank {rank}, {device}" if num_ranks > 1 else device,
         "group": f"rank {rank}",
-        "panels": [_panel(section, trace, device) for section in SECTIONS],
+        "panels": [panel for panel in panels if panel.has_content or panel.absent],
         **findings.key_figures(trace, device),
     }
 

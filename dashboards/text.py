@@ -69,3 +69,8 @@ def name_text(text: object, limit: int = MAX_NAME) -> str:
 def figure_text(text: object, limit: int = MAX_NAME) -> str:
     """A name for a label or hover text of a figure, where plotly.js would read ``<b>`` or ``<a>`` as markup."""
     return name_text(text, limit).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, in words that agree with it."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"

@@ -43,6 +43,12 @@ def test_the_page_loads_nothing_and_carries_no_markup_of_a_trace():
     assert "default-src &#39;none&#39;" in page
 
 
+def test_the_page_leaves_out_what_there_is_nothing_of():
+    page = render(hostile_trace())
+    assert "Largest blocks at the peak" in page
+    assert "Reserved without use" not in page and "Out of memory" not in page
+
+
 def test_the_page_is_bounded_and_written_whole(tmp_path):
     small, large = (report(hostile_trace(count), tmp_path / f"{count}.html").stat().st_size for count in (60, 20_000))
     assert large - small < 4_000_000

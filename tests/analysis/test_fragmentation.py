@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parents[1] / "readers"))
 
 from making import MIB, START_US, Block, Maker, frame, random_life, read_here
+from memtrace.dashboards.page import render
 
 import memtrace
 from memtrace.analysis.device_state import DeviceState, state_at
@@ -238,3 +239,9 @@ def test_expandable_stretches_walk_back(tmp_path: Path) -> None:
         [(0, 40), (60, 20)],
         [(0, 40)],
     ]
+
+
+def test_the_page_tells_of_both(tmp_path: Path) -> None:
+    page = render(_failing(tmp_path))
+    assert "Reserved without use" in page and "The largest request that fits is" in page
+    assert "Out of memory" in page and "expandable_segments:True" in page

@@ -1,0 +1,70 @@
+"""What a GPU's allocator holds without use, and the allocations that failed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from memtrace.dashboards.sections import Column, Row, Table
+from memtrace.dashboards.text import bytes_text, name_text, time_text
+
+from memtrace.analysis.fragmentation import fragmentation, pinned_segments
+from memtrace.analysis.oom import out_of_memory
+from memtrace.analysis.sites import site
+from memtrace.analysis.summary import failure_as_dict
+
+if TYPE_CHECKING:
+    from memtrace.trace import Trace
+
+MAX_ROWS: Final = 15
+
+
+def fragmentation_table(trace: Trace, device: str) -> Table | None:
+    """The segments that cannot be given back though they hold free memory; None where segments are not told."""
+    told = fragmentation(trace, device)
+    if told is None:
+        return None
+    segments = pinned_segments(trace, device)
+    columns = (
+        Column("segment", "number"),
+        Column("free in it", "number"),
+        Column("largest piece", "number"),
+        Column("live blocks", "number"),
+        Column("largest of them", "number"),
+        Column("allocated by", "code"),
+    )
+    rows = tuple(
+        Row((bytes_text(int(row.size)), bytes_text(int(row.free_bytes)), bytes_text(int(row.largest_free_bytes)),
+             f"{row.num_blocks:,}", bytes_text(int(row.pin_bytes)), name_text(site(trace, int(row.pin_stack)) or "–")))  # noqa: RUF001
+        for row in segments.head(MAX_ROWS).itertuples(index=False)
+    )  # fmt: skip
+    note = (
+        f"At {time_text(told.time_ns)}, the fullest moment, {bytes_text(told.reserved_bytes)} are reserved in "
+        f"{told.num_segments:,} segments: {bytes_text(told.requested_bytes)} asked for, {bytes_text(told.waste_bytes)} "
+        f"of rounding, {bytes_text(told.free_bytes)} free, of which {bytes_text(told.releasable_bytes)} could be given "
+        f"back. The largest request that fits is {bytes_text(told.largest_fit_bytes)}. The {len(rows)} of "
+        f"{len(segments):,} segments with most free memory that a live block keeps."
+    )
+    return Table(columns, rows, note=note)
+
+
+def failures_table(trace: Trace, device: str) -> Table | None:
+    """The allocations that failed on a device, each with what held the memory; None where none did."""
+    failures = [failure_as_dict(trace, found) for found in out_of_memory(trace) if found.device == device]
+    if not failures:
+        return None
+    columns = (
+        Column("when", "number"),
+        Column("asked for", "number"),
+        Column("live", "number"),
+        Column("by", "code"),
+        Column("what to try"),
+    )
+    rows = tuple(
+        Row((time_text(told["time_ns"]), bytes_text(told["asked_bytes"]), bytes_text(told["live_bytes"]),
+             name_text(told["site"] or "–"), " ".join(told["advice"])),  # noqa: RUF001
+            tuple(f"{bytes_text(held['bytes'])} in {held['blocks']:,} blocks: {name_text(held['site'] or 'no stack')}"
+                  for held in told["holders"]))
+        for told in failures[:MAX_ROWS]
+    )  # fmt: skip
+    note = f"{len(rows)} of {len(failures)} failures."
+    return Table(columns, rows, note=note, detail="held by")
