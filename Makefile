@@ -33,6 +33,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/footprint.py
 	$(BIN)/python benchmarks/analysis.py
+	$(BIN)/python benchmarks/readers.py
 
 clean:
 	rm -rf $(VENV) build out

@@ -23,6 +23,7 @@ import click
 @click.option("--observer", type=click.Choice(["auto", "native", "dispatch"]), default="auto", show_default=True)
 @click.option("--stack-min-bytes", type=click.IntRange(0), default=512, show_default=True,
               help="Allocations below get no stack.")  # fmt: skip
+@click.option("--device-time", is_flag=True, help="Time operators on the GPU too: the host runs ahead of it.")
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(output: str, module: bool, program: str, arguments: tuple[str, ...], **options: Any) -> None:

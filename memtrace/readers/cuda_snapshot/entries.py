@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, repeat
+from operator import contains, itemgetter
 from typing import Any, Final
 
 import numpy as np
@@ -133,6 +134,8 @@ def _device_free(rows: Sequence[Row], kind: Array, what: str) -> Array:
 def _entry_pools(rows: Sequence[Row], kind: Array) -> Array:
     """The pools of what begins or ends a block or a segment. Free entries repeat what their alloc said."""
     pool = np.full(len(rows), -1, np.int64)
+    if not any(map(contains, rows, repeat("pool_id"))):
+        return pool
     telling = ~np.isin(kind, [KIND["free_requested"], KIND["free"], KIND["snapshot"]])
     chosen = list(compress(rows, telling.tolist()))
     pool[telling] = pools(optional(chosen, "pool_id"), len(chosen))
@@ -160,8 +163,11 @@ def _pool(pair: object) -> int:
 
 
 def _times(rows: Sequence[Row], what: str) -> Array | None:
-    values = optional(rows, "time_us")
-    if not rows or values is None or None in values:
+    try:
+        values = list(map(itemgetter("time_us"), rows))
+    except KeyError:
+        return None
+    if not rows or None in values:
         return None
     times = integers(values, "time_us", what)
     return times if int(times.max()) - int(times.min()) < _YEARS_US else None

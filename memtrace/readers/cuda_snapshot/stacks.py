@@ -70,17 +70,19 @@ class Stacks:
         """For each list of frames its place in ``distinct``; 0 for None and for an empty list."""
         alike: dict[tuple[int, int, int], list[tuple[Any, int]]] = {}
         places: list[int] = []
+        add, candidates_of, nobody = places.append, alike.get, ()
         try:
             for frames in lists:
                 if not frames:
-                    places.append(0)
+                    add(0)
                     continue
                 # Equality of lists looks at pointers first, so with shared frames it costs next to nothing: far less
                 # than a key of the whole list. Few lists agree in both of these frames and in length.
-                key = (id(frames[0]), id(frames[len(frames) >> 1]), len(frames))
-                for seen, place in alike.get(key, ()):
+                depth = len(frames)
+                key = (id(frames[0]), id(frames[depth >> 1]), depth)
+                for seen, place in candidates_of(key, nobody):
                     if seen == frames:
-                        places.append(place)
+                        add(place)
                         break
                 else:
                     place = self._place(frames)
