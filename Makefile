@@ -34,6 +34,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/footprint.py
 	$(BIN)/python benchmarks/analysis.py
 	$(BIN)/python benchmarks/readers.py
+	$(BIN)/python benchmarks/allocator.py
 
 clean:
 	rm -rf $(VENV) build out

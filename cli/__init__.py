@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
+from typing import ClassVar
 
 import click
 
@@ -16,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "summary": ("memtrace.cli.summary", "Say on one screen where the memory went."),
     "import": ("memtrace.cli.import_", "Keep memory files of other tools as a trace."),
     "report": ("memtrace.cli.report", "Write the same as one HTML page that works offline."),
+    "plan": ("memtrace.cli.plan", "Predict what a change would give, such as another allocator setting."),
     "doctor": ("memtrace.cli.doctor", "Tell what works on this machine, and what is missing."),
 }
 
@@ -23,22 +25,25 @@ COMMANDS: dict[str, tuple[str, str]] = {
 class LazyGroup(click.Group):
     """Commands by name, imported on first use; each is the attribute ``command`` of its module."""
 
+    table: ClassVar[dict[str, tuple[str, str]]] = COMMANDS
+    """Module and help line of each command."""
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The commands in the order a user meets them."""
-        return list(COMMANDS)
+        return list(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a command."""
-        if cmd_name not in COMMANDS:
+        if cmd_name not in self.table:
             return None
-        found = import_module(COMMANDS[cmd_name][0]).command
+        found = import_module(self.table[cmd_name][0]).command
         assert isinstance(found, click.Command)
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+            formatter.write_dl([(name, text) for name, (_, text) in self.table.items()])
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

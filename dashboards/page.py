@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
-from memtrace.dashboards import findings, held, holders, lifetimes, steps, timeline
+from memtrace.dashboards import allocator, findings, held, holders, lifetimes, steps, timeline
 from memtrace.dashboards.palette import (
     CATEGORY_COLORS,
     CATEGORY_LABELS,
@@ -96,6 +96,28 @@ SECTIONS: Final = (
         "Memory that the allocator took from the device and no block uses. A segment goes back whole or not at all: "
         "one live block in it keeps the rest.",
         held.fragmentation_table,
+    ),
+    Section(
+        "segments",
+        "Segments over time",
+        "A bar is a segment, from when the allocator took it from the device to when it gave it back, as high as it is "
+        "large.",
+        allocator.segments_section,
+        height=420,
+    ),
+    Section(
+        "holes",
+        "Blocks and holes when most was reserved",
+        "A row is a segment, with its live blocks and the free holes between them.",
+        allocator.state_section,
+        height=460,
+    ),
+    Section(
+        "settings",
+        "What other settings of the allocator would reserve",
+        "The recorded requests, replayed by a model of the allocator under each setting.",
+        allocator.sweep_section,
+        height=540,
     ),
     Section(
         "steps",

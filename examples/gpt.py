@@ -1,4 +1,8 @@
-"""A small GPT trained on synthetic text: ``python examples/gpt.py [--steps N] [--record run.memtrace]``."""
+"""A small GPT trained on synthetic text: ``python examples/gpt.py [--steps N] [--record run.memtrace]``.
+
+With ``--size gpt2`` it is as large as GPT-2 (124 M parameters, sequences of 1,024); with ``--fake`` nothing is computed
+or allocated, and a recording has the sizes that the program would allocate, whatever the machine.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,13 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     def __init__(
-        self, vocabulary: int = 256, width: int = 128, layers: int = 4, heads: int = 4, length: int = 128
+        self,
+        vocabulary: int = 256,
+        width: int = 128,
+        layers: int = 4,
+        heads: int = 4,
+        length: int = 128,
+        tied: bool = False,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
@@ -47,6 +57,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
@@ -70,25 +82,38 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, text: torch.T
     return loss.detach()
 
 
+SIZES = {
+    "small": {"vocabulary": 256, "width": 128, "layers": 4, "heads": 4, "length": 128},
+    "gpt2": {"vocabulary": 50257, "width": 768, "layers": 12, "heads": 12, "length": 1024, "tied": True},
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--record", metavar="TRACE", help="record under memtrace, into this folder")
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--fake", action="store_true", help="fake tensors: sizes without memory or arithmetic")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    model = GPT()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    size = SIZES[arguments.size]
+    recording = fake = nullcontext()
     if arguments.record:
         import memtrace
 
         recording = memtrace.record(arguments.record)
-    else:
-        recording = nullcontext()
-    with recording:
+    if arguments.fake:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        fake = FakeTensorMode()
+    with fake, recording:
+        model = GPT(**size)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for step in range(arguments.steps):
-            loss = train_step(model, optimizer, synthetic_text(arguments.batch, 128))
-            if step % 5 == 0 or step == arguments.steps - 1:
+            text = synthetic_text(arguments.batch, size["length"], size["vocabulary"])
+            loss = train_step(model, optimizer, text)
+            if not arguments.fake and (step % 5 == 0 or step == arguments.steps - 1):
                 print(f"step {step:3d}  loss {loss.item():.3f}")
 
 

@@ -1,0 +1,1 @@
+"""What would happen if: predictions made from the tables of a trace."""

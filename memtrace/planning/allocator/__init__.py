@@ -1,0 +1,1 @@
+"""CUDA's caching allocator, replayed exactly, and what it would do under other settings."""
