@@ -1,0 +1,219 @@
+"""The memory of every worker over time under a simulated schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from memtrace.planning.pipeline.actions import (
+    BACKWARD,
+    FORWARD,
+    INPUT_BACKWARD,
+    WEIGHT_BACKWARD,
+    Action,
+)
+from memtrace.planning.pipeline.costs import StageCosts
+from memtrace.planning.pipeline.simulate import Simulation
+from memtrace.planning.pipeline.versions import version_changes
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryModel:
+    """What counts besides activations and state."""
+
+    fresh_gradients: bool = False
+    """Gradients are allocated by the first backward of a step and freed after it (``zero_grad`` of PyTorch);
+    else they are always there."""
+    received_inputs: bool = False
+    """A stage's received input is kept beside its activations until the backward; under recomputation it is
+    always kept."""
+
+
+PAPER: Final = MemoryModel()
+"""As papers count: state of the stage plus activations of the micro-batches in flight."""
+TORCH: Final = MemoryModel(fresh_gradients=True, received_inputs=True)
+"""As a process that runs a pipeline in PyTorch shows."""
+
+
+@dataclass(frozen=True)
+class WorkerMemory:
+    """One worker's memory: the level after each change, in the order in which the changes happen."""
+
+    worker: int
+    time_s: npt.NDArray[np.float64]
+    activation_bytes: Integers
+    weight_bytes: Integers
+    """Parameters with all copies and versions, gradients and optimizer state."""
+    temporary_bytes: Integers
+    in_flight: Integers
+    """(stage, micro-batch) pairs whose forward has begun and whose (input) backward has not ended."""
+
+    @cached_property
+    def total_bytes(self) -> Integers:
+        """All of it."""
+        return self.activation_bytes + self.weight_bytes + self.temporary_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest total."""
+        return int(self.total_bytes.max())
+
+    @property
+    def weight_peak_bytes(self) -> int:
+        """The most that weights, gradients and optimizer state take together."""
+        return int(self.weight_bytes.max())
+
+    @property
+    def activation_peak_bytes(self) -> int:
+        """The most that activations take."""
+        return int(self.activation_bytes.max())
+
+    @property
+    def in_flight_peak(self) -> int:
+        """The most micro-batches in flight, counted for every stage of the worker."""
+        return int(self.in_flight.max())
+
+
+def memory(simulation: Simulation, model: MemoryModel = PAPER) -> list[WorkerMemory]:
+    """The memory of every worker. Begins and ends with the state alone (the newest weights of each copy)."""
+    return [_worker_memory(simulation, worker, model) for worker in range(simulation.schedule.num_workers)]
+
+
+def memory_table(memories: Sequence[WorkerMemory]) -> pd.DataFrame:
+    """One row a change of level.
+
+    Columns: worker, time_s, activation_bytes, weight_bytes, temporary_bytes, total_bytes, in_flight.
+    """
+    import pandas as pd
+
+    names = ("time_s", "activation_bytes", "weight_bytes", "temporary_bytes", "total_bytes", "in_flight")
+    frames = [
+        pd.DataFrame({"worker": memory.worker, **{name: getattr(memory, name) for name in names}})
+        for memory in memories
+    ]
+    table: pd.DataFrame = pd.concat(frames, ignore_index=True)
+    return table
+
+
+def peaks_table(memories: Sequence[WorkerMemory]) -> pd.DataFrame:
+    """One row a worker: worker, peak_bytes, weight_bytes, activation_peak_bytes, in_flight_peak."""
+    import pandas as pd
+
+    table: pd.DataFrame = pd.DataFrame(
+        {
+            "worker": [memory.worker for memory in memories],
+            "peak_bytes": [memory.peak_bytes for memory in memories],
+            "weight_bytes": [memory.weight_peak_bytes for memory in memories],
+            "activation_peak_bytes": [memory.activation_peak_bytes for memory in memories],
+            "in_flight_peak": [memory.in_flight_peak for memory in memories],
+        }
+    )
+    return table
+
+
+_DELTAS = ("activation", "weight", "temporary", "in_flight")
+
+
+def _worker_memory(simulation: Simulation, worker: int, model: MemoryModel) -> WorkerMemory:
+    row = simulation.schedule.rows[worker]
+    begin, end = simulation.offsets[worker], simulation.offsets[worker + 1]
+    at_start, at_end = _changes(simulation, worker, model)
+    # Every action changes levels at its start and at its end; of an overlapped pair both start first.
+    order = np.arange(2 * len(row))
+    for index in np.flatnonzero([action.overlapped for action in row]):
+        order[[2 * index + 1, 2 * index + 2]] = order[[2 * index + 2, 2 * index + 1]]
+    times = np.stack([simulation.start_s[begin:end], simulation.end_s[begin:end]], axis=1).ravel()[order]
+    levels = {}
+    for name in _DELTAS:
+        deltas = np.stack([at_start[name], at_end[name]], axis=1).ravel()[order]
+        levels[name] = np.concatenate([[0], np.cumsum(deltas)])
+    weights = levels["weight"] + _resident_bytes(simulation, worker, model)
+    step_end = simulation.makespan_s
+    # What is left at the end of the step, gradients made in it, is given back then.
+    final = {name: np.append(level, 0) for name, level in levels.items()}
+    return WorkerMemory(
+        worker,
+        np.concatenate([[0.0], times, [step_end]]),
+        final["activation"],
+        np.append(weights, weights[0]),
+        final["temporary"],
+        final["in_flight"],
+    )
+
+
+def _resident_bytes(simulation: Simulation, worker: int, model: MemoryModel) -> int:
+    """State that is there all the time: one version of every copy."""
+    total = 0
+    for (holder, stage), pipelines in simulation.schedule.replicas.items():
+        if holder == worker:
+            costs = simulation.stages[stage]
+            gradients = 0 if model.fresh_gradients else costs.gradient_bytes
+            total += len(pipelines) * (costs.parameter_bytes + costs.optimizer_bytes + gradients)
+    return total
+
+
+def _changes(
+    simulation: Simulation, worker: int, model: MemoryModel
+) -> tuple[dict[str, Integers], dict[str, Integers]]:
+    """By how much each action of the worker changes each level, at its start and at its end."""
+    row = simulation.schedule.rows[worker]
+    at_start = {name: np.zeros(len(row), dtype=np.int64) for name in _DELTAS}
+    at_end = {name: np.zeros(len(row), dtype=np.int64) for name in _DELTAS}
+    with_gradients: set[tuple[int, int]] = set()
+    for index, action in enumerate(row):
+        costs = simulation.stages[action.stage]
+        up, down = _activation_change(action, costs, simulation.recompute, model)
+        at_start["activation"][index], at_end["activation"][index] = up, -down
+        copy = action.stage, action.pipeline
+        makes_gradients = action.kind in (BACKWARD, WEIGHT_BACKWARD)
+        first = makes_gradients and model.fresh_gradients and copy not in with_gradients
+        if first:
+            with_gradients.add(copy)
+            at_end["weight"][index] = costs.gradient_bytes
+        temporary = _temporary(action, costs, first)
+        at_start["temporary"][index], at_end["temporary"][index] = temporary, -temporary
+        if action.kind == FORWARD:
+            at_start["in_flight"][index] = 1
+        elif action.kind in (BACKWARD, INPUT_BACKWARD) and action.half != 0:
+            at_end["in_flight"][index] = -1
+    version_start, version_end = version_changes(simulation.schedule, worker)
+    parameters = np.array([simulation.stages[action.stage].parameter_bytes for action in row], dtype=np.int64)
+    at_start["weight"] += version_start * parameters
+    at_end["weight"] += version_end * parameters
+    return at_start, at_end
+
+
+def _activation_change(
+    action: Action, costs: StageCosts, recompute: bool, model: MemoryModel
+) -> tuple[int, int]:
+    """Bytes that come at the start of the action and go at its end."""
+    received = costs.input_bytes if model.received_inputs or recompute else 0
+    kept = costs.activation_bytes
+    until_weights = costs.weight_activation_bytes
+    again = kept if recompute else 0
+    changes = {
+        FORWARD: (received + kept, again),
+        BACKWARD: (again, received + kept),
+        INPUT_BACKWARD: (again, received + kept - until_weights),
+        WEIGHT_BACKWARD: (0, until_weights),
+    }
+    up, down = changes[action.kind]
+    if action.half is None:
+        return up, down
+    return (up // 2, down // 2) if action.half == 0 else (up - up // 2, down - down // 2)
+
+
+def _temporary(action: Action, costs: StageCosts, first: bool) -> int:
+    if action.kind == FORWARD:
+        return costs.forward_temporary_bytes
+    return costs.first_backward_temporary_bytes if first else costs.backward_temporary_bytes
