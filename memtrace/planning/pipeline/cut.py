@@ -32,8 +32,8 @@ class Cut:
     first_layers: tuple[int, ...]
     """Stage s is the run of layers that begins with ``first_layers[s]``."""
     exact: bool
-    """Whether no other cut is better. False where several stages share a worker and memory matters, but the
-    stages are not mirrored pairs: there each stage is given an equal share of its worker's memory."""
+    """Whether no other cut is better by the peaks that the search assumes. False where several stages that are
+    not a mirrored pair share a worker: there each stage is given an equal share of its worker's memory."""
 
 
 def balanced_cut(

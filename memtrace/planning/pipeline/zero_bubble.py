@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 
-from memtrace.errors import MemtraceError
 from memtrace.planning.pipeline.actions import FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action
 from memtrace.planning.pipeline.one_way import straight
 from memtrace.planning.pipeline.order import aligned
@@ -86,28 +85,31 @@ class ChunkRow:
         """How many forwards, or backwards of any kind but W, ``chunk`` has had."""
         return self._next.get((FORWARD if kind == FORWARD else INPUT_BACKWARD, chunk), 0)
 
-    def add_weight(self) -> None:
-        """The oldest weight backward that waits, if one does."""
-        if self._pending:
-            self.actions.append(self._pending.popleft())
+    def add_weight(self, chunk: int | None = None) -> None:
+        """The weight backward that waits longest, of ``chunk`` or of any; nothing where none waits."""
+        for action in self._pending:
+            if chunk is None or action.stage == self._stages[chunk]:
+                self.actions.append(action)
+                self._pending.remove(action)
+                return
 
-    def add_all_weights(self) -> None:
-        """Every weight backward that waits."""
-        while self._pending:
-            self.add_weight()
+    def add_all_weights(self, chunk: int | None = None) -> None:
+        """Every weight backward that waits, of ``chunk`` or of any."""
+        before = -1
+        while len(self.actions) != before:
+            before = len(self.actions)
+            self.add_weight(chunk)
 
 
 def zb_v(num_workers: int, num_microbatches: int) -> Schedule:
     """Two chunks a worker in a V and no bubbles when F, I and W take equally long (ZB-V).
 
-    ``num_workers`` is p: there are 2p stages. Needs at least 2p micro-batches (MemtraceError).
+    ``num_workers`` is p: there are 2p stages. Fewer than 2p - 1 micro-batches run as the first of so many.
     """
-    if num_microbatches < 2 * num_workers:
-        raise MemtraceError(
-            f"zb-v over {num_workers} workers needs at least {2 * num_workers} micro-batches, "
-            f"not {num_microbatches}"
-        )
-    rows = [_zb_v_row(worker, num_workers, num_microbatches) for worker in range(num_workers)]
+    rows = []
+    for worker in range(num_workers):
+        row = _zb_v_row(worker, num_workers, max(num_microbatches, 2 * num_workers - 1))
+        rows.append([action for action in row if action.microbatch < num_microbatches])
     placement = v_shape(num_workers)
     return aligned("zb-v", 2 * num_workers, num_microbatches, placement=placement, rows=rows)
 
@@ -136,6 +138,7 @@ def _zb_v_row(worker: int, num_workers: int, num_microbatches: int) -> list[Acti
         row.add(INPUT_BACKWARD, 1)
     for _ in range(num_workers - worker):
         row.add(INPUT_BACKWARD, 0)
-        row.add_weight()
-    row.add_all_weights()
+        row.add_weight(0)
+    row.add_all_weights(1)
+    row.add_all_weights(0)
     return row.actions

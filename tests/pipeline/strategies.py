@@ -1,0 +1,33 @@
+"""Random schedules: every family, any sizes that it takes."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from memtrace.planning.pipeline.registry import FAMILIES, Choice
+from memtrace.planning.pipeline.table import Schedule
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    family = FAMILIES[draw(st.sampled_from(sorted(FAMILIES)))]
+    workers = draw(st.integers(1, 8))
+    microbatches = draw(st.integers(1, 25))
+    options: dict[str, int | str] = {}
+    if family.name in ("chimera", "dualpipe"):
+        workers = 2 * draw(st.integers(1, 5))
+    if family.name == "chimera":
+        half = workers // 2
+        options["f"] = draw(st.sampled_from([f for f in range(1, half + 1) if half % f == 0]))
+        options["method"] = draw(st.sampled_from(["direct", "doubling", "halving"]))
+        microbatches = draw(st.integers(1, 5 * workers + 1))
+    if family.name == "interleaved":
+        options["chunks"] = draw(st.integers(1, 4))
+        rounds = max(1, microbatches // workers)
+        microbatches -= microbatches % rounds
+    if family.name in ("dualpipe", "dualpipe-v"):
+        microbatches = 2 * (workers + draw(st.integers(0, 6)))
+    if family.name == "pipedream-2bw":
+        microbatches = workers * draw(st.integers(1, 4))
+        options["update_every"] = workers
+    return Choice(family, options).build(workers, microbatches)
