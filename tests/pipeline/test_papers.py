@@ -74,7 +74,8 @@ def test_table_of_schemes_chimera(depth: int, f: int) -> None:
     assert interval([worker.activation_peak_bytes for worker in workers]) == row.activations
     for units in (2, 4, 6):
         row = closed_forms.scheme("chimera", depth, units * depth, f=f)
-        # With forward doubling the ratio holds whatever a backward takes, with direct units if it takes a forward.
+        # With forward doubling the ratio holds whatever a backward takes, with direct units if it takes a
+        # forward.
         doubled = run(build("chimera", depth, units * depth, f=f, method="doubling"), 2.0)[0]
         direct = run(build("chimera", depth, units * depth, f=f))[0]
         assert doubled.bubble_ratio == pytest.approx(float(row.bubble_ratio), abs=1e-12)
@@ -112,7 +113,8 @@ def test_chimera_doubling_and_halving(depth: int, f: int) -> None:
     doubled, more = run(build("chimera", depth, 2 * depth, f=f, method="doubling"), 2.0)
     halved, same = run(build("chimera", depth, depth, f=f, method="halving"), 2.0)
     idle_slots = depth // f - 2
-    # A doubled forward slot's bubble shrinks to one forward (figure 7d): half of the slots wait 1, half wait 2.
+    # A doubled forward slot's bubble shrinks to one forward (figure 7d): half of the slots wait 1, half wait
+    # 2.
     assert doubled.makespan_s == 3 * (2 * depth) + 1.5 * idle_slots
     assert halved.makespan_s == 3 * depth + idle_slots
     assert max(worker.activation_peak_bytes for worker in more) == 2 * depth * 1000

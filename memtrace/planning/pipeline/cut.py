@@ -32,8 +32,9 @@ class Cut:
     first_layers: tuple[int, ...]
     """Stage s is the run of layers that begins with ``first_layers[s]``."""
     exact: bool
-    """Whether no other cut is better by the peaks that the search assumes. False where several stages that are
-    not a mirrored pair share a worker: there each stage is given an equal share of its worker's memory."""
+    """Whether no other cut is better by the peaks that the search assumes. False where several stages that
+    are not a mirrored pair share a worker: there each stage is given an equal share of its worker's
+    memory."""
 
 
 def balanced_cut(
@@ -50,7 +51,8 @@ def balanced_cut(
     ``time``: the smallest maximum over stages of forward plus backward seconds, and of those cuts the one
     with the smallest maximum over workers of peak bytes. ``memory``: the same the other way round. The peak
     is what the schedule's order brings together at the worst: state, activations in flight and the largest
-    temporary. Raises MemtraceError where there are fewer layers than stages.
+    temporary; an upper bound, as the moments of these need not meet. Raises MemtraceError where there are
+    fewer layers than stages.
     """
     if objective not in OBJECTIVES:
         raise MemtraceError(f"unknown objective {objective!r}: choose {', '.join(OBJECTIVES)}")
