@@ -84,7 +84,7 @@ def test_simulated_times_respect_order_and_durations(data: st.DataObject, schedu
     assert len(table) == schedule.num_actions
     where = {}
     for action, row in zip(schedule.actions(), table.itertuples(), strict=True):
-        where[*action[:3], action.half] = row
+        where[action.kind, action.stage, action.microbatch, action.half] = row
     for worker, row in enumerate(schedule.rows):
         own = table[table["worker"] == worker]
         apart = np.array([not action.overlapped for action in row[:-1]], dtype=bool)
