@@ -289,7 +289,7 @@ def test_2bw_memory_forms(depth: int, recompute: bool) -> None:
     layers = uniform_layers(
         depth, parameter_bytes=100, gradient_bytes=0, optimizer_bytes=0, activation_bytes=60, output_bytes=7
     )
-    model = MemoryModel(received_inputs=True)
+    model = MemoryModel(boundaries=True)
 
     def fullest(name: str) -> int:
         choice = parse_choice(name)

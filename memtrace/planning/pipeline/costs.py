@@ -43,6 +43,14 @@ class Layer:
     largest_gradient_bytes: int = 0
     """The gradient of one parameter while it is added to what earlier micro-batches gave; 0: added in
     place."""
+    first_backward_temporary_bytes: int | None = None
+    """As ``backward_temporary_bytes``, with the gradients of the weights as they come to be allocated, in a
+    step that begins without them; None: all gradients on top of it."""
+    unsaved_output_bytes: int = 0
+    """The part of ``output_bytes`` that is not in ``activation_bytes``: a stage that ends here keeps it as
+    well."""
+    optimizer_temporary_bytes: int = 0
+    """Alive within the optimizer's step only; adds up over the layers of a worker."""
 
 
 _NUMBERS: Final = tuple(field.name for field in dataclasses.fields(Layer) if field.name != "name")
@@ -118,6 +126,9 @@ class StageCosts:
     backward_temporary_bytes: int = 0
     first_backward_temporary_bytes: int = 0
     """As ``backward_temporary_bytes``, for the backward that first allocates the gradients of the weights."""
+    unsaved_output_bytes: int = 0
+    """The part of ``output_bytes`` that is not in ``activation_bytes``."""
+    optimizer_temporary_bytes: int = 0
 
     @property
     def backward_s(self) -> float:
@@ -163,6 +174,8 @@ def stage_costs(layers: Sequence[Layer], input_bytes: int = 0) -> StageCosts:
         ),
         input_bytes=input_bytes,
         output_bytes=layers[-1].output_bytes if layers else 0,
+        unsaved_output_bytes=layers[-1].unsaved_output_bytes if layers else 0,
+        optimizer_temporary_bytes=sum(layer.optimizer_temporary_bytes for layer in layers),
         forward_temporary_bytes=_forward_excess(layers),
         backward_temporary_bytes=_backward_excess(layers, fresh_gradients=False),
         first_backward_temporary_bytes=_backward_excess(layers, fresh_gradients=True),
@@ -182,8 +195,12 @@ def _backward_excess(layers: Sequence[Layer], *, fresh_gradients: bool) -> int:
     """How far the backward, last layer first, rises above the activations that it starts with."""
     level, highest = 0, 0
     for layer in reversed(layers):
-        new = layer.gradient_bytes if fresh_gradients else layer.largest_gradient_bytes
-        highest = max(highest, level + new + layer.backward_temporary_bytes)
+        above = layer.backward_temporary_bytes + layer.largest_gradient_bytes
+        if fresh_gradients:
+            above = _or(
+                layer.first_backward_temporary_bytes, layer.backward_temporary_bytes + layer.gradient_bytes
+            )
+        highest = max(highest, level + above)
         level += (layer.gradient_bytes if fresh_gradients else 0) - layer.activation_bytes
     return highest
 
@@ -206,26 +223,29 @@ def scaled(layers: Iterable[Layer], factor: float) -> list[Layer]:
     return [_scaled(layer, factor) for layer in layers]
 
 
+_WITH_MICROBATCH: Final = (
+    "activation_bytes",
+    "weight_activation_bytes",
+    "output_bytes",
+    "unsaved_output_bytes",
+    "forward_temporary_bytes",
+    "backward_temporary_bytes",
+)
+
+
 def _scaled(layer: Layer, factor: float) -> Layer:
-    def seconds(value: float) -> float:
-        return value * factor
-
-    def size(value: int) -> int:
-        return math.ceil(value * factor)
-
-    return dataclasses.replace(
-        layer,
-        forward_s=seconds(layer.forward_s),
-        backward_s=seconds(layer.backward_s),
-        weight_backward_s=None if layer.weight_backward_s is None else seconds(layer.weight_backward_s),
-        activation_bytes=size(layer.activation_bytes),
-        output_bytes=size(layer.output_bytes),
-        weight_activation_bytes=(
-            None if layer.weight_activation_bytes is None else size(layer.weight_activation_bytes)
-        ),
-        forward_temporary_bytes=size(layer.forward_temporary_bytes),
-        backward_temporary_bytes=size(layer.backward_temporary_bytes),
-    )
+    changes: dict[str, Any] = {}
+    for name in ("forward_s", "backward_s", "weight_backward_s"):
+        value = getattr(layer, name)
+        changes[name] = None if value is None else value * factor
+    for name in _WITH_MICROBATCH:
+        value = getattr(layer, name)
+        changes[name] = None if value is None else math.ceil(value * factor)
+    # What first backwards add in gradients does not depend on the micro-batch.
+    if layer.first_backward_temporary_bytes is not None:
+        added = layer.first_backward_temporary_bytes - layer.backward_temporary_bytes
+        changes["first_backward_temporary_bytes"] = changes["backward_temporary_bytes"] + added
+    return dataclasses.replace(layer, **changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

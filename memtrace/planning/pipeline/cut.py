@@ -44,7 +44,7 @@ def balanced_cut(
     objective: str = TIME,
     capacity_bytes: int | None = None,
     recompute: bool = False,
-    received_inputs: bool = False,
+    boundaries: bool = False,
 ) -> Cut | None:
     """The best cut of ``layers`` into the stages of ``schedule``; None where none fits ``capacity_bytes``.
 
@@ -58,7 +58,7 @@ def balanced_cut(
         raise MemtraceError(f"unknown objective {objective!r}: choose {', '.join(OBJECTIVES)}")
     if len(layers) < schedule.num_stages:
         raise MemtraceError(f"{len(layers)} layers cannot be cut into {schedule.num_stages} stages")
-    costs = RangeCosts(layers, recompute=recompute, received_inputs=received_inputs)
+    costs = RangeCosts(layers, recompute=recompute, boundaries=boundaries)
     search = _search_for(costs, schedule, len(layers))
     limit = float("inf") if capacity_bytes is None else float(capacity_bytes)
     seconds = costs.seconds()

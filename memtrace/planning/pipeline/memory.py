@@ -34,14 +34,16 @@ class MemoryModel:
     fresh_gradients: bool = False
     """Gradients are allocated by the first backward of a step and freed after it (``zero_grad`` of PyTorch);
     else they are always there."""
-    received_inputs: bool = False
-    """A stage's received input is kept beside its activations until the backward; under recomputation it is
-    always kept."""
+    boundaries: bool = False
+    """A stage keeps its received input and its own output beside its activations until the backward; under
+    recomputation the input is always kept, the output never."""
+    optimizer_step: bool = False
+    """The optimizer's temporaries at the end of the step count."""
 
 
 PAPER: Final = MemoryModel()
 """As papers count: state of the stage plus activations of the micro-batches in flight."""
-TORCH: Final = MemoryModel(fresh_gradients=True, received_inputs=True)
+TORCH: Final = MemoryModel(fresh_gradients=True, boundaries=True, optimizer_step=True)
 """As a process that runs a pipeline in PyTorch shows."""
 
 
@@ -138,16 +140,25 @@ def _worker_memory(simulation: Simulation, worker: int, model: MemoryModel) -> W
         deltas = np.stack([at_start[name], at_end[name]], axis=1).ravel()[order]
         levels[name] = np.concatenate([[0], np.cumsum(deltas)])
     weights = levels["weight"] + _resident_bytes(simulation, worker, model)
+    optimizer = _optimizer_bytes(simulation, worker) if model.optimizer_step else 0
+    # At the end of the step the optimizer runs; then the gradients made in the step are given back.
     step_end = simulation.makespan_s
-    # What is left at the end of the step, gradients made in it, is given back then.
-    final = {name: np.append(level, 0) for name, level in levels.items()}
     return WorkerMemory(
         worker,
-        np.concatenate([[0.0], times, [step_end]]),
-        final["activation"],
-        np.append(weights, weights[0]),
-        final["temporary"],
-        final["in_flight"],
+        np.concatenate([[0.0], times, [step_end, step_end]]),
+        np.append(levels["activation"], [0, 0]),
+        np.append(weights, [weights[-1], weights[0]]),
+        np.append(levels["temporary"], [optimizer, 0]),
+        np.append(levels["in_flight"], [0, 0]),
+    )
+
+
+def _optimizer_bytes(simulation: Simulation, worker: int) -> int:
+    """What the optimizer's step takes besides its state."""
+    return sum(
+        len(pipelines) * simulation.stages[stage].optimizer_temporary_bytes
+        for (holder, stage), pipelines in simulation.schedule.replicas.items()
+        if holder == worker
     )
 
 
@@ -197,7 +208,9 @@ def _activation_change(
     action: Action, costs: StageCosts, recompute: bool, model: MemoryModel
 ) -> tuple[int, int]:
     """Bytes that come at the start of the action and go at its end."""
-    received = costs.input_bytes if model.received_inputs or recompute else 0
+    received = costs.input_bytes if model.boundaries or recompute else 0
+    if model.boundaries and not recompute:
+        received += costs.unsaved_output_bytes
     kept = costs.activation_bytes
     until_weights = costs.weight_activation_bytes
     again = kept if recompute else 0

@@ -229,7 +229,7 @@ def _fitting_cut(layers: Sequence[Layer], schedule: Schedule, recompute: bool, s
             objective=objective,
             capacity_bytes=capacity_bytes,
             recompute=recompute,
-            received_inputs=setting.model.received_inputs,
+            boundaries=setting.model.boundaries,
         )
 
     found = cut(setting.objective, setting.capacity_bytes) or cut(MEMORY, None)

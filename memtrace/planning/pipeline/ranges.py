@@ -19,7 +19,7 @@ class RangeCosts:
     Entries with j <= i mean nothing.
     """
 
-    def __init__(self, layers: Sequence[Layer], *, recompute: bool, received_inputs: bool) -> None:
+    def __init__(self, layers: Sequence[Layer], *, recompute: bool, boundaries: bool) -> None:
         self.num_layers = len(layers)
         self._recompute = recompute
         again = 2 if recompute else 1
@@ -35,7 +35,8 @@ class RangeCosts:
                 for layer in layers
             ]
         )
-        self._kept = inputs if recompute else activation + (inputs if received_inputs else 0)
+        unsaved = np.array([0, *(layer.unsaved_output_bytes for layer in layers)], dtype=np.float64)[None, :]
+        self._kept = inputs if recompute else activation + (inputs + unsaved if boundaries else 0)
         self._parameters = self._sums([layer.parameter_bytes for layer in layers])
         self._other_state = self._sums([layer.gradient_bytes + layer.optimizer_bytes for layer in layers])
         self._temporary = self._excess(layers) + (activation if recompute else 0)

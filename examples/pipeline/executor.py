@@ -1,0 +1,240 @@
+"""Runs any schedule table for real over torch.distributed: every process does its row of the table.
+
+    worker = Worker(schedule, make_stage, loss)            # after dist.init_process_group, as many ranks as
+    rows losses = worker.step(inputs, targets)                  # gradients are in .grad of
+    worker.parameters()
+
+What a real pipeline needs and no more: stages are modules, messages go by tag, gradients of a stage that lies
+on several workers are summed as soon as its last backward is done. Tables without a flush (PipeDream) run as
+one batch: no update happens inside a table, so no versions of the weights are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from memtrace.planning.pipeline.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action
+from memtrace.planning.pipeline.sync import holders, last_backwards
+from memtrace.planning.pipeline.table import Schedule
+from memtrace.planning.pipeline.validate import validate
+
+Key = tuple[int, int, int]
+"""(stage, micro-batch, half); half is 0 for a whole micro-batch."""
+
+
+@dataclass
+class _Kept:
+    """What a forward leaves for its backward."""
+
+    received: torch.Tensor | None
+    """Input with a gradient to send back; None on the first stage."""
+    output: torch.Tensor
+    gradient: torch.Tensor | None = None
+    """Of the output; kept between the two halves of a split backward."""
+
+
+class Worker:
+    """One row of a schedule.
+
+    Args:
+        schedule: the table; the default process group has one rank for each of its workers.
+        make_stage: makes a stage by its number, with the same weights in every process.
+        loss: of an output of the last stage and a target, a mean over samples.
+        message_shape: of what a stage hands on for a whole micro-batch, samples first, by the stage's number.
+        mark: called with the action about to run; the context it returns is open while it runs.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        make_stage: Callable[[int], nn.Module],
+        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        message_shape: Callable[[int], tuple[int, ...]],
+        mark: Callable[[Action], AbstractContextManager[object]] = lambda action: nullcontext(),
+    ) -> None:
+        self.schedule, self.rank = validate(schedule), dist.get_rank()
+        if dist.get_world_size() != schedule.num_workers:
+            raise ValueError(
+                f"{schedule.name} needs {schedule.num_workers} ranks, not {dist.get_world_size()}"
+            )
+        self._loss, self._message_shape, self._mark = loss, message_shape, mark
+        self._row = schedule.rows[self.rank]
+        self.copies: dict[tuple[int, int], nn.Module] = {}
+        for (worker, stage), pipelines in schedule.replicas.items():
+            if worker == self.rank:
+                for pipeline in pipelines:
+                    self.copies[pipeline, stage] = make_stage(stage)
+        self._halved = {(a.stage, a.microbatch) for a in schedule.actions() if a.half is not None}
+        self._kept: dict[Key, _Kept] = {}
+        self._own: dict[int, torch.Tensor] = {}
+        # Gloo tells that a message has left only to who waits for it.
+        self._waiters = ThreadPoolExecutor(max_workers=64)
+        self._sending: list[Future[None]] = []
+        self._groups = {
+            stage: dist.new_group(list(holders(schedule, stage))) for stage in range(schedule.num_stages)
+        }
+        begin = sum(map(len, schedule.rows[: self.rank]))
+        last = {
+            stage: number - begin
+            for (worker, stage), number in last_backwards(schedule).items()
+            if worker == self.rank
+        }
+        self._last = {number: stage for stage, number in last.items()}
+        self._idle_stages = [stage for _, stage in self.copies if stage not in last]
+        self.in_flight_peak = 0
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of all copies on this worker."""
+        for copy in self.copies.values():
+            yield from copy.parameters()
+
+    def step(
+        self, inputs: Callable[[int], torch.Tensor], targets: Callable[[int], torch.Tensor]
+    ) -> list[float]:
+        """Run the row; ``inputs`` and ``targets`` give a micro-batch by number. Returns the losses computed
+        here."""
+        losses: list[float] = []
+        reductions: list[dist.Work] = []
+        in_flight = 0
+        for number, action in enumerate(self._row):
+            with self._mark(action):
+                if action.kind == FORWARD:
+                    in_flight += 1
+                    self.in_flight_peak = max(self.in_flight_peak, in_flight)
+                    losses += self._forward(action, inputs, targets)
+                else:
+                    self._backward(action)
+                    in_flight -= action.kind != WEIGHT_BACKWARD and action.half != 0
+            if number in self._last:
+                reductions += self._reduce(self._last[number])
+        # A copy that no micro-batch passed adds nothing, but the others wait for it.
+        for stage in self._idle_stages:
+            reductions += self._reduce(stage)
+        for work in reductions:
+            work.wait()
+        for sending in self._sending:
+            sending.result()
+        self._sending.clear()
+        return losses
+
+    # -- actions ---------------------------------------------------------------------------------------------
+
+    def _parts(self, action: Action) -> list[Key]:
+        """The halves that an action runs on; a forward whose backward is halved runs as two forwards."""
+        if action.half is not None:
+            return [(action.stage, action.microbatch, action.half)]
+        halves = (0, 1) if (action.stage, action.microbatch) in self._halved else (0,)
+        return [(action.stage, action.microbatch, half) for half in halves]
+
+    def _forward(
+        self,
+        action: Action,
+        inputs: Callable[[int], torch.Tensor],
+        targets: Callable[[int], torch.Tensor],
+    ) -> list[float]:
+        module = self.copies[action.pipeline, action.stage]
+        parts = self._parts(action)
+        share = 1 / (self.schedule.num_microbatches * len(parts))
+        losses = []
+        for key in parts:
+            if action.stage == 0:
+                received, value = None, self._part(inputs(action.microbatch), key, len(parts))
+            else:
+                value = received = self._receive(action, key, gradient=False).requires_grad_()
+            output = module(value)
+            if action.stage == self.schedule.num_stages - 1:
+                target = self._part(targets(action.microbatch), key, len(parts))
+                output = self._loss(output, target) * share
+                losses.append(output.item())
+            else:
+                self._send(action, key, output.detach(), gradient=False)
+            self._kept[key] = _Kept(received, output)
+        return losses
+
+    @staticmethod
+    def _part(batch: torch.Tensor, key: Key, num_parts: int) -> torch.Tensor:
+        return batch if num_parts == 1 else batch.chunk(2)[key[2]]
+
+    def _backward(self, action: Action) -> None:
+        for key in self._parts(action):
+            kept = self._kept[key]
+            last = action.stage == self.schedule.num_stages - 1
+            if action.kind != WEIGHT_BACKWARD and not last:
+                kept.gradient = self._receive(action, key, gradient=True)
+            if action.kind == BACKWARD:
+                torch.autograd.backward([kept.output], [kept.gradient])
+                self._pass_back(action, key, kept.received.grad if kept.received is not None else None)
+            elif action.kind == INPUT_BACKWARD and kept.received is not None:
+                # The graph stays for the weights: what it keeps is freed by their backward.
+                (gradient,) = torch.autograd.grad(
+                    [kept.output], [kept.received], [kept.gradient], retain_graph=True
+                )
+                self._pass_back(action, key, gradient)
+            elif action.kind == WEIGHT_BACKWARD:
+                parameters = list(self.copies[action.pipeline, action.stage].parameters())
+                torch.autograd.backward([kept.output], [kept.gradient], inputs=parameters)
+            if action.kind != INPUT_BACKWARD:
+                del self._kept[key]
+
+    def _pass_back(self, action: Action, key: Key, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            self._send(action, key, gradient, gradient=True)
+
+    # -- messages --------------------------------------------------------------------------------------------
+
+    def _peer(self, action: Action, gradient: bool, sending: bool) -> tuple[int, int]:
+        """The neighbour's worker and the boundary (number of the stage before it) of a message."""
+        towards_end = gradient != sending
+        other = action.stage + (1 if towards_end else -1)
+        return self.schedule.placement[action.pipeline][other], min(action.stage, other)
+
+    def _tag(self, boundary: int, key: Key, gradient: bool) -> int:
+        return ((boundary * self.schedule.num_microbatches + key[1]) * 2 + key[2]) * 2 + gradient
+
+    def _send(self, action: Action, key: Key, tensor: torch.Tensor, *, gradient: bool) -> None:
+        peer, boundary = self._peer(action, gradient, sending=True)
+        tag = self._tag(boundary, key, gradient)
+        if peer == self.rank:
+            self._own[tag] = tensor
+            return
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, peer, tag=tag)
+        assert work is not None
+        self._sending = [sending for sending in self._sending if not sending.done()]
+        self._sending.append(self._waiters.submit(_wait, work, tensor))
+
+    def _receive(self, action: Action, key: Key, *, gradient: bool) -> torch.Tensor:
+        peer, boundary = self._peer(action, gradient, sending=False)
+        tag = self._tag(boundary, key, gradient)
+        if peer == self.rank:
+            return self._own.pop(tag)
+        samples, *rest = self._message_shape(boundary)
+        halved = (action.stage, action.microbatch) in self._halved
+        tensor = torch.empty((samples // 2 if halved else samples, *rest))
+        dist.recv(tensor, peer, tag=tag)
+        return tensor
+
+    def _reduce(self, stage: int) -> list[dist.Work]:
+        """Begin to sum the gradients of a stage over its copies."""
+        if len(holders(self.schedule, stage)) == 1:
+            return []
+        works = []
+        for (_, own), copy in self.copies.items():
+            for parameter in copy.parameters() if own == stage else ():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                works.append(dist.all_reduce(parameter.grad, group=self._groups[stage], async_op=True))
+        return works
+
+
+def _wait(work: dist.Work, tensor: torch.Tensor) -> None:
+    """Hold the tensor until it has left."""
+    work.wait()
+    del tensor

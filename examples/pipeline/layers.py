@@ -1,0 +1,80 @@
+"""The layers of a small GPT, one by one, the same in every process."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+VOCABULARY = 256
+HEADS = 4
+
+
+class Sizes(NamedTuple):
+    blocks: int
+    width: int
+    sequence: int
+
+    @property
+    def num_layers(self) -> int:
+        return self.blocks + 2
+
+
+class Embedding(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, sizes.width)
+        self.positions = nn.Embedding(sizes.sequence, sizes.width)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+
+
+class Block(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        width = sizes.width
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        shape = (batch, length, 3, HEADS, width // HEADS)
+        q, k, v = self.qkv(self.norm1(x)).view(shape).permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(self.norm2(x))
+
+
+class Head(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(sizes.width)
+        self.decoder = nn.Linear(sizes.width, VOCABULARY)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.norm(x))
+
+
+def make_layer(number: int, sizes: Sizes) -> nn.Module:
+    """Layer ``number`` with weights that depend on its number alone."""
+    with torch.random.fork_rng():
+        torch.manual_seed(number)
+        if number == 0:
+            return Embedding(sizes)
+        return Head(sizes) if number == sizes.num_layers - 1 else Block(sizes)
+
+
+def make_layers(sizes: Sizes) -> list[nn.Module]:
+    return [make_layer(number, sizes) for number in range(sizes.num_layers)]
+
+
+def samples(step: int, microbatch: int, batch: int, sizes: Sizes) -> torch.Tensor:
+    """Counting sequences with random starts and strides, the same whoever asks."""
+    generator = torch.Generator().manual_seed(1000 * step + microbatch)
+    start = torch.randint(VOCABULARY, (batch, 1), generator=generator)
+    stride = torch.randint(1, 4, (batch, 1), generator=generator)
+    return (start + stride * torch.arange(sizes.sequence + 1)) % VOCABULARY

@@ -1,0 +1,234 @@
+"""The costs of every layer of a model from the trace of one process that trained it.
+
+Seconds are of the host's clock: on a CUDA device they are true only where the program waits for the device.
+The batch of the recorded step (the first micro-batch where gradients are accumulated) is what counts as one
+micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from memtrace.analysis.attribution import KIND, PHASE, rows_at
+from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
+from memtrace.arrays import Array
+from memtrace.planning.pipeline.costs import Layer
+from memtrace.planning.pipeline.memory import TORCH, MemoryModel
+from memtrace.planning.pipeline.trace_passes import Pass, passes
+from memtrace.planning.pipeline.trace_state import state_of_layers
+from memtrace.trace import Trace
+
+
+@dataclass(frozen=True)
+class TraceCosts:
+    """Layers measured in a trace."""
+
+    layers: list[Layer]
+    model: MemoryModel
+    """How memory is to be counted with them."""
+    step: int | None
+    """The step whose bytes they are; None where the trace has no steps."""
+    num_timed_steps: int
+    """Steps whose medians the seconds are."""
+
+
+def trace_costs(trace: Trace, layers: Sequence[str] = ()) -> TraceCosts:
+    """The layers of the model that a single-rank trace trained, with the fields of ``costs.Layer``.
+
+    Source columns: spans (steps, module calls), ops (start, duration, phase, module, sequence_nr), events
+    (reads), blocks with categories and names. Bytes are of the last complete step, seconds medians over the
+    last ones:
+
+    - forward: from the start of a layer's module call to that of the next; loss and what lies between to the
+      layer before it.
+    - backward: a backward operator, with the wait behind it, belongs to the layer of the forward operator
+      with its sequence number.
+    - activations: blocks made in the layer's forward, alive when backward begins and read or freed in it.
+    - output: blocks made up to the layer and read by a later one.
+    - parameters: by the first layer that reads them, so tied weights count once.
+
+    ``layers`` as in ``trace_passes.passes``. Raises TraceError where the trace has no such step.
+    """
+    found = passes(trace, layers)
+    last = found[-1]
+    forward_s = np.median([_forward_seconds(one) for one in found], axis=0)
+    backward_s = np.median([_backward_seconds(trace, one) for one in found], axis=0)
+    window = _Window(trace, last)
+    state = state_of_layers(trace, last)
+    kept, output, unsaved = window.kept_bytes(), *window.output_bytes()
+    forward_peak, backward_peak, first_peak = window.temporaries(state.gradient_bytes)
+    made = [
+        Layer(
+            name=name,
+            forward_s=float(forward_s[n]),
+            backward_s=float(backward_s[n]),
+            parameter_bytes=int(state.parameter_bytes[n]),
+            gradient_bytes=int(state.gradient_bytes[n]),
+            optimizer_bytes=int(state.optimizer_bytes[n]),
+            optimizer_temporary_bytes=int(state.optimizer_temporary_bytes[n]),
+            largest_gradient_bytes=int(state.largest_gradient_bytes[n]),
+            activation_bytes=int(kept[n]),
+            output_bytes=int(output[n]),
+            unsaved_output_bytes=int(unsaved[n]),
+            forward_temporary_bytes=int(forward_peak[n]),
+            backward_temporary_bytes=int(backward_peak[n]),
+            first_backward_temporary_bytes=int(first_peak[n]),
+        )
+        for n, name in enumerate(last.names)
+    ]
+    model = TORCH if state.fresh_gradients else MemoryModel(boundaries=True)
+    return TraceCosts(made, model, last.step, len(found))
+
+
+def _forward_seconds(one: Pass) -> Array:
+    return np.diff(np.append(one.starts_ns, one.forward_end_ns)) / 1e9
+
+
+def _backward_ops(trace: Trace, one: Pass) -> tuple[Array, Array]:
+    """Starts and layers of the backward operators of the pass, in order of time."""
+    ops = trace.columns("ops", "start_ns", "phase", "sequence_nr", "recompute")
+    start, phase, sequence = ops["start_ns"], ops["phase"], ops["sequence_nr"]
+    during_forward = (
+        (phase == PHASE["forward"]) & (start >= one.starts_ns[0]) & (start < one.backward_start_ns)
+    )
+    forward = np.flatnonzero(during_forward & (sequence >= 0))
+    during_backward = (start >= one.backward_start_ns) & (start <= one.backward_end_ns)
+    backward = np.flatnonzero(during_backward & ((phase == PHASE["backward"]) | ops["recompute"]))
+    backward = backward[np.argsort(start[backward], kind="stable")]
+    by_sequence = np.argsort(sequence[forward], kind="stable")
+    numbers = sequence[forward][by_sequence]
+    layers = one.layers_at(start[forward])[by_sequence]
+    if not len(numbers):
+        return start[backward], np.zeros(len(backward), dtype=np.int64)
+    place = np.minimum(np.searchsorted(numbers, sequence[backward]), len(numbers) - 1)
+    known = numbers[place] == sequence[backward]
+    # An operator without a known forward one belongs where the one before it does; the first are of the loss.
+    where = np.maximum.accumulate(np.where(known, np.arange(len(backward)), -1))
+    return start[backward], np.where(where >= 0, layers[place[where]], len(one.names) - 1)
+
+
+def _backward_seconds(trace: Trace, one: Pass) -> Array:
+    starts, layers = _backward_ops(trace, one)
+    lasting = np.diff(np.append(starts, one.backward_end_ns))
+    return np.bincount(layers, weights=lasting, minlength=len(one.names)) / 1e9
+
+
+class _Window:
+    """What the blocks do between the start of the forward and the end of the backward, by rows of events."""
+
+    def __init__(self, trace: Trace, one: Pass) -> None:
+        self._trace, self._pass, self._blocks = trace, one, blocks(trace)
+        edges = np.array([*one.starts_ns, one.backward_start_ns, one.backward_end_ns + 1], dtype=np.int64)
+        rows = rows_at(trace, edges)
+        self._layer_rows, self._turn, self._end = rows[:-2], int(rows[-2]), int(rows[-1])
+        found = self._blocks
+        born = (found.alloc_event >= self._layer_rows[0]) & (found.alloc_event < self._end)
+        state = np.isin(found.category, [CATEGORY["parameter"], CATEGORY["optimizer_state"]])
+        self._gradient = born & (found.category == CATEGORY["gradient"])
+        self._mine = np.flatnonzero(born & ~state & ~self._gradient)
+        self._free = np.where(found.free_event < 0, np.iinfo(np.int64).max, found.free_event)
+        self._last_reader, self._read_in_backward = self._reads(found)
+
+    def _reads(self, found: Blocks) -> tuple[Array, Array]:
+        """The last layer that reads each block in forward, -1 for none; whether the backward reads it."""
+        events = self._trace.columns("events", "kind", "block", "time_ns")
+        rows = np.arange(self._layer_rows[0], self._end)
+        rows = rows[(events["kind"][rows] == KIND["read"]) & (events["block"][rows] >= 0)]
+        forward, backward = rows[rows < self._turn], rows[rows >= self._turn]
+        last = np.full(len(found), -1, dtype=np.int64)
+        np.maximum.at(last, events["block"][forward], self._layer_of(forward))
+        read = np.zeros(len(found), dtype=bool)
+        read[events["block"][backward]] = True
+        return last, read
+
+    def _layer_of(self, rows: Array) -> Array:
+        place = np.searchsorted(self._layer_rows, rows, side="right") - 1
+        return np.clip(place, 0, len(self._pass.names) - 1)
+
+    def _kept(self) -> Array:
+        """The blocks that the forward leaves for the backward."""
+        mine = self._mine
+        alive = (self._blocks.alloc_event[mine] < self._turn) & (self._free[mine] >= self._turn)
+        # What a variable of the program holds but backward neither reads nor frees is no activation.
+        used = self._read_in_backward[mine] | (self._free[mine] < self._end)
+        return mine[alive & used]
+
+    def kept_bytes(self) -> Array:
+        """Bytes that each layer's forward leaves for the backward."""
+        kept = self._kept()
+        return self._per_layer(kept)
+
+    def _per_layer(self, chosen: Array) -> Array:
+        layers = self._layer_of(self._blocks.alloc_event[chosen])
+        return np.bincount(layers, weights=self._blocks.size[chosen], minlength=len(self._pass.names))
+
+    def output_bytes(self) -> tuple[Array, Array]:
+        """For each layer the bytes that cross its end, and of these the bytes that no backward keeps
+        anyway."""
+        forward = self._mine[self._blocks.alloc_event[self._mine] < self._turn]
+        made, read = self._layer_of(self._blocks.alloc_event[forward]), self._last_reader[forward]
+        crossing = read > made
+        unsaved = crossing & ~np.isin(forward, self._kept())
+        return self._crossings(forward, made, read, crossing), self._crossings(forward, made, read, unsaved)
+
+    def _crossings(self, chosen: Array, made: Array, read: Array, mask: Array) -> Array:
+        """Bytes over each boundary: a block made in layer a and last read in layer b crosses those of a to b
+        - 1."""
+        change = np.zeros(len(self._pass.names) + 1)
+        np.add.at(change, made[mask], self._blocks.size[chosen[mask]])
+        np.add.at(change, read[mask], -self._blocks.size[chosen[mask]])
+        return np.cumsum(change)[:-1]
+
+    def temporaries(self, gradient_bytes: Array) -> tuple[Array, Array, Array]:
+        """How far each layer rises above what is kept: in forward, in backward, in backward with new
+        gradients."""
+        kept = self.kept_bytes()
+        through = np.cumsum(kept)
+        level = self._levels(self._mine)
+        forward = self._highest(level, np.append(self._layer_rows, self._turn)) - through
+        edges = self._backward_edges()
+        backward = self._highest(level, edges)[::-1] - through
+        gradients = self._levels(np.flatnonzero(self._gradient))
+        made_behind = np.append(np.cumsum(gradient_bytes[::-1])[::-1], 0)[1:]
+        first = self._highest(level + gradients, edges)[::-1] - through - made_behind
+        return np.maximum(forward, 0), np.maximum(backward, 0), np.maximum(first, 0)
+
+    def _levels(self, chosen: Array) -> Array:
+        """Bytes of ``chosen`` alive behind each row of events from the start of the forward on."""
+        first = self._layer_rows[0]
+        change = np.zeros(self._end - first + 1)
+        born, size = self._blocks.alloc_event[chosen], self._blocks.size[chosen]
+        free = np.minimum(self._free[chosen], self._end)
+        # A variable of the program may hold a block that a pipeline's worker would have let go.
+        held = (born < self._turn) & (free >= self._turn) & ~np.isin(chosen, self._kept())
+        free = np.where(held, self._turn, free)
+        np.add.at(change, born - first, size)
+        np.add.at(change, free - first, -size)
+        return np.cumsum(change)
+
+    def _highest(self, level: Array, edges: Array) -> Array:
+        """The highest level between each pair of neighbouring edges (rows), the level at its start
+        included."""
+        first = self._layer_rows[0]
+        begins = np.maximum(edges[:-1] - first, 0)
+        return np.array(
+            [
+                level[max(begin - 1, 0) : max(end - first, begin + 1)].max()
+                for begin, end in zip(begins, edges[1:], strict=True)
+            ]
+        )
+
+    def _backward_edges(self) -> Array:
+        """Rows at which the backward of the last layer, of the one before it and so on begin, and the end."""
+        starts, layers = _backward_ops(self._trace, self._pass)
+        # Where layers interleave, a layer's part begins when none behind it has begun later.
+        reached = np.minimum.accumulate(layers)
+        count = len(self._pass.names)
+        begin = np.searchsorted(-reached, -np.arange(count - 1, -1, -1), side="left")
+        times = np.append(starts, self._pass.backward_end_ns + 1)[begin]
+        edges = rows_at(self._trace, times)
+        edges[0] = self._turn
+        return np.append(edges, self._end)

@@ -1,0 +1,140 @@
+"""Parameters, gradients and optimizer state of every layer, from the labels and accesses of a trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memtrace.analysis.attribution import KIND, PHASE, phase_rows, rows_at, step_rows
+from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
+from memtrace.arrays import Array
+from memtrace.planning.pipeline.trace_passes import Pass
+from memtrace.trace import Trace
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of each layer; the temporaries of the optimizer are given to layers by their parameters."""
+
+    parameter_bytes: Array
+    gradient_bytes: Array
+    largest_gradient_bytes: Array
+    optimizer_bytes: Array
+    optimizer_temporary_bytes: Array
+    fresh_gradients: bool
+    """Whether the step allocated its gradients anew."""
+
+
+def state_of_layers(trace: Trace, one: Pass) -> State:
+    """The state of every layer at the end of the pass's step."""
+    found = blocks(trace)
+    count = len(one.names)
+    begin, turn, end = (
+        int(row)
+        for row in rows_at(
+            trace, np.array([one.starts_ns[0], one.backward_start_ns, one.backward_end_ns + 1])
+        )
+    )
+    parameter = np.flatnonzero((found.category == CATEGORY["parameter"]) & _alive(found, turn))
+    layer = _first_readers(trace, one, begin, turn, len(found))
+    names = {
+        trace.name(int(n)): int(at)
+        for n, at in zip(found.name[parameter], layer[parameter], strict=True)
+        if n >= 0
+    }
+    layer_of = _ByName({name: at for name, at in names.items() if name and at >= 0}, one.names)
+    home = np.array(
+        [
+            at if at >= 0 else layer_of(trace.name(int(found.name[b])))
+            for b, at in zip(parameter, layer[parameter], strict=True)
+        ],
+        dtype=np.int64,
+    )
+    gradient = np.flatnonzero((found.category == CATEGORY["gradient"]) & _alive(found, end - 1))
+    fresh = found.alloc_event[gradient] >= begin
+    step_end = _step_end(trace, one, end)
+    optimizer = np.flatnonzero((found.category == CATEGORY["optimizer_state"]) & _alive(found, step_end - 1))
+
+    def per_layer(chosen: Array, homes: Array) -> Array:
+        return np.bincount(homes, weights=found.size[chosen], minlength=count)
+
+    def homes(chosen: Array) -> Array:
+        return np.array([layer_of(trace.name(int(found.name[block]))) for block in chosen], dtype=np.int64)
+
+    parameter_bytes = per_layer(parameter, home)
+    largest = np.zeros(count)
+    np.maximum.at(largest, homes(gradient), found.size[gradient])
+    temporary = _optimizer_temporary(trace, found, end, step_end)
+    share = parameter_bytes / max(parameter_bytes.sum(), 1)
+    return State(
+        parameter_bytes,
+        per_layer(gradient, homes(gradient)),
+        largest,
+        per_layer(optimizer, homes(optimizer)),
+        np.ceil(temporary * share),
+        bool(fresh.all()) if len(gradient) else True,
+    )
+
+
+def _alive(found: Blocks, row: int) -> Array:
+    """Which blocks are alive just behind a row of events."""
+    known = (found.size >= 0) & (found.alloc_event <= row)
+    return known & ((found.free_event < 0) | (found.free_event > row))
+
+
+def _step_end(trace: Trace, one: Pass, end: int) -> int:
+    """The row at which the pass's step ends."""
+    steps = step_rows(trace)
+    place = np.flatnonzero(steps.number == one.step) if one.step is not None else []
+    return max(end, int(steps.end_row[place[0]])) if len(place) else trace.num_rows("events")
+
+
+def _first_readers(trace: Trace, one: Pass, begin: int, turn: int, count: int) -> Array:
+    """The first layer whose forward reads each block, -1 for none."""
+    events = trace.columns("events", "kind", "block", "time_ns")
+    rows = np.arange(begin, turn)
+    rows = rows[(events["kind"][rows] == KIND["read"]) & (events["block"][rows] >= 0)]
+    first = np.full(count, -1, dtype=np.int64)
+    # Backwards, so that the first read is written last.
+    first[events["block"][rows[::-1]]] = one.layers_at(events["time_ns"][rows[::-1]])
+    return first
+
+
+def _optimizer_temporary(trace: Trace, found: Blocks, end: int, step_end: int) -> int:
+    """The most bytes that the optimizer's own temporaries take at once after the backward."""
+    phases = phase_rows(trace)
+    born = (
+        (found.alloc_event >= end)
+        & (found.alloc_event < step_end)
+        & (found.category != CATEGORY["optimizer_state"])
+    )
+    chosen = np.flatnonzero(born)
+    if phases is not None and len(chosen):
+        inside = phases.phase[phases.pieces(found.alloc_event[chosen])] == PHASE["optimizer"]
+        chosen = chosen[inside]
+    if not len(chosen):
+        return 0
+    free = np.where(found.free_event[chosen] < 0, step_end, np.minimum(found.free_event[chosen], step_end))
+    change = np.zeros(step_end - end + 1)
+    np.add.at(change, found.alloc_event[chosen] - end, found.size[chosen])
+    np.add.at(change, free - end, -found.size[chosen])
+    return int(np.cumsum(change).max())
+
+
+class _ByName:
+    """The layer of a tensor by its name: that of the parameter it belongs to, else of the module it lies
+    in."""
+
+    def __init__(self, parameters: dict[str, int], layers: tuple[str, ...]) -> None:
+        self._parameters, self._layers = parameters, layers
+
+    def __call__(self, name: str | None) -> int:
+        # Optimizer state is called parameter.key: the parameter is what is left without its last parts.
+        text = name or ""
+        while text:
+            if text in self._parameters:
+                return self._parameters[text]
+            text = text.rpartition(".")[0]
+        inside = [n for n, layer in enumerate(self._layers) if (name or "").startswith(f"{layer}.")]
+        return inside[0] if inside else 0
