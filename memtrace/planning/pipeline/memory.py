@@ -19,6 +19,7 @@ from memtrace.planning.pipeline.actions import (
 )
 from memtrace.planning.pipeline.costs import StageCosts
 from memtrace.planning.pipeline.simulate import Simulation
+from memtrace.planning.pipeline.table import Schedule
 from memtrace.planning.pipeline.versions import version_changes
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ class MemoryModel:
     """Gradients are allocated by the first backward of a step and freed after it (``zero_grad`` of PyTorch);
     else they are always there."""
     boundaries: bool = False
-    """A stage keeps its received input and its own output beside its activations until the backward; under
-    recomputation the input is always kept, the output never."""
+    """A stage keeps its received input and its own output beside its activations until the backward, and the
+    gradient of its output during it; under recomputation the input is always kept, the output never."""
     optimizer_step: bool = False
     """The optimizer's temporaries at the end of the step count."""
 
@@ -183,7 +184,7 @@ def _changes(
     with_gradients: set[tuple[int, int]] = set()
     for index, action in enumerate(row):
         costs = simulation.stages[action.stage]
-        up, down = _activation_change(action, costs, simulation.recompute, model)
+        up, down = _activation_change(action, costs, _input_comes(simulation.schedule, action), simulation, model)
         at_start["activation"][index], at_end["activation"][index] = up, -down
         copy = action.stage, action.pipeline
         makes_gradients = action.kind in (BACKWARD, WEIGHT_BACKWARD)
@@ -204,21 +205,30 @@ def _changes(
     return at_start, at_end
 
 
+def _input_comes(schedule: Schedule, action: Action) -> bool:
+    """Whether the input of the action's stage is a message; from the worker's own last stage it is no copy."""
+    workers = schedule.placement[action.pipeline]
+    return action.stage > 0 and workers[action.stage - 1] != workers[action.stage]
+
+
 def _activation_change(
-    action: Action, costs: StageCosts, recompute: bool, model: MemoryModel
+    action: Action, costs: StageCosts, input_comes: bool, simulation: Simulation, model: MemoryModel
 ) -> tuple[int, int]:
     """Bytes that come at the start of the action and go at its end."""
-    received = costs.input_bytes if model.boundaries or recompute else 0
+    recompute = simulation.recompute
+    received = costs.input_bytes if recompute or (model.boundaries and input_comes) else 0
     if model.boundaries and not recompute:
         received += costs.unsaved_output_bytes
     kept = costs.activation_bytes
     until_weights = costs.weight_activation_bytes
     again = kept if recompute else 0
+    # The gradient of the stage's output, which comes as a message, stays until the stage's backward is done.
+    gradient = costs.output_bytes if model.boundaries else 0
     changes = {
         FORWARD: (received + kept, again),
-        BACKWARD: (again, received + kept),
-        INPUT_BACKWARD: (again, received + kept - until_weights),
-        WEIGHT_BACKWARD: (0, until_weights),
+        BACKWARD: (again + gradient, received + kept + gradient),
+        INPUT_BACKWARD: (again + gradient, received + kept - until_weights),
+        WEIGHT_BACKWARD: (0, until_weights + gradient),
     }
     up, down = changes[action.kind]
     if action.half is None:
