@@ -9,6 +9,7 @@ from memtrace.cli import LazyGroup
 
 PLANS: dict[str, tuple[str, str]] = {
     "allocator": ("memtrace.cli.plan_allocator", "Would another setting of the CUDA allocator have fitted?"),
+    "pipeline": ("memtrace.cli.plan_pipeline", "Which pipeline schedule and which cut of the model?"),
 }
 
 
