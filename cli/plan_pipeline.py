@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.markup import escape
-
 from memtrace.cli.output import console, duration, plain_table, print_json, share, size
 from memtrace.cli.quantities import BYTES
+from rich.markup import escape
+
 from memtrace.errors import MemtraceError
 
 if TYPE_CHECKING:
@@ -28,17 +28,31 @@ def _cost_options(function: Callable[..., None]) -> Callable[..., None]:
     """What a worker and the network between workers are like."""
     for option in (
         click.option("--capacity", type=BYTES, help="Memory of one worker, such as 16GiB; without it all fit."),
-        click.option("--latency", type=click.FloatRange(min=0), default=0.0, help="Seconds of an empty message."),
-        click.option("--bandwidth", type=BYTES, help="Bytes a second between workers; without it messages are free."),
+        click.option(
+            "--latency", type=click.FloatRange(min=0), default=0.0, help="Seconds that an empty message takes."
+        ),
+        click.option("--bandwidth", type=BYTES, help="Bytes a second between workers; else messages are free."),
         click.option("--width", type=_COUNT, default=1, help="Copies of the pipeline, joined by all-reduce."),
-        click.option("--sync", type=click.Choice(["after", "eager", "eager-opt"]), default="eager",
-                     help="When gradients of a stage with several copies are summed."),
-        click.option("--overlap", type=click.FloatRange(0.1, 1.0), default=1.0,
-                     help="DualPipe's forward and backward together, as a share of both."),
+        click.option(
+            "--sync",
+            type=click.Choice(["after", "eager", "eager-opt"]),
+            default="eager",
+            help="When gradients of a stage with several copies are summed.",
+        ),
+        click.option(
+            "--overlap",
+            type=click.FloatRange(0.1, 1.0),
+            default=1.0,
+            help="DualPipe's forward and backward together, as a share of both.",
+        ),
         click.option("--cut", type=click.Choice(["time", "memory"]), default="time", help="What to balance first."),
-        click.option("--recompute", type=click.Choice(list(_RECOMPUTE)), default="off",
-                     help="Keep only the inputs of stages and run forwards again."),
-    ):  # fmt: skip
+        click.option(
+            "--recompute",
+            type=click.Choice(list(_RECOMPUTE)),
+            default="off",
+            help="Keep only the inputs of stages and run forwards again.",
+        ),
+    ):
         function = option(function)
     return function
 
@@ -51,15 +65,11 @@ def _cost_options(function: Callable[..., None]) -> Callable[..., None]:
 @click.option("--schedule", "schedules", multiple=True, default=["all"], show_default=True,
               help="all, or a name with options: chimera:f=2,method=doubling. Repeat for more.")  # fmt: skip
 @_cost_options
-@click.option(
-    "--workers", type=_COUNT, help="Search width, stages and micro-batch for so many workers instead."
-)
+@click.option("--workers", type=_COUNT, help="Search width, stages and micro-batch for so many workers instead.")
 @click.option("--batch", type=_COUNT, help="With --workers: samples in a step over all workers.")
 @click.option("--microbatch-size", "sizes", type=_COUNT, multiple=True,
               help="With --workers: samples in a micro-batch to try. Repeat for more.")  # fmt: skip
-@click.option(
-    "--measured-size", type=_COUNT, default=1, help="With --workers: samples that the costs are of."
-)
+@click.option("--measured-size", type=_COUNT, default=1, help="With --workers: samples that the costs are of.")
 @click.option("--layer", "layers", multiple=True, help="Modules of TRACE that are layers, as patterns.")
 @click.option("--rank", type=int, help="One rank of a trace of several; without it the first.")
 @click.option("--show", is_flag=True, help="Print the best schedule's table as text as well.")
@@ -146,9 +156,7 @@ def _setting(model: MemoryModel, options: dict[str, Any]) -> Setting:
 
     bandwidth = options["bandwidth"]
     return Setting(
-        network=Network(
-            latency_s=options["latency"], seconds_per_byte=0.0 if bandwidth is None else 1 / bandwidth
-        ),
+        network=Network(latency_s=options["latency"], seconds_per_byte=0.0 if bandwidth is None else 1 / bandwidth),
         capacity_bytes=options["capacity"],
         width=options["width"],
         sync=options["sync"],
@@ -198,9 +206,7 @@ def _seconds(value: float) -> str:
 
 
 def _print_stages(result: Plan) -> None:
-    table = plain_table(
-        "stage", "layers", "forward", "backward", "parameters", "state", "activations", "from to"
-    )
+    table = plain_table("stage", "layers", "forward", "backward", "parameters", "state", "activations", "from to")
     for stage in result.as_dict()["stages"]:
         state = stage["parameter_bytes"] + stage["gradient_bytes"] + stage["optimizer_bytes"]
         table.add_row(
@@ -224,9 +230,7 @@ def _named(prediction: Prediction) -> str:
 
 
 def _print_schedules(result: Plan, capacity: int | None) -> None:
-    table = plain_table(
-        "schedule", "step", "bubbles", "fullest", "emptiest", "fits", "in flight on each worker"
-    )
+    table = plain_table("schedule", "step", "bubbles", "fullest", "emptiest", "fits", "in flight on each worker")
     for one in result.predictions[:_SHOWN]:
         peaks = [memory.peak_bytes for memory in one.memories]
         table.add_row(

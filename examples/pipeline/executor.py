@@ -61,9 +61,7 @@ class Worker:
     ) -> None:
         self.schedule, self.rank = validate(schedule), dist.get_rank()
         if dist.get_world_size() != schedule.num_workers:
-            raise ValueError(
-                f"{schedule.name} needs {schedule.num_workers} ranks, not {dist.get_world_size()}"
-            )
+            raise ValueError(f"{schedule.name} needs {schedule.num_workers} ranks, not {dist.get_world_size()}")
         self._loss, self._message_shape, self._mark = loss, message_shape, mark
         self._row = schedule.rows[self.rank]
         self.copies: dict[tuple[int, int], nn.Module] = {}
@@ -77,14 +75,10 @@ class Worker:
         # Gloo tells that a message has left only to who waits for it.
         self._waiters = ThreadPoolExecutor(max_workers=64)
         self._sending: list[Future[None]] = []
-        self._groups = {
-            stage: dist.new_group(list(holders(schedule, stage))) for stage in range(schedule.num_stages)
-        }
+        self._groups = {stage: dist.new_group(list(holders(schedule, stage))) for stage in range(schedule.num_stages)}
         begin = sum(map(len, schedule.rows[: self.rank]))
         last = {
-            stage: number - begin
-            for (worker, stage), number in last_backwards(schedule).items()
-            if worker == self.rank
+            stage: number - begin for (worker, stage), number in last_backwards(schedule).items() if worker == self.rank
         }
         self._last = {number: stage for stage, number in last.items()}
         self._idle_stages = [stage for _, stage in self.copies if stage not in last]
@@ -95,9 +89,7 @@ class Worker:
         for copy in self.copies.values():
             yield from copy.parameters()
 
-    def step(
-        self, inputs: Callable[[int], torch.Tensor], targets: Callable[[int], torch.Tensor]
-    ) -> list[float]:
+    def step(self, inputs: Callable[[int], torch.Tensor], targets: Callable[[int], torch.Tensor]) -> list[float]:
         """Run the row; ``inputs`` and ``targets`` give a micro-batch by number. Returns the losses computed
         here."""
         losses: list[float] = []
@@ -173,9 +165,7 @@ class Worker:
                 self._pass_back(action, key, kept.received.grad if kept.received is not None else None)
             elif action.kind == INPUT_BACKWARD and kept.received is not None:
                 # The graph stays for the weights: what it keeps is freed by their backward.
-                (gradient,) = torch.autograd.grad(
-                    [kept.output], [kept.received], [kept.gradient], retain_graph=True
-                )
+                (gradient,) = torch.autograd.grad([kept.output], [kept.received], [kept.gradient], retain_graph=True)
                 self._pass_back(action, key, gradient)
             elif action.kind == WEIGHT_BACKWARD:
                 parameters = list(self.copies[action.pipeline, action.stage].parameters())

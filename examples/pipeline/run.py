@@ -112,18 +112,14 @@ def record_single(arguments: argparse.Namespace, path: str) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", default="dapple", help="such as chimera:f=1,method=doubling")
     parser.add_argument("--table", type=Path, help="a schedule as text instead")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--batch", type=int, default=4, help="samples in a micro-batch")
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument(
-        "--blocks", type=int, default=14, help="transformer blocks, besides embedding and head"
-    )
+    parser.add_argument("--blocks", type=int, default=14, help="transformer blocks, besides embedding and head")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--cut", type=int, nargs="*", help="first layer of every stage; else equal numbers")

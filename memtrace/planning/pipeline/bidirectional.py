@@ -21,8 +21,7 @@ def two_ways(num_workers: int, num_pairs: int = 1) -> Placement:
     """``num_pairs`` pipelines down, stage s on worker s + i D/f (mod D), then as many in reverse order."""
     shift = num_workers // num_pairs
     down = tuple(
-        tuple((stage + pair * shift) % num_workers for stage in range(num_workers))
-        for pair in range(num_pairs)
+        tuple((stage + pair * shift) % num_workers for stage in range(num_workers)) for pair in range(num_pairs)
     )
     return (*down, *(tuple(reversed(workers)) for workers in down))
 
@@ -100,9 +99,7 @@ def _shares(first: int, size: int, f: int) -> list[list[int]]:
     return [shares[2 * pair] for pair in range(f)] + [shares[2 * pair + 1] for pair in range(f)]
 
 
-def _cells(
-    num_stages: int, f: int, slots: Callable[[int, int], Iterator[tuple[int, Action]]]
-) -> Iterator[Cell]:
+def _cells(num_stages: int, f: int, slots: Callable[[int, int], Iterator[tuple[int, Action]]]) -> Iterator[Cell]:
     for pipeline, workers in enumerate(two_ways(num_stages, f)):
         for stage, worker in enumerate(workers):
             for slot, action in slots(pipeline, stage):

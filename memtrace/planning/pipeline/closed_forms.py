@@ -81,9 +81,7 @@ def zero_bubble_idle_s(
     return max(0.0, (num_workers - 1) * (forward_s + input_backward_s - weights * weight_backward_s))
 
 
-def dualpipe_idle_s(
-    num_stages: int, overlapped_s: float, backward_s: float, weight_backward_s: float
-) -> float:
+def dualpipe_idle_s(num_stages: int, overlapped_s: float, backward_s: float, weight_backward_s: float) -> float:
     """Idle seconds under DualPipe; ``overlapped_s`` is of a forward and a backward together."""
     return (num_stages / 2 - 1) * (overlapped_s + backward_s - 3 * weight_backward_s)
 

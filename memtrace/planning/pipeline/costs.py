@@ -54,9 +54,7 @@ class Layer:
 
 
 _NUMBERS: Final = tuple(field.name for field in dataclasses.fields(Layer) if field.name != "name")
-_REQUIRED: Final = tuple(
-    field.name for field in dataclasses.fields(Layer) if field.default is dataclasses.MISSING
-)
+_REQUIRED: Final = tuple(field.name for field in dataclasses.fields(Layer) if field.default is dataclasses.MISSING)
 
 
 def read_layers(path: str | Path) -> list[Layer]:
@@ -161,17 +159,13 @@ def stage_costs(layers: Sequence[Layer], input_bytes: int = 0) -> StageCosts:
     weight_s = [_or(layer.weight_backward_s, layer.backward_s / 2) for layer in layers]
     return StageCosts(
         forward_s=math.fsum(layer.forward_s for layer in layers),
-        input_backward_s=math.fsum(
-            layer.backward_s - weight for layer, weight in zip(layers, weight_s, strict=True)
-        ),
+        input_backward_s=math.fsum(layer.backward_s - weight for layer, weight in zip(layers, weight_s, strict=True)),
         weight_backward_s=math.fsum(weight_s),
         parameter_bytes=sum(layer.parameter_bytes for layer in layers),
         gradient_bytes=sum(layer.gradient_bytes for layer in layers),
         optimizer_bytes=sum(layer.optimizer_bytes for layer in layers),
         activation_bytes=sum(layer.activation_bytes for layer in layers),
-        weight_activation_bytes=sum(
-            _or(layer.weight_activation_bytes, layer.activation_bytes) for layer in layers
-        ),
+        weight_activation_bytes=sum(_or(layer.weight_activation_bytes, layer.activation_bytes) for layer in layers),
         input_bytes=input_bytes,
         output_bytes=layers[-1].output_bytes if layers else 0,
         unsaved_output_bytes=layers[-1].unsaved_output_bytes if layers else 0,
@@ -197,9 +191,7 @@ def _backward_excess(layers: Sequence[Layer], *, fresh_gradients: bool) -> int:
     for layer in reversed(layers):
         above = layer.backward_temporary_bytes + layer.largest_gradient_bytes
         if fresh_gradients:
-            above = _or(
-                layer.first_backward_temporary_bytes, layer.backward_temporary_bytes + layer.gradient_bytes
-            )
+            above = _or(layer.first_backward_temporary_bytes, layer.backward_temporary_bytes + layer.gradient_bytes)
         highest = max(highest, level + above)
         level += (layer.gradient_bytes if fresh_gradients else 0) - layer.activation_bytes
     return highest

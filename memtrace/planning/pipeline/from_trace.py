@@ -91,9 +91,7 @@ def _backward_ops(trace: Trace, one: Pass) -> tuple[Array, Array]:
     """Starts and layers of the backward operators of the pass, in order of time."""
     ops = trace.columns("ops", "start_ns", "phase", "sequence_nr", "recompute")
     start, phase, sequence = ops["start_ns"], ops["phase"], ops["sequence_nr"]
-    during_forward = (
-        (phase == PHASE["forward"]) & (start >= one.starts_ns[0]) & (start < one.backward_start_ns)
-    )
+    during_forward = (phase == PHASE["forward"]) & (start >= one.starts_ns[0]) & (start < one.backward_start_ns)
     forward = np.flatnonzero(during_forward & (sequence >= 0))
     during_backward = (start >= one.backward_start_ns) & (start <= one.backward_end_ns)
     backward = np.flatnonzero(during_backward & ((phase == PHASE["backward"]) | ops["recompute"]))

@@ -206,9 +206,9 @@ def _changes(
 
 
 def _input_comes(schedule: Schedule, action: Action) -> bool:
-    """Whether the input of the action's stage is a message; from the worker's own last stage it is no copy."""
+    """Whether the input of the action's stage is new to the worker; from a stage of its own it is no copy."""
     workers = schedule.placement[action.pipeline]
-    return action.stage > 0 and workers[action.stage - 1] != workers[action.stage]
+    return action.stage == 0 or workers[action.stage - 1] != workers[action.stage]
 
 
 def _activation_change(

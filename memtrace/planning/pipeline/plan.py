@@ -237,9 +237,7 @@ def _fitting_cut(layers: Sequence[Layer], schedule: Schedule, recompute: bool, s
     return found
 
 
-def _simulate(
-    schedule: Schedule, stages: Sequence[StageCosts], recompute: bool, setting: Setting
-) -> Simulation:
+def _simulate(schedule: Schedule, stages: Sequence[StageCosts], recompute: bool, setting: Setting) -> Simulation:
     return simulate(
         schedule,
         stages,
@@ -256,7 +254,8 @@ def _free_running(simulation: Simulation) -> tuple[float, float]:
     span = float(simulation.span_s.max())
     waiting = simulation.step_time_s - simulation.makespan_s
     workers = simulation.schedule.num_workers
-    return span + waiting, 1.0 - float(simulation.busy_s.sum()) / (span * workers) if span else 0.0
+    busy = float(simulation.busy_s.sum())
+    return span + waiting, max(0.0, 1.0 - busy / (span * workers)) if span else 0.0
 
 
 def _steady_state(longer: Simulation, shorter: Simulation) -> tuple[float, float]:
@@ -269,5 +268,5 @@ def _steady_state(longer: Simulation, shorter: Simulation) -> tuple[float, float
     for sync in longer.synchronisations:
         reducing[list(sync.workers)] += updates * (sync.end_s - sync.start_s)
     busy = float((longer.busy_s - shorter.busy_s).sum())
-    bubbles = 1.0 - busy / (computing * schedule.num_workers) if computing else 0.0
+    bubbles = max(0.0, 1.0 - busy / (computing * schedule.num_workers)) if computing else 0.0
     return max(computing, float(reducing.max(initial=0.0))), bubbles

@@ -29,9 +29,7 @@ class RangeCosts:
         inputs = np.broadcast_to(received, activation.shape)
         self._weight_kept = self._sums(
             [
-                layer.activation_bytes
-                if layer.weight_activation_bytes is None
-                else layer.weight_activation_bytes
+                layer.activation_bytes if layer.weight_activation_bytes is None else layer.weight_activation_bytes
                 for layer in layers
             ]
         )
@@ -50,9 +48,7 @@ class RangeCosts:
         """How far a forward or a backward rises above the activations kept at its end or start."""
         kept = np.concatenate([[0], np.cumsum([layer.activation_bytes for layer in layers])])
         forward = np.array([layer.forward_temporary_bytes for layer in layers])
-        backward = np.array(
-            [layer.backward_temporary_bytes + layer.largest_gradient_bytes for layer in layers]
-        )
+        backward = np.array([layer.backward_temporary_bytes + layer.largest_gradient_bytes for layer in layers])
         highest = kept[1:] + np.maximum(forward, backward)
         size = self.num_layers + 1
         excess = np.zeros((size, size))
@@ -80,8 +76,7 @@ class RangeCosts:
     def pair_peak(self, worker: WorkerProfile, begin: int, end: int) -> Floats:
         """Peak bytes of a worker with two stages, layers [begin, i) and [j, end), in row i and column j."""
         loads = [
-            self._activations(worker, 0, load)[begin, :, None]
-            + self._activations(worker, 1, load)[None, :, end]
+            self._activations(worker, 0, load)[begin, :, None] + self._activations(worker, 1, load)[None, :, end]
             for load in worker.load
         ]
         state = self._state(worker, 0)[begin, :, None] + self._state(worker, 1)[None, :, end]

@@ -39,9 +39,7 @@ FAMILIES: Final[dict[str, Family]] = {
         Family("gpipe", gpipe, "all forwards, then all backwards"),
         Family("dapple", dapple, "one forward, one backward, with a flush (1F1B)"),
         Family("pipedream", pipedream, "1F1B without flush, a weight version for each micro-batch in flight"),
-        Family(
-            "pipedream-2bw", pipedream_2bw, "1F1B without flush, two weight versions", {"update_every": int}
-        ),
+        Family("pipedream-2bw", pipedream_2bw, "1F1B without flush, two weight versions", {"update_every": int}),
         Family("gems", gems, "two copies of the model, one micro-batch in flight"),
         Family("chimera", chimera, "2f pipelines in both directions", {"f": int, "method": str}),
         Family("interleaved", interleaved, "1F1B over several chunks a worker", {"chunks": int}, chunks=2),

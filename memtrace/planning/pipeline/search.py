@@ -83,11 +83,7 @@ def search(
         found += [Configuration(width, depth, size, count, batch, one) for one in result.predictions]
         reasons += [reason for _, reason in result.skipped]
     if not found:
-        why = (
-            reasons[0]
-            if reasons
-            else f"no micro-batch size of {list(microbatch_sizes)} splits {batch} evenly"
-        )
+        why = reasons[0] if reasons else f"no micro-batch size of {list(microbatch_sizes)} splits {batch} evenly"
         raise MemtraceError(f"no pipeline over {num_workers} workers can be built: {why}")
     found.sort(key=_rank)
     return found

@@ -72,7 +72,7 @@ class Simulation:
     def bubble_ratio(self) -> float:
         """Idle share of all workers' time between the first start and the last end."""
         whole = self.makespan_s * self.schedule.num_workers
-        return 1.0 - float(self.busy_s.sum()) / whole if whole else 0.0
+        return max(0.0, 1.0 - float(self.busy_s.sum()) / whole) if whole else 0.0
 
     @property
     def span_bubble_s(self) -> float:
@@ -123,9 +123,7 @@ def simulate(
         sync: when gradients are all-reduced, one of ``memtrace.planning.pipeline.sync.MODES``.
     """
     if len(stages) != schedule.num_stages:
-        raise MemtraceError(
-            f"{schedule.name} has {schedule.num_stages} stages, but costs are of {len(stages)}"
-        )
+        raise MemtraceError(f"{schedule.name} has {schedule.num_stages} stages, but costs are of {len(stages)}")
     duration = _durations(schedule, stages, recompute, overlap)
     delays = _delays(schedule, stages, network)
     start, end = times(schedule.rows, schedule.num_stages, duration.tolist(), delays)

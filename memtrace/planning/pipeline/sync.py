@@ -13,9 +13,7 @@ from memtrace.planning.pipeline.table import Schedule
 
 AFTER: Final = "after"  # when all local work is done
 EAGER: Final = "eager"  # as soon as a stage's last backward is done
-EAGER_OPT: Final = (
-    "eager-opt"  # eager only where a bubble follows on one of the workers, else after (Chimera)
-)
+EAGER_OPT: Final = "eager-opt"  # eager only where a bubble follows on one of the workers, else after (Chimera)
 MODES: Final = (AFTER, EAGER, EAGER_OPT)
 
 
@@ -81,8 +79,7 @@ def all_reduces(
                 )
             )
             ends = [
-                (0.0 if n is None else end_s[n]) if eager else done[w]
-                for w, n in zip(workers, numbers, strict=True)
+                (0.0 if n is None else end_s[n]) if eager else done[w] for w, n in zip(workers, numbers, strict=True)
             ]
             ready.append((max(ends), stage, workers))
     free = [0.0] * schedule.num_workers

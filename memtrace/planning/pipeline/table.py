@@ -12,9 +12,7 @@ from memtrace.planning.pipeline.actions import Action, parse_action
 
 FLUSH: Final = "flush"  # all micro-batches of a step see the same weights; one update when all are done
 STASH: Final = "stash"  # PipeDream: an update after every micro-batch, old versions kept while in use
-TWO_BUFFERED: Final = (
-    "two-buffered"  # PipeDream-2BW: an update every update_every micro-batches, delayed by one
-)
+TWO_BUFFERED: Final = "two-buffered"  # PipeDream-2BW: an update every update_every micro-batches, delayed by one
 UPDATES: Final = (FLUSH, STASH, TWO_BUFFERED)
 
 Placement = tuple[tuple[int, ...], ...]
@@ -96,8 +94,7 @@ def _header(schedule: Schedule) -> Iterator[str]:
 
 def _grid(schedule: Schedule) -> Iterator[str]:
     cells = [
-        dict(zip(slots, map(str, row), strict=True))
-        for row, slots in zip(schedule.rows, schedule.slots, strict=True)
+        dict(zip(slots, map(str, row), strict=True)) for row, slots in zip(schedule.rows, schedule.slots, strict=True)
     ]
     width = max((len(text) for row in cells for text in row.values()), default=1)
     digits = len(str(max(schedule.num_workers - 1, 0)))

@@ -97,9 +97,7 @@ def _pass(trace: Trace, step: int | None, begin: int, end: int, patterns: Sequen
     # A further call of the model begins the next micro-batch.
     next_call = min([root.start_ns for root in roots if root.start_ns > backward_start], default=end)
     backward = backward[start[backward] < next_call]
-    forward = np.flatnonzero(
-        (phase == PHASE["forward"]) & (start >= model.start_ns) & (start < backward_start)
-    )
+    forward = np.flatnonzero((phase == PHASE["forward"]) & (start >= model.start_ns) & (start < backward_start))
     ends = start + np.maximum(ops["duration_ns"], 0)
     calls = _named(model, patterns) if patterns else _layers(model)
     return Pass(
@@ -161,9 +159,7 @@ def _down_to_blocks(call: _Call) -> list[_Call]:
     if _has_blocks(call):
         return call.children
     return [
-        layer
-        for child in call.children
-        for layer in (_down_to_blocks(child) if _leads_to_blocks(child) else [child])
+        layer for child in call.children for layer in (_down_to_blocks(child) if _leads_to_blocks(child) else [child])
     ]
 
 

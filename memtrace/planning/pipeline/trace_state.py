@@ -31,49 +31,38 @@ def state_of_layers(trace: Trace, one: Pass) -> State:
     found = blocks(trace)
     count = len(one.names)
     begin, turn, end = (
-        int(row)
-        for row in rows_at(
-            trace, np.array([one.starts_ns[0], one.backward_start_ns, one.backward_end_ns + 1])
-        )
+        int(row) for row in rows_at(trace, np.array([one.starts_ns[0], one.backward_start_ns, one.backward_end_ns + 1]))
     )
+    readers = _first_readers(trace, one, begin, turn, len(found))
     parameter = np.flatnonzero((found.category == CATEGORY["parameter"]) & _alive(found, turn))
-    layer = _first_readers(trace, one, begin, turn, len(found))
-    names = {
-        trace.name(int(n)): int(at)
-        for n, at in zip(found.name[parameter], layer[parameter], strict=True)
-        if n >= 0
-    }
-    layer_of = _ByName({name: at for name, at in names.items() if name and at >= 0}, one.names)
-    home = np.array(
-        [
-            at if at >= 0 else layer_of(trace.name(int(found.name[b])))
-            for b, at in zip(parameter, layer[parameter], strict=True)
-        ],
-        dtype=np.int64,
-    )
-    gradient = np.flatnonzero((found.category == CATEGORY["gradient"]) & _alive(found, end - 1))
-    fresh = found.alloc_event[gradient] >= begin
-    step_end = _step_end(trace, one, end)
-    optimizer = np.flatnonzero((found.category == CATEGORY["optimizer_state"]) & _alive(found, step_end - 1))
-
-    def per_layer(chosen: Array, homes: Array) -> Array:
-        return np.bincount(homes, weights=found.size[chosen], minlength=count)
+    read = parameter[readers[parameter] >= 0]
+    home = _ByName({trace.name(int(found.name[block])): int(readers[block]) for block in read}, one.names)
 
     def homes(chosen: Array) -> Array:
-        return np.array([layer_of(trace.name(int(found.name[block]))) for block in chosen], dtype=np.int64)
+        named = [home(trace.name(int(found.name[block]))) for block in chosen]
+        return np.where(readers[chosen] >= 0, readers[chosen], np.array(named, dtype=np.int64))
 
-    parameter_bytes = per_layer(parameter, home)
+    def per_layer(chosen: Array) -> Array:
+        # Other models of the same process have no layer here.
+        at = homes(chosen)
+        mine = at >= 0
+        return np.bincount(at[mine], weights=found.size[chosen[mine]], minlength=count)
+
+    gradient = np.flatnonzero((found.category == CATEGORY["gradient"]) & _alive(found, end - 1))
+    gradient = gradient[homes(gradient) >= 0]
+    step_end = _step_end(trace, one, end)
+    optimizer = np.flatnonzero((found.category == CATEGORY["optimizer_state"]) & _alive(found, step_end - 1))
+    parameter_bytes = per_layer(parameter)
     largest = np.zeros(count)
     np.maximum.at(largest, homes(gradient), found.size[gradient])
-    temporary = _optimizer_temporary(trace, found, end, step_end)
     share = parameter_bytes / max(parameter_bytes.sum(), 1)
     return State(
         parameter_bytes,
-        per_layer(gradient, homes(gradient)),
+        per_layer(gradient),
         largest,
-        per_layer(optimizer, homes(optimizer)),
-        np.ceil(temporary * share),
-        bool(fresh.all()) if len(gradient) else True,
+        per_layer(optimizer),
+        np.ceil(_optimizer_temporary(trace, found, end, step_end) * share),
+        bool((found.alloc_event[gradient] >= begin).all()),
     )
 
 
@@ -104,11 +93,7 @@ def _first_readers(trace: Trace, one: Pass, begin: int, turn: int, count: int) -
 def _optimizer_temporary(trace: Trace, found: Blocks, end: int, step_end: int) -> int:
     """The most bytes that the optimizer's own temporaries take at once after the backward."""
     phases = phase_rows(trace)
-    born = (
-        (found.alloc_event >= end)
-        & (found.alloc_event < step_end)
-        & (found.category != CATEGORY["optimizer_state"])
-    )
+    born = (found.alloc_event >= end) & (found.alloc_event < step_end) & (found.category != CATEGORY["optimizer_state"])
     chosen = np.flatnonzero(born)
     if phases is not None and len(chosen):
         inside = phases.phase[phases.pieces(found.alloc_event[chosen])] == PHASE["optimizer"]
@@ -123,18 +108,22 @@ def _optimizer_temporary(trace: Trace, found: Blocks, end: int, step_end: int) -
 
 
 class _ByName:
-    """The layer of a tensor by its name: that of the parameter it belongs to, else of the module it lies
-    in."""
+    """The layer of a tensor by its name: that of the parameter it belongs to, else of the module it lies in.
 
-    def __init__(self, parameters: dict[str, int], layers: tuple[str, ...]) -> None:
+    -1 where the name tells neither.
+    """
+
+    def __init__(self, parameters: dict[str | None, int], layers: tuple[str, ...]) -> None:
         self._parameters, self._layers = parameters, layers
 
     def __call__(self, name: str | None) -> int:
-        # Optimizer state is called parameter.key: the parameter is what is left without its last parts.
-        text = name or ""
-        while text:
-            if text in self._parameters:
-                return self._parameters[text]
+        if name is None:
+            return -1
+        text = name
+        # Optimizer state is called parameter.key: the parameter is what is left without its last part.
+        while text and text not in self._parameters:
             text = text.rpartition(".")[0]
-        inside = [n for n, layer in enumerate(self._layers) if (name or "").startswith(f"{layer}.")]
-        return inside[0] if inside else 0
+        if text:
+            return self._parameters[text]
+        inside = (at for at, layer in enumerate(self._layers) if name.startswith(f"{layer}."))
+        return next(inside, -1)

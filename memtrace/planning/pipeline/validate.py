@@ -51,10 +51,7 @@ def _misplaced(schedule: Schedule) -> Iterator[str]:
             yield from _faults_of(schedule, worker, action)
             following = row[index + 1] if index + 1 < len(row) else None
             if action.overlapped and (
-                action.kind != FORWARD
-                or following is None
-                or following.kind == FORWARD
-                or following.overlapped
+                action.kind != FORWARD or following is None or following.kind == FORWARD or following.overlapped
             ):
                 yield f"{action} on worker {worker} has no backward behind it to overlap with"
 

@@ -7,6 +7,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipeline_cases import uniform_layers
 
 from memtrace.errors import MemtraceError
 from memtrace.planning.pipeline.costs import Layer, cut_costs
@@ -16,7 +17,6 @@ from memtrace.planning.pipeline.plan import Setting, predict
 from memtrace.planning.pipeline.registry import build, parse_choice
 from memtrace.planning.pipeline.simulate import simulate
 from memtrace.planning.pipeline.table import Schedule
-from tests.pipeline.layers import uniform_layers
 
 layer_lists = st.lists(
     st.builds(

@@ -1,15 +1,33 @@
-"""Random schedules: every family, any sizes that it takes."""
+"""Random schedules and layers made by hand, for the tests of pipelines."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 
+from memtrace.planning.pipeline.costs import Layer
 from memtrace.planning.pipeline.registry import FAMILIES, Choice
 from memtrace.planning.pipeline.table import Schedule
 
 
+def uniform_layers(count: int, **changes: Any) -> list[Layer]:
+    """Equal layers: forward 1 s, backward 2 s, round numbers of bytes; ``changes`` by the names of Layer."""
+    values: dict[str, Any] = {
+        "forward_s": 1.0,
+        "backward_s": 2.0,
+        "parameter_bytes": 100,
+        "gradient_bytes": 100,
+        "optimizer_bytes": 200,
+        "activation_bytes": 50,
+        "output_bytes": 10,
+    }
+    return [Layer(name=f"layer{number}", **(values | changes)) for number in range(count)]
+
+
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
+    """Every family, any sizes that it takes."""
     family = FAMILIES[draw(st.sampled_from(sorted(FAMILIES)))]
     workers = draw(st.integers(1, 8))
     microbatches = draw(st.integers(1, 25))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipeline_cases import schedules
 
 from memtrace.errors import MemtraceError
 from memtrace.planning.pipeline.actions import KINDS, Action, parse_action
@@ -16,7 +17,6 @@ from memtrace.planning.pipeline.registry import FAMILIES, all_choices, build, pa
 from memtrace.planning.pipeline.simulate import simulate
 from memtrace.planning.pipeline.table import Schedule, parse
 from memtrace.planning.pipeline.validate import problems, validate
-from tests.pipeline.strategies import schedules
 
 stage_costs = st.builds(
     StageCosts,
@@ -114,9 +114,7 @@ def test_profile_gives_the_simulated_activation_peak(data: st.DataObject, schedu
 
 def _broken(**changes: object) -> Schedule:
     schedule = build("dapple", 2, 2)
-    return Schedule(
-        **{**{name: getattr(schedule, name) for name in Schedule.__dataclass_fields__}, **changes}
-    )
+    return Schedule(**{**{name: getattr(schedule, name) for name in Schedule.__dataclass_fields__}, **changes})
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 
 import pytest
+from pipeline_cases import uniform_layers
 
 from memtrace.errors import MemtraceError
 from memtrace.planning.pipeline import closed_forms
@@ -17,7 +19,6 @@ from memtrace.planning.pipeline.registry import build, parse_choice
 from memtrace.planning.pipeline.simulate import Simulation, simulate
 from memtrace.planning.pipeline.table import Schedule
 from memtrace.planning.pipeline.versions import version_used
-from tests.pipeline.layers import uniform_layers
 
 DEPTHS = (4, 8, 16, 32)
 NINE_PAIRS = [(4, 1), (6, 1), (8, 1), (16, 1), (32, 1), (8, 2), (16, 2), (16, 4), (32, 2)]
@@ -46,9 +47,13 @@ def interval(values: list[int]) -> tuple[float, float]:
     return min(values) / 1000, max(values) / 1000
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("name", ["gpipe", "dapple", "gems", "pipedream", "pipedream-2bw"])
-def test_table_of_schemes(name: str, depth: int) -> None:
+def test_table_of_schemes(name: str) -> None:
+    for depth in DEPTHS:
+        check_row_of_schemes(name, depth)
+
+
+def check_row_of_schemes(name: str, depth: int) -> None:
     count = 2 * depth
     row = closed_forms.scheme(name, depth, count)
     found = predict(uniform_layers(depth), depth, count, parse_choice(name))
@@ -65,8 +70,13 @@ def test_table_of_schemes(name: str, depth: int) -> None:
         assert found.bubble_ratio == pytest.approx(float(row.bubble_ratio), abs=1e-12)
 
 
-@pytest.mark.parametrize(("depth", "f"), [(d, f) for d in DEPTHS for f in divisors(d // 2)])
-def test_table_of_schemes_chimera(depth: int, f: int) -> None:
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_table_of_schemes_chimera(depth: int) -> None:
+    for f in divisors(depth // 2):
+        check_row_of_chimera(depth, f)
+
+
+def check_row_of_chimera(depth: int, f: int) -> None:
     row = closed_forms.scheme("chimera", depth, depth, f=f)
     simulation, workers = run(build("chimera", depth, depth, f=f))
     assert simulation.bubble_ratio == pytest.approx(float(row.bubble_ratio), abs=1e-12)
@@ -107,9 +117,14 @@ def test_chimera_printed_peaks_and_makespans() -> None:
     assert makespans == [16, 26, 36, 76, 156]
 
 
-@pytest.mark.parametrize(("depth", "f"), [(d, f) for d in DEPTHS for f in divisors(d // 2)])
-def test_chimera_doubling_and_halving(depth: int, f: int) -> None:
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_chimera_doubling_and_halving(depth: int) -> None:
     """Doubling: up to twice the activations; halving: no more than direct. Both D/f - 2 idle slots in all."""
+    for f in divisors(depth // 2):
+        check_doubling_and_halving(depth, f)
+
+
+def check_doubling_and_halving(depth: int, f: int) -> None:
     doubled, more = run(build("chimera", depth, 2 * depth, f=f, method="doubling"), 2.0)
     halved, same = run(build("chimera", depth, depth, f=f, method="halving"), 2.0)
     idle_slots = depth // f - 2
@@ -201,9 +216,8 @@ def test_activation_bytes_of_a_block() -> None:
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8])
-@pytest.mark.parametrize("chunks", [1, 2, 4])
-def test_interleaved_peaks_and_bubbles(workers: int, chunks: int) -> None:
-    for rounds in (1, 2, 4):
+def test_interleaved_peaks_and_bubbles(workers: int) -> None:
+    for chunks, rounds in itertools.product((1, 2, 4), (1, 2, 4)):
         count = rounds * workers
         simulation, memories = run(build("interleaved", workers, count, chunks=chunks), 2.0)
         peaks = [memory.in_flight_peak for memory in memories]
@@ -221,8 +235,12 @@ def test_interleaved_peaks_and_bubbles(workers: int, chunks: int) -> None:
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", ["dapple", "zb-h1", "zb-h2"])
-@pytest.mark.parametrize("split", [(1, 1, 1), (2, 3, 1), (3, 3, 2), (1, 2, 1)], ids=str)
-def test_zero_bubble_bubbles_and_peaks(name: str, workers: int, split: tuple[int, int, int]) -> None:
+def test_zero_bubble_bubbles_and_peaks(name: str, workers: int) -> None:
+    for split in [(1, 1, 1), (2, 3, 1), (3, 3, 2), (1, 2, 1)]:
+        check_zero_bubble(name, workers, split)
+
+
+def check_zero_bubble(name: str, workers: int, split: tuple[int, int, int]) -> None:
     forward, by_input, by_weight = split
     schedule = build(name, workers, 3 * workers + 2)
     simulation = simulate(
@@ -258,8 +276,12 @@ def test_zb_v_has_no_bubbles_and_the_memory_of_1f1b(workers: int) -> None:
 
 
 @pytest.mark.parametrize(("stages", "count"), [(4, 8), (8, 16), (8, 20), (16, 40)])
-@pytest.mark.parametrize("overlap", [1.0, 0.9, 0.75])
-def test_dualpipe_bubbles_and_peaks(stages: int, count: int, overlap: float) -> None:
+def test_dualpipe_bubbles_and_peaks(stages: int, count: int) -> None:
+    for overlap in (1.0, 0.9, 0.75):
+        check_dualpipe(stages, count, overlap)
+
+
+def check_dualpipe(stages: int, count: int, overlap: float) -> None:
     expected = closed_forms.dualpipe_idle_s(stages, 3 * overlap, 2, 1)
     for name, workers in (("dualpipe", stages), ("dualpipe-v", stages // 2)):
         simulation = simulate(

@@ -1,0 +1,164 @@
+"""Layer costs from a trace against the model itself: summed tensors, what autograd says it saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from cnn import CNN
+from gpt import GPT, synthetic_text, train_step
+from torch import nn
+
+import memtrace
+from memtrace.errors import TraceError
+from memtrace.planning.pipeline.from_trace import TraceCosts, trace_costs
+
+BATCH, LENGTH, WIDTH = 3, 32, 64
+
+
+def record(
+    path: Path, model: nn.Module, step: Callable[[torch.optim.Optimizer], None], steps: int = 4
+) -> memtrace.Trace:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    with memtrace.record(path / "run.memtrace", model=model, optimizer=optimizer, stacks=False):
+        for _ in range(steps):
+            step(optimizer)
+    return memtrace.load(path / "run.memtrace")
+
+
+@pytest.fixture(scope="module")
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(width=WIDTH, layers=3, length=LENGTH)
+
+
+@pytest.fixture(scope="module")
+def measured(gpt: GPT, tmp_path_factory: pytest.TempPathFactory) -> TraceCosts:
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        train_step(gpt, optimizer, synthetic_text(BATCH, LENGTH))
+
+    return trace_costs(record(tmp_path_factory.mktemp("gpt"), gpt, step))
+
+
+def layer_modules(model: GPT) -> list[nn.Module]:
+    return [model.tokens, model.positions, *model.blocks, model.norm, model.head]
+
+
+def test_layers_are_the_blocks_and_what_stands_beside_them(measured: TraceCosts) -> None:
+    names = ["tokens", "positions", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
+    assert [layer.name for layer in measured.layers] == names
+    assert measured.step == 3 and measured.model.fresh_gradients
+
+
+def test_state_is_the_sum_over_the_tensors(gpt: GPT, measured: TraceCosts) -> None:
+    for layer, module in zip(measured.layers, layer_modules(gpt), strict=True):
+        tensors = list(module.parameters())
+        total = sum(tensor.nbytes for tensor in tensors)
+        assert layer.parameter_bytes == layer.gradient_bytes == total
+        # AdamW keeps two moments and a float for the step of every parameter.
+        assert layer.optimizer_bytes == 2 * total + 4 * len(tensors)
+        assert layer.largest_gradient_bytes == max(tensor.nbytes for tensor in tensors)
+
+
+def saved_bytes(model: nn.Module, text: torch.Tensor) -> int:
+    """Bytes of the storages that autograd saves in a forward, state and batch left out."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers(), text]}
+    saved: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes(), tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits = model(text[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+    assert loss.requires_grad
+    return sum(size for size, _ in saved.values())
+
+
+def test_activations_are_what_autograd_saved(gpt: GPT, measured: TraceCosts) -> None:
+    text = synthetic_text(BATCH, LENGTH)
+    # The target is copied by flatten(): 8 bytes a token that belong to the batch, not to autograd's own copies.
+    target = 8 * BATCH * LENGTH
+    kept = sum(layer.activation_bytes for layer in measured.layers)
+    assert kept == pytest.approx(saved_bytes(gpt, text), abs=2 * target)
+    blocks = measured.layers[2:5]
+    assert len({block.activation_bytes for block in blocks}) == 1
+
+
+def test_outputs_are_one_hidden_state(measured: TraceCosts) -> None:
+    hidden = 4 * BATCH * LENGTH * WIDTH
+    assert [layer.output_bytes for layer in measured.layers[1:-1]] == [hidden] * 5
+    assert measured.layers[-1].output_bytes == 0
+    # Autograd keeps none of the embedding's output: a stage that ends there holds it for its own backward.
+    assert measured.layers[0].unsaved_output_bytes == hidden
+
+
+def test_seconds_are_positive_and_sum_up(measured: TraceCosts) -> None:
+    assert all(layer.forward_s > 0 and layer.backward_s > 0 for layer in measured.layers)
+    assert all(0 < layer.forward_s + layer.backward_s < 5 for layer in measured.layers)
+
+
+def test_layers_by_pattern(gpt: GPT, tmp_path: Path) -> None:
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        train_step(gpt, optimizer, synthetic_text(BATCH, LENGTH))
+
+    trace = record(tmp_path, gpt, step)
+    whole = trace_costs(trace)
+    chosen = trace_costs(trace, ("blocks.*.attention", "head"))
+    assert [layer.name for layer in chosen.layers] == [*(f"blocks.{n}.attention" for n in range(3)), "head"]
+    # Whatever the layers, together they are the model.
+    for field in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes"):
+        total = sum(getattr(layer, field) for layer in chosen.layers)
+        assert total == sum(getattr(layer, field) for layer in whole.layers)
+    with pytest.raises(TraceError, match="matches nothing"):
+        trace_costs(trace, ("nothing",))
+
+
+def test_a_sequential_model_is_cut_between_its_parts(tmp_path: Path) -> None:
+    model = CNN()
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(torch.randn(4, 3, 32, 32)), torch.randint(10, (4,)))
+        loss.backward()
+        optimizer.step()
+
+    measured = trace_costs(record(tmp_path, model, step))
+    assert [layer.name for layer in measured.layers] == [*(f"features.{n}" for n in range(8)), "classifier"]
+    convolution = measured.layers[0]
+    assert convolution.output_bytes == 4 * 4 * 32 * 32 * 32
+    # Batch norm's running statistics are buffers: no gradient, no optimizer state.
+    norm = measured.layers[1]
+    assert norm.gradient_bytes == 2 * 32 * 4 and norm.parameter_bytes == 4 * 32 * 4 + 8
+
+
+def test_gradient_accumulation_gives_one_microbatch(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = GPT(width=WIDTH, layers=2, length=LENGTH)
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        for _ in range(3):
+            text = synthetic_text(BATCH, LENGTH)
+            logits = model(text[:, :-1])
+            nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).backward()
+        optimizer.step()
+
+    measured = trace_costs(record(tmp_path, model, step))
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    assert sum(layer.gradient_bytes for layer in measured.layers) == total
+    kept = sum(layer.activation_bytes for layer in measured.layers)
+    assert kept == pytest.approx(saved_bytes(model, synthetic_text(BATCH, LENGTH)), rel=0.01)
+
+
+def test_a_trace_without_a_backward_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with memtrace.record(tmp_path / "run.memtrace", model=model):
+        model(torch.randn(2, 4))
+    with pytest.raises(TraceError, match="no step with module calls and a backward"):
+        trace_costs(memtrace.load(tmp_path / "run.memtrace"))
