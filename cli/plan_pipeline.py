@@ -219,9 +219,9 @@ def _print_stages(result: Plan) -> None:
             size(stage["activation_bytes"]),
             escape(f"{stage['layers'][0]} to {stage['layers'][-1]}"),
         )
-    best = result.predictions[0]
+    assert result.typical is not None
     out = console()
-    out.print(f"[bold]cut for {escape(_named(best))}[/], of one micro-batch")
+    out.print(f"[bold]cut for {escape(_named(result.typical))}[/], of one micro-batch")
     out.print(table)
 
 

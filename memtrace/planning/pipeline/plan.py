@@ -100,11 +100,17 @@ class Plan:
     skipped: Sequence[tuple[Choice, str]]
     """What could not be built for these sizes, and why."""
 
+    @property
+    def typical(self) -> Prediction | None:
+        """The best prediction that cuts the model into as many stages as there are workers, else the best."""
+        simple = [one for one in self.predictions if one.schedule.num_stages == one.schedule.num_workers]
+        return next(iter(simple or self.predictions), None)
+
     def as_dict(self) -> dict[str, Any]:
-        """The shape of ``memtrace plan pipeline --json``; stages are those of the best prediction."""
-        best = self.predictions[0] if self.predictions else None
+        """The shape of ``memtrace plan pipeline --json``; "stages" is the cut of ``typical``."""
+        shown = self.typical
         return {
-            "stages": [] if best is None else stage_dicts(self.layers, best.cut.first_layers),
+            "stages": [] if shown is None else stage_dicts(self.layers, shown.cut.first_layers),
             "schedules": [prediction.as_dict() for prediction in self.predictions],
             "skipped": [
                 {"schedule": choice.family.name, "options": dict(choice.options), "reason": reason}
