@@ -116,6 +116,10 @@ class Worker:
         self._sending.clear()
         return losses
 
+    def close(self) -> None:
+        """End the threads that wait for messages."""
+        self._waiters.shutdown()
+
     # -- actions ---------------------------------------------------------------------------------------------
 
     def _parts(self, action: Action) -> list[Key]:

@@ -1,17 +1,20 @@
-"""Trains a small GPT through a schedule table in several processes and checks it against one process.
+"""Trains a small GPT through schedule tables in several processes and checks it against one process.
 
-    python examples/pipeline/run.py --schedule chimera --workers 4 --microbatches 8
-    python examples/pipeline/run.py --table my-schedule.txt --record run.memtrace
+    python examples/pipeline/run.py --schedule chimera --schedule zb-h1 --workers 4 --microbatches 8
+    python examples/pipeline/run.py --table my-schedule.txt --record out/pipeline
 
-Starts its own processes (gloo, on this machine). With --record every rank records its step into run.memtrace,
-and one process that trains the whole model on one micro-batch into run-single.memtrace.
+Starts its own processes (gloo, on this machine) and prints, as JSON, how far the gradients of the last step are from
+those of one process. With --record every rank records each schedule into FOLDER/NAME.memtrace, and one process that
+trains the whole model on one micro-batch into FOLDER/single.memtrace.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -37,17 +40,24 @@ def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def even_cut(num_layers: int, num_stages: int) -> list[int]:
-    return [stage * num_layers // num_stages for stage in range(num_stages)]
-
-
-def train(rank: int, arguments: argparse.Namespace, schedule: Schedule, results: Any) -> None:
-    """One process: STEPS steps of its row, then its gradients beside those of the whole model."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(arguments.port)}
+def train(rank: int, arguments: argparse.Namespace, port: int, results: Any) -> None:
+    """One process: its row of every schedule, one after the other."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=schedule.num_workers)
+    schedules = tables(arguments)
+    dist.init_process_group("gloo", rank=rank, world_size=arguments.workers)
+    for name, schedule in schedules.items():
+        results[rank, name] = train_schedule(name, schedule, arguments)
+        # Nothing of this schedule may be left in the memory of the next.
+        gc.collect()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def train_schedule(name: str, schedule: Schedule, arguments: argparse.Namespace) -> dict[str, float]:
+    """Some steps of this rank's row, then its gradients beside those of the whole model."""
     sizes = arguments.sizes
-    bounds = [*arguments.cut, sizes.num_layers]
+    bounds = [*cut_of(schedule, arguments), sizes.num_layers]
 
     def make_stage(stage: int) -> nn.Module:
         layers = range(bounds[stage], bounds[stage + 1])
@@ -55,7 +65,9 @@ def train(rank: int, arguments: argparse.Namespace, schedule: Schedule, results:
 
     worker = Worker(schedule, make_stage, loss, lambda stage: (arguments.batch, sizes.sequence, sizes.width))
     optimizer = torch.optim.AdamW(worker.parameters(), lr=1e-3, foreach=False)
-    recording = memtrace.record(arguments.record, optimizer=optimizer) if arguments.record else nullcontext()
+    recording = nullcontext()
+    if arguments.record:
+        recording = memtrace.record(arguments.record / f"{name}.memtrace", optimizer=optimizer)
     with recording:
         for step in range(arguments.steps):
             optimizer.zero_grad()
@@ -65,22 +77,39 @@ def train(rank: int, arguments: argparse.Namespace, schedule: Schedule, results:
             )
             if step < arguments.steps - 1:
                 optimizer.step()
+    worker.close()
     expected = reference(arguments, schedule.num_microbatches)
-    largest = 0.0
-    scale = 0.0
+    difference = scale = 0.0
     for (_, stage), copy in worker.copies.items():
         whole = [p for layer in expected[bounds[stage] : bounds[stage + 1]] for p in layer.parameters()]
         for mine, theirs in zip(copy.parameters(), whole, strict=True):
-            largest = max(largest, float((mine.grad - theirs.grad).abs().max()))
+            difference = max(difference, float((mine.grad - theirs.grad).abs().max()))
             scale = max(scale, float(theirs.grad.abs().max()))
-    results[rank] = {
+    return {
         "loss": sum(losses),
-        "largest_difference": largest,
+        "largest_difference": difference,
         "largest_gradient": scale,
         "in_flight_peak": worker.in_flight_peak,
     }
-    dist.barrier()
-    dist.destroy_process_group()
+
+
+def tables(arguments: argparse.Namespace) -> dict[str, Schedule]:
+    """The schedules to run by a name that can be a file's."""
+    if arguments.table:
+        schedule = parse(arguments.table.read_text())
+        return {schedule.name: schedule}
+    built = {}
+    for text in arguments.schedule or ["dapple"]:
+        name = text.replace(":", "-").replace("=", "-").replace(",", "-")
+        built[name] = parse_choice(text).build(arguments.workers, arguments.microbatches)
+    return built
+
+
+def cut_of(schedule: Schedule, arguments: argparse.Namespace) -> list[int]:
+    """The first layer of every stage: as asked where that fits the schedule, else equal numbers."""
+    if len(arguments.cut or ()) == schedule.num_stages:
+        return arguments.cut
+    return [stage * arguments.sizes.num_layers // schedule.num_stages for stage in range(schedule.num_stages)]
 
 
 def reference(arguments: argparse.Namespace, num_microbatches: int) -> Sequence[nn.Module]:
@@ -98,7 +127,7 @@ def reference(arguments: argparse.Namespace, num_microbatches: int) -> Sequence[
     return layers
 
 
-def record_single(arguments: argparse.Namespace, path: str) -> None:
+def record_single(arguments: argparse.Namespace, path: Path) -> None:
     """Record one process that trains the whole model on one micro-batch a step."""
     torch.set_num_threads(1)
     model = nn.Sequential(*make_layers(arguments.sizes))
@@ -113,7 +142,7 @@ def record_single(arguments: argparse.Namespace, path: str) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedule", default="dapple", help="such as chimera:f=1,method=doubling")
+    parser.add_argument("--schedule", action="append", help="such as chimera:f=1,method=doubling; repeat for more")
     parser.add_argument("--table", type=Path, help="a schedule as text instead")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
@@ -123,29 +152,31 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--cut", type=int, nargs="*", help="first layer of every stage; else equal numbers")
-    parser.add_argument("--record", metavar="TRACE", help="record every rank, and a single process beside it")
-    parser.add_argument("--port", type=int, default=29555)
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="record every rank, and one process alone")
     arguments = parser.parse_args()
     arguments.sizes = Sizes(arguments.blocks, arguments.width, arguments.sequence)
+    if arguments.table:
+        schedule = parse(arguments.table.read_text())
+        arguments.workers, arguments.microbatches = schedule.num_workers, schedule.num_microbatches
     return arguments
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def main() -> None:
     arguments = parse_arguments()
-    if arguments.table:
-        schedule = parse(arguments.table.read_text())
-    else:
-        schedule = parse_choice(arguments.schedule).build(arguments.workers, arguments.microbatches)
-    arguments.cut = arguments.cut or even_cut(arguments.sizes.num_layers, schedule.num_stages)
+    names = list(tables(arguments))
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.spawn(train, (arguments, schedule, results), nprocs=schedule.num_workers)
-        ranks = [dict(results[rank]) for rank in range(schedule.num_workers)]
+        mp.spawn(train, (arguments, free_port(), results), nprocs=arguments.workers)
+        found = {name: [results[rank, name] for rank in range(arguments.workers)] for name in names}
     if arguments.record:
-        record_single(
-            arguments, str(Path(arguments.record).with_name(Path(arguments.record).stem + "-single.memtrace"))
-        )
-    print(json.dumps({"schedule": schedule.name, "cut": list(arguments.cut), "ranks": ranks}, indent=1))
+        record_single(arguments, arguments.record / "single.memtrace")
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
