@@ -18,7 +18,7 @@ from memtrace.planning.pipeline.registry import parse_choice
 from memtrace.planning.pipeline.simulate import simulate
 
 RUN = Path(__file__).parent.parent / "examples" / "pipeline" / "run.py"
-WORKERS, MICROBATCHES, BLOCKS = 4, 8, 14
+WORKERS, MICROBATCHES, BLOCKS = 4, 8, 6
 # Summed over two copies in another order than in one process; the others add in the same order, bit by bit.
 COPIES = ("gems", "chimera", "chimera:f=2", "chimera:method=doubling", "chimera:method=halving", "dualpipe")
 SINGLE = ("gpipe", "dapple", "pipedream-2bw", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")

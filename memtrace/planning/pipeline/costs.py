@@ -40,6 +40,9 @@ class Layer:
     """Alive within the forward only, at its highest above what is kept."""
     backward_temporary_bytes: int = 0
     """Alive within the backward only, at its highest above activations and gradients."""
+    input_backward_temporary_bytes: int | None = None
+    """As ``backward_temporary_bytes``, for an input backward, which gives up no activations on its way; None: the
+    same."""
     largest_gradient_bytes: int = 0
     """The gradient of one parameter while it is added to what earlier micro-batches gave; 0: added in
     place."""
@@ -122,6 +125,7 @@ class StageCosts:
     output_bytes: int = 0
     forward_temporary_bytes: int = 0
     backward_temporary_bytes: int = 0
+    input_backward_temporary_bytes: int = 0
     first_backward_temporary_bytes: int = 0
     """As ``backward_temporary_bytes``, for the backward that first allocates the gradients of the weights."""
     unsaved_output_bytes: int = 0
@@ -172,6 +176,10 @@ def stage_costs(layers: Sequence[Layer], input_bytes: int = 0) -> StageCosts:
         optimizer_temporary_bytes=sum(layer.optimizer_temporary_bytes for layer in layers),
         forward_temporary_bytes=_forward_excess(layers),
         backward_temporary_bytes=_backward_excess(layers, fresh_gradients=False),
+        input_backward_temporary_bytes=max(
+            (_or(layer.input_backward_temporary_bytes, layer.backward_temporary_bytes) for layer in layers),
+            default=0,
+        ),
         first_backward_temporary_bytes=_backward_excess(layers, fresh_gradients=True),
     )
 
@@ -222,6 +230,7 @@ _WITH_MICROBATCH: Final = (
     "unsaved_output_bytes",
     "forward_temporary_bytes",
     "backward_temporary_bytes",
+    "input_backward_temporary_bytes",
 )
 
 

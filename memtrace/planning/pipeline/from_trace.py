@@ -59,7 +59,7 @@ def trace_costs(trace: Trace, layers: Sequence[str] = ()) -> TraceCosts:
     window = _Window(trace, last)
     state = state_of_layers(trace, last)
     kept, output, unsaved = window.kept_bytes(), *window.output_bytes()
-    forward_peak, backward_peak, first_peak = window.temporaries(state.gradient_bytes)
+    rises = window.temporaries(state.gradient_bytes)
     made = [
         Layer(
             name=name,
@@ -73,9 +73,7 @@ def trace_costs(trace: Trace, layers: Sequence[str] = ()) -> TraceCosts:
             activation_bytes=int(kept[n]),
             output_bytes=int(output[n]),
             unsaved_output_bytes=int(unsaved[n]),
-            forward_temporary_bytes=int(forward_peak[n]),
-            backward_temporary_bytes=int(backward_peak[n]),
-            first_backward_temporary_bytes=int(first_peak[n]),
+            **{field: int(rise[n]) for field, rise in rises.items()},
         )
         for n, name in enumerate(last.names)
     ]
@@ -180,19 +178,21 @@ class _Window:
         np.add.at(change, read[mask], -self._blocks.size[chosen[mask]])
         return np.cumsum(change)[:-1]
 
-    def temporaries(self, gradient_bytes: Array) -> tuple[Array, Array, Array]:
-        """How far each layer rises above what is kept: in forward, in backward, in backward with new
-        gradients."""
-        kept = self.kept_bytes()
-        through = np.cumsum(kept)
+    def temporaries(self, gradient_bytes: Array) -> dict[str, Array]:
+        """How far each layer rises above what is kept, by the fields of Layer that say so."""
+        through = np.cumsum(self.kept_bytes())
         level = self._levels(self._mine)
-        forward = self._highest(level, np.append(self._layer_rows, self._turn)) - through
         edges = self._backward_edges()
-        backward = self._highest(level, edges)[::-1] - through
+        new = self._mine[self._blocks.alloc_event[self._mine] >= self._turn]
         gradients = self._levels(np.flatnonzero(self._gradient))
         made_behind = np.append(np.cumsum(gradient_bytes[::-1])[::-1], 0)[1:]
-        first = self._highest(level + gradients, edges)[::-1] - through - made_behind
-        return np.maximum(forward, 0), np.maximum(backward, 0), np.maximum(first, 0)
+        rises = {
+            "forward_temporary_bytes": self._highest(level, np.append(self._layer_rows, self._turn)) - through,
+            "backward_temporary_bytes": self._highest(level, edges)[::-1] - through,
+            "input_backward_temporary_bytes": self._highest(self._levels(new), edges)[::-1],
+            "first_backward_temporary_bytes": self._highest(level + gradients, edges)[::-1] - through - made_behind,
+        }
+        return {field: np.maximum(rise, 0) for field, rise in rises.items()}
 
     def _levels(self, chosen: Array) -> Array:
         """Bytes of ``chosen`` alive behind each row of events from the start of the forward on."""

@@ -239,4 +239,9 @@ def _activation_change(
 def _temporary(action: Action, costs: StageCosts, first: bool) -> int:
     if action.kind == FORWARD:
         return costs.forward_temporary_bytes
-    return costs.first_backward_temporary_bytes if first else costs.backward_temporary_bytes
+    if action.kind == INPUT_BACKWARD:
+        return costs.input_backward_temporary_bytes
+    # Half a micro-batch needs half of the temporaries, but the gradients of the weights are whole.
+    part = costs.backward_temporary_bytes // (1 if action.half is None else 2)
+    gradients = max(0, costs.first_backward_temporary_bytes - costs.backward_temporary_bytes)
+    return part + gradients if first else part
