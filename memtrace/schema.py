@@ -48,6 +48,9 @@ SPAN_KINDS: Final = (
     "module",  # one forward call of a module; name = its qualified name
     "data_wait",  # the training loop waits for its data
     "range",  # a user annotation (record_function) or one of torch's own
+    # One action of a pipeline schedule; name = its kind (F forward, B backward, I its input's half, W its weights'),
+    # stage, micro-batch and, unless 0, pipeline: F0.3, B2.5@1. Halves of a micro-batch end in a or b: B2.5a.
+    "action",
 )
 COUNTERS: Final = (
     "allocated",  # bytes of the blocks in use, as the allocator counts

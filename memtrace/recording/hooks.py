@@ -1,4 +1,7 @@
-"""The hooks a recording puts into torch: module calls, the autograd engine's entry, optimizer steps. All are undone."""
+"""The hooks a recording puts into torch: module calls, the autograd engine's entry, optimizer steps, pipeline stages.
+
+All are undone.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from torch.optim import optimizer as optimizer_hooks
 
 from memtrace.recording.labels import Labeller
 from memtrace.recording.observers import Observer
+from memtrace.recording.pipelining import watch_pipelining
 
 
 def install(observer: Observer, labeller: Labeller, stepped: Callable[[torch.optim.Optimizer], None]) -> ExitStack:
@@ -21,6 +25,7 @@ def install(observer: Observer, labeller: Labeller, stepped: Callable[[torch.opt
         _watch_modules(observer, labeller, undo)
         _watch_backward(observer, undo)
         _watch_optimizers(labeller, stepped, undo)
+        watch_pipelining(observer, undo)
     except BaseException:
         undo.close()
         raise

@@ -8,7 +8,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, TypeVar
@@ -18,10 +18,13 @@ import torch
 from memtrace import __version__, schema
 from memtrace.errors import MemtraceError
 from memtrace.recording import hooks
+from memtrace.recording.clock import ClockAligner
 from memtrace.recording.cuda import CudaSide, is_out_of_memory, make_cuda_side, watch_graphs
 from memtrace.recording.labels import Labeller
 from memtrace.recording.observers import Observer
 from memtrace.recording.observers.build import BuildError
+from memtrace.recording.older import keep_older_trace
+from memtrace.recording.pipelining import Direction, action_text, mark_action
 from memtrace.recording.steps import StepFinder
 from memtrace.recording.writer import FLUSH_SECONDS, Writer, write_manifest
 
@@ -151,6 +154,8 @@ class Recording:
         self._steps: StepFinder | None = None
         self._writer: Writer | None = None
         self._cuda: CudaSide | None = None
+        self._clock: ClockAligner | None = None
+        self._stage: tuple[int, int] | None = None
         self._manifest: dict[str, Any] = {}
         self._folder = path
 
@@ -214,6 +219,42 @@ class Recording:
             yield batch
             recording.step()
 
+    @contextmanager
+    def stage(self, number: int, *, pipeline: int = 0) -> Iterator[None]:
+        """Of a hand-written pipeline: the micro-batches marked inside belong to this stage of the model.
+
+        ``pipeline`` is the way through the workers, where there are several (Chimera's down and up). Stages of
+        torch.distributed.pipelining are marked by themselves.
+        """
+        recording = self._outer or self
+        before, recording._stage = recording._stage, (number, pipeline)
+        try:
+            yield
+        finally:
+            recording._stage = before
+
+    @contextmanager
+    def microbatch(self, number: int, direction: Direction = "forward") -> Iterator[None]:
+        """Of a hand-written pipeline: what runs inside is the forward or backward of one micro-batch.
+
+        Its stage is that of ``stage`` around it, else the rank's number. ``direction``: forward, backward, or where
+        the backward is split, input_backward and weight_backward.
+        """
+        recording = self._outer or self
+        stage, pipeline = recording._stage or (recording._manifest.get("rank", 0), 0)
+        with recording.action(action_text(direction, stage, number, pipeline)):
+            yield
+
+    @contextmanager
+    def action(self, text: str) -> Iterator[None]:
+        """What runs inside is one action of a schedule's table, by its text: F0.3, B2.5a@1 (see memtrace.schema)."""
+        recording = self._outer or self
+        if recording._observer is None or not recording.is_recording:
+            yield
+            return
+        with mark_action(recording._observer, text):
+            yield
+
     def _next_batch(self, iterator: Iterator[Batch]) -> tuple[Any, bool]:
         observer = self._observer
         if observer is None or not self.is_recording:
@@ -250,7 +291,7 @@ class Recording:
         self._folder = self.path / f"rank={rank}"
         self._manifest = _manifest(self._observer, self._options, notes, rank, world_size)
         try:
-            keep_older_trace(self._folder)
+            keep_older_trace(self._folder, world_size if rank == 0 else None)
             self._folder.mkdir(parents=True, exist_ok=True)
             write_manifest(self._folder, self._manifest)
         except (OSError, MemtraceError) as error:
@@ -296,6 +337,9 @@ class Recording:
             raise
         self.is_recording = True
         self._writer.start()
+        if self._manifest["world_size"] > 1:
+            self._clock = ClockAligner(self._manifest["rank"], observer.now)
+            self._clock.start()
 
     def _step_ended(self) -> None:
         if self._cuda is not None:
@@ -318,6 +362,8 @@ class Recording:
         if observer is None or writer is None:
             return
         self._observer = self._writer = None
+        if self._clock is not None:
+            self._manifest["clock"] = self._clock.stop()
         if self.is_recording:
             self.is_recording = False
             assert self._labeller is not None and self._steps is not None
@@ -337,24 +383,6 @@ class Recording:
             self._is_written = True
         except OSError as error:
             logger.warning("memtrace: the trace %s is incomplete: %s", self.path, error)
-
-
-def keep_older_trace(folder: Path) -> None:
-    """Move a trace that is already in ``folder`` (one rank of a trace) to the first free name beside it.
-
-    Raises MemtraceError when the folder holds something that is not a trace of ours.
-    """
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    if not (folder / schema.MANIFEST_NAME).is_file():
-        raise MemtraceError(f"{folder} exists and is not a memtrace trace; choose another path")
-    trace = folder.parent
-    number = 1
-    while (kept := trace.with_name(f"{trace.stem}-old{number}{trace.suffix}") / folder.name).exists():
-        number += 1
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    folder.rename(kept)
-    print(f"memtrace: the trace that was in {trace} is now {kept.parent}", file=sys.stderr)
 
 
 def _manifest(

@@ -21,7 +21,7 @@ enum class EventKind : int8_t {
   oom, snapshot, label, older_segment
 };
 enum class Phase : int8_t { forward, backward, optimizer, other };         // memtrace.schema.PHASES
-enum class SpanKind : int8_t { step, phase, module, data_wait, range };    // memtrace.schema.SPAN_KINDS
+enum class SpanKind : int8_t { step, phase, module, data_wait, range, action };  // memtrace.schema.SPAN_KINDS
 enum class NameKind : int8_t { op, module, tensor, frame, stack, thread, range };  // memtrace.schema.NAME_KINDS
 
 constexpr int kNone = -1;
