@@ -53,6 +53,14 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory behind a tensor: of a distributed one (DTensor, as FSDP2's) the part that this process holds."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor
+    part = getattr(tensor, "_local_tensor", tensor)
+    return part if isinstance(part, torch.Tensor) else tensor
+
+
 class _Parameter(NamedTuple):
     reference: weakref.ref[torch.Tensor]
     text: str
@@ -125,7 +133,13 @@ class Labeller:
         """Tell of parameters and of the gradients they have at this moment."""
         known = self._parameters
         names = [known[key].name if (key := id(tensor)) in known else -1 for tensor in parameters]
-        self._observer.label(parameters, PARAMETER, names, GRADIENT)
+        parts = [local_part(tensor) for tensor in parameters]
+        self._observer.label(parts, PARAMETER, names, GRADIENT)
+        sharded = [place for place, part in enumerate(parts) if part is not parameters[place]]
+        gradients = [(parameters[place].grad, names[place]) for place in sharded]
+        found = [(local_part(gradient), name) for gradient, name in gradients if gradient is not None]
+        if found:
+            self._observer.label([part for part, _ in found], GRADIENT, [name for _, name in found], -1)
 
     def label_inputs(self, value: object) -> None:
         """Tell of the tensors of a batch: leaves that no operator of the graph made."""
@@ -159,7 +173,7 @@ class Labeller:
             known = self._state_names.setdefault(id(parameter), {})
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    tensors.append(value)
+                    tensors.append(local_part(value))
                     names.append(known[key] if key in known else self._name_state(known, parameter, key))
         self._observer.label(tensors, OPTIMIZER_STATE, names, -1)
 
