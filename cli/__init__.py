@@ -17,6 +17,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "summary": ("memtrace.cli.summary", "Say on one screen where the memory went."),
     "import": ("memtrace.cli.import_", "Keep memory files of other tools as a trace."),
     "report": ("memtrace.cli.report", "Write the same as one HTML page that works offline."),
+    "ranks": ("memtrace.cli.ranks", "Compare the ranks of one job, and say which to look at first."),
+    "pipeline": ("memtrace.cli.pipeline", "Compare the stages of a recorded pipeline."),
     "plan": ("memtrace.cli.plan", "Predict what a change would give, such as another allocator setting."),
     "doctor": ("memtrace.cli.doctor", "Tell what works on this machine, and what is missing."),
 }

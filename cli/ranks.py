@@ -1,0 +1,56 @@
+"""``memtrace ranks``: the ranks of one job side by side."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+from memtrace.cli.output import UNKNOWN, console, duration, plain_table, print_json, size, working
+from rich.markup import escape
+
+if TYPE_CHECKING:
+    from memtrace.analysis.ranks import RankRow, Ranks
+
+_CATEGORIES = ("parameter", "gradient", "optimizer_state", "activation", "temporary")
+
+
+@click.command("ranks")
+@click.argument("trace", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
+def command(trace: str, as_json: bool) -> None:
+    """Compare the ranks of TRACE: peaks and what held them, who is slow, which rank to look at first."""
+    from memtrace.analysis.ranks import ranks
+    from memtrace.trace import load
+
+    with working(f"reading {trace}"):
+        found = ranks(load(trace))
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        _print(found, trace)
+
+
+def _print(found: Ranks, trace: str) -> None:
+    out = console()
+    table = plain_table("rank", "peak", *(name.replace("_state", "") for name in _CATEGORIES), "step", "works", "phase")
+    for row in found.rows:
+        table.add_row(*_cells(row))
+    out.print(table)
+    for row in found.rows:
+        if row.problem:
+            out.print(f"rank {row.rank}: {escape(row.problem)}")
+    if found.missing:
+        out.print(f"[bold]missing[/]: rank {', '.join(map(str, found.missing))} of the job is not in the trace")
+    imbalance = UNKNOWN if found.imbalance is None else f"{found.imbalance:.2f}"
+    slowest = "none stands out" if found.slowest is None else f"rank {found.slowest}"
+    out.print(f"\nimbalance (highest peak over the mean): {imbalance}; slowest: {slowest}")
+    if found.look_at is not None:
+        out.print(f"[bold]look at rank {found.look_at} first[/]: {escape(found.why)}")
+        out.print(f"\nNext: memtrace summary {escape(trace)} --rank {found.look_at}", style="dim")
+
+
+def _cells(row: RankRow) -> list[str]:
+    known = row.peak_bytes is not None
+    held = [size(row.by_category.get(name, 0)) if known else UNKNOWN for name in _CATEGORIES]
+    return [f"{row.rank} {row.device or ''}".strip(), size(row.peak_bytes), *held, duration(row.step_ns),
+            duration(row.working_ns), row.phase or UNKNOWN]  # fmt: skip

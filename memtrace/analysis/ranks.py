@@ -1,0 +1,188 @@
+"""The ranks of one job side by side: who holds how much, who is slow, and which one to look at first."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from memtrace.analysis.attribution import KIND
+from memtrace.analysis.peak import Peak, by_category, peak
+from memtrace.analysis.steps import step_columns
+from memtrace.arrays import Array
+from memtrace.errors import TraceError
+from memtrace.trace import Trace
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+NOTICEABLE: Final = 1.05
+"""Ranks whose peaks or times differ by less are alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRow:
+    """One rank. Bytes and ns; None: not known."""
+
+    rank: int
+    device: str | None = None
+    """The fullest device: an accelerator where the rank uses one, else the CPU."""
+    peak_bytes: int | None = None
+    """Most bytes requested on that device."""
+    phase: str | None = None
+    """The phase in which the peak was reached."""
+    by_category: dict[str, int] = field(default_factory=dict)
+    """What was live at the peak."""
+    end_bytes: int | None = None
+    num_steps: int | None = None
+    step_ns: int | None = None
+    """Median duration of a step. Ranks that wait for each other have the same."""
+    working_ns: int | None = None
+    """Median time of a step spent in operators, those of torch.distributed left out."""
+    num_oom: int | None = None
+    finished: bool | None = None
+    problem: str | None = None
+    """Why the rank's recording ended early, or cannot be read."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What ``ranks`` found."""
+
+    rows: tuple[RankRow, ...]
+    missing: tuple[int, ...]
+    """Ranks of the job (its world size) that the trace does not have."""
+    imbalance: float | None
+    """The highest peak over the mean of all ranks' peaks."""
+    slowest: int | None
+    """The rank that works longest in a step; None where none stands out."""
+    look_at: int | None
+    why: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """The shape of ``memtrace ranks --json``."""
+        return {
+            "ranks": [asdict(row) for row in self.rows],
+            "missing_ranks": list(self.missing),
+            "imbalance": self.imbalance,
+            "slowest_rank": self.slowest,
+            "look_at": {"rank": self.look_at, "why": self.why},
+        }
+
+
+def ranks(trace: Trace) -> Ranks:
+    """All ranks of a trace, whatever it was made from. A rank that cannot be read is a row that says why.
+
+    Source: events, ops, spans and labels of every rank, and the manifests.
+    """
+    rows = tuple(_row(trace, number) for number in trace.ranks)
+    manifests = [trace.rank(number).manifest for number in trace.ranks]
+    world = max((int(manifest.get("world_size") or 1) for manifest in manifests), default=0)
+    peaks = [row.peak_bytes for row in rows if row.peak_bytes is not None]
+    look_at, why = _look_at(rows)
+    return Ranks(
+        rows,
+        tuple(sorted(set(range(world)) - set(trace.ranks))) if len(rows) < world else (),
+        max(peaks) / (sum(peaks) / len(peaks)) if peaks and sum(peaks) else None,
+        _slowest(rows),
+        look_at,
+        why,
+    )
+
+
+def ranks_table(trace: Trace) -> pd.DataFrame:
+    """One row a rank: the fields of ``RankRow``, with one column of bytes for each category; NA: not known."""
+    import pandas as pd
+
+    rows = [asdict(row) for row in ranks(trace).rows]
+    table: pd.DataFrame = pd.DataFrame([{**row, **row.pop("by_category")} for row in rows]).convert_dtypes()
+    return table
+
+
+def _row(trace: Trace, number: int) -> RankRow:
+    try:
+        return _summed(trace.rank(number), number)
+    except TraceError as error:
+        return RankRow(rank=number, problem=str(error))
+
+
+def _summed(trace: Trace, number: int) -> RankRow:
+    coverage = trace.coverage
+    problem = coverage.stop_reason if coverage.stop_reason or coverage.finished else "died while recording"
+    common: dict[str, Any] = {
+        "rank": number,
+        "num_steps": coverage.num_steps,
+        "num_oom": int((trace.columns("events", "kind")["kind"] == KIND["oom"]).sum()),
+        "finished": coverage.finished,
+        "problem": problem,
+    }
+    found = fullest(trace)
+    if found is None:
+        return RankRow(**common)
+    duration = step_columns(trace)["duration_ns"]
+    working = working_ns(trace)
+    return RankRow(
+        **common,
+        device=found.device,
+        peak_bytes=found.requested.bytes,
+        phase=found.phase,
+        by_category={name: size for name, size, _ in by_category(trace, found.live)},
+        end_bytes=found.end_bytes,
+        step_ns=int(np.median(duration)) if len(duration) else None,
+        working_ns=int(np.median(working)) if working is not None and len(working) else None,
+    )
+
+
+def fullest(trace: Trace) -> Peak | None:
+    """The peak of the fullest device of a single-rank trace, accelerators before the CPU; None without events."""
+    devices = [device for device in trace.devices if device != "cpu"] or list(trace.devices)
+    return max((peak(trace, device) for device in devices), key=lambda found: found.requested.bytes, default=None)
+
+
+def working_ns(trace: Trace) -> Array | None:
+    """Time of every step in operators, those of torch.distributed left out; None where durations are not known."""
+    steps = step_columns(trace)
+    ops = trace.columns("ops", "start_ns", "duration_ns", "name")
+    if not len(ops["duration_ns"]) or (ops["duration_ns"] < 0).all():
+        return None
+    names = {int(name): trace.name(int(name)) or "" for name in np.unique(ops["name"])}
+    communicates = [name for name, text in names.items() if text.startswith("c10d")]
+    computes = (ops["duration_ns"] > 0) & ~np.isin(ops["name"], communicates)
+    order = np.argsort(ops["start_ns"][computes], kind="stable")
+    starts = ops["start_ns"][computes][order]
+    total = np.concatenate([[0], np.cumsum(ops["duration_ns"][computes][order])])
+    begin, end = steps["start_ns"], steps["start_ns"] + steps["duration_ns"]
+    worked: Array = total[np.searchsorted(starts, end)] - total[np.searchsorted(starts, begin)]
+    return worked
+
+
+def _slowest(rows: tuple[RankRow, ...]) -> int | None:
+    for name in ("working_ns", "step_ns"):
+        times = {row.rank: getattr(row, name) for row in rows if getattr(row, name) is not None}
+        if len(times) == len(rows) > 1 and max(times.values()) > NOTICEABLE * float(np.median([*times.values()])):
+            return max(times, key=lambda rank: times[rank])
+    return None
+
+
+def _look_at(rows: tuple[RankRow, ...]) -> tuple[int | None, str]:
+    """The rank to look at before any other, and why."""
+    known = [row for row in rows if row.peak_bytes is not None]
+    if not known:
+        return None, "no rank has memory events"
+    out_of_memory = [row for row in known if row.num_oom]
+    if out_of_memory:
+        worst = max(out_of_memory, key=lambda row: row.peak_bytes or 0)
+        return worst.rank, "it ran out of memory"
+    dead = [row for row in known if not row.finished and row.problem]
+    if dead and len(dead) < len(rows):
+        return dead[0].rank, f"it ended before the others: {dead[0].problem}"
+    peaks = [row.peak_bytes or 0 for row in known]
+    fullest_row = max(known, key=lambda row: row.peak_bytes or 0)
+    mean = sum(peaks) / len(peaks)
+    if mean and max(peaks) > NOTICEABLE * mean:
+        return fullest_row.rank, f"its peak is {max(peaks) / mean:.2f} times the mean"
+    slowest = _slowest(rows)
+    if slowest is not None:
+        return slowest, "it works longest in a step; the others wait for it"
+    return fullest_row.rank, "the ranks are alike; it has the highest peak"
