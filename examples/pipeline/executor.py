@@ -48,7 +48,8 @@ class Worker:
         make_stage: makes a stage by its number, with the same weights in every process.
         loss: of an output of the last stage and a target, a mean over samples.
         message_shape: of what a stage hands on for a whole micro-batch, samples first, by the stage's number.
-        mark: called with the action about to run; the context it returns is open while it runs.
+        mark: called with the action about to run; the context it returns is open while it computes, from when its
+            messages are there.
     """
 
     def __init__(
@@ -82,7 +83,6 @@ class Worker:
         }
         self._last = {number: stage for stage, number in last.items()}
         self._idle_stages = [stage for _, stage in self.copies if stage not in last]
-        self.in_flight_peak = 0
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of all copies on this worker."""
@@ -94,16 +94,11 @@ class Worker:
         here."""
         losses: list[float] = []
         reductions: list[dist.Work] = []
-        in_flight = 0
         for number, action in enumerate(self._row):
-            with self._mark(action):
-                if action.kind == FORWARD:
-                    in_flight += 1
-                    self.in_flight_peak = max(self.in_flight_peak, in_flight)
-                    losses += self._forward(action, inputs, targets)
-                else:
-                    self._backward(action)
-                    in_flight -= action.kind != WEIGHT_BACKWARD and action.half != 0
+            if action.kind == FORWARD:
+                losses += self._forward(action, inputs, targets)
+            else:
+                self._backward(action)
             if number in self._last:
                 reductions += self._reduce(self._last[number])
         # A copy that no micro-batch passed adds nothing, but the others wait for it.
@@ -140,16 +135,15 @@ class Worker:
         share = 1 / (self.schedule.num_microbatches * len(parts))
         losses = []
         for key in parts:
-            if action.stage == 0:
-                received, value = None, self._part(inputs(action.microbatch), key, len(parts))
-            else:
-                value = received = self._receive(action, key, gradient=False).requires_grad_()
-            output = module(value)
-            if action.stage == self.schedule.num_stages - 1:
-                target = self._part(targets(action.microbatch), key, len(parts))
-                output = self._loss(output, target) * share
-                losses.append(output.item())
-            else:
+            received = None if action.stage == 0 else self._receive(action, key, gradient=False).requires_grad_()
+            with self._mark(action):
+                value = self._part(inputs(action.microbatch), key, len(parts)) if received is None else received
+                output = module(value)
+                if action.stage == self.schedule.num_stages - 1:
+                    target = self._part(targets(action.microbatch), key, len(parts))
+                    output = self._loss(output, target) * share
+                    losses.append(output.item())
+            if action.stage < self.schedule.num_stages - 1:
                 self._send(action, key, output.detach(), gradient=False)
             self._kept[key] = _Kept(received, output)
         return losses
@@ -164,22 +158,26 @@ class Worker:
             last = action.stage == self.schedule.num_stages - 1
             if action.kind != WEIGHT_BACKWARD and not last:
                 kept.gradient = self._receive(action, key, gradient=True)
-            if action.kind == BACKWARD:
-                torch.autograd.backward([kept.output], [kept.gradient])
-                self._pass_back(action, key, kept.received.grad if kept.received is not None else None)
-            elif action.kind == INPUT_BACKWARD and kept.received is not None:
-                # The graph stays for the weights: what it keeps is freed by their backward.
-                (gradient,) = torch.autograd.grad([kept.output], [kept.received], [kept.gradient], retain_graph=True)
-                self._pass_back(action, key, gradient)
-            elif action.kind == WEIGHT_BACKWARD:
-                parameters = list(self.copies[action.pipeline, action.stage].parameters())
-                torch.autograd.backward([kept.output], [kept.gradient], inputs=parameters)
+            with self._mark(action):
+                gradient = self._run_backward(action, kept)
+            if gradient is not None:
+                self._send(action, key, gradient, gradient=True)
             if action.kind != INPUT_BACKWARD:
                 del self._kept[key]
 
-    def _pass_back(self, action: Action, key: Key, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:
-            self._send(action, key, gradient, gradient=True)
+    def _run_backward(self, action: Action, kept: _Kept) -> torch.Tensor | None:
+        """What is to be sent back, None where it is nothing."""
+        if action.kind == BACKWARD:
+            torch.autograd.backward([kept.output], [kept.gradient])
+            return kept.received.grad if kept.received is not None else None
+        if action.kind == WEIGHT_BACKWARD:
+            parameters = list(self.copies[action.pipeline, action.stage].parameters())
+            torch.autograd.backward([kept.output], [kept.gradient], inputs=parameters)
+            return None
+        if kept.received is None:
+            return None
+        # The graph stays for the weights: what it keeps is freed by their backward.
+        return torch.autograd.grad([kept.output], [kept.received], [kept.gradient], retain_graph=True)[0]
 
     # -- messages --------------------------------------------------------------------------------------------
 

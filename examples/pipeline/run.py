@@ -17,7 +17,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,14 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).parent))
 from executor import Worker
 from layers import Sizes, make_layer, make_layers, samples
+from torch_stages import TorchWorker
 
 import memtrace
+from memtrace.planning.pipeline.actions import Action
 from memtrace.planning.pipeline.registry import parse_choice
 from memtrace.planning.pipeline.table import Schedule, parse
+
+TORCH = "torch-"
 
 
 def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -63,9 +67,14 @@ def train_schedule(name: str, schedule: Schedule, arguments: argparse.Namespace)
         layers = range(bounds[stage], bounds[stage + 1])
         return nn.Sequential(*(make_layer(number, sizes) for number in layers))
 
-    worker = Worker(schedule, make_stage, loss, lambda stage: (arguments.batch, sizes.sequence, sizes.width))
+    worker: Worker | TorchWorker
+    recording: Any = nullcontext()
+    if name.startswith(TORCH):
+        worker = TorchWorker(schedule, make_stage, loss)
+    else:
+        shape = (arguments.batch, sizes.sequence, sizes.width)
+        worker = Worker(schedule, make_stage, loss, lambda stage: shape, lambda action: mark(recording, action))
     optimizer = torch.optim.AdamW(worker.parameters(), lr=1e-3, foreach=False)
-    recording = nullcontext()
     if arguments.record:
         recording = memtrace.record(arguments.record / f"{name}.memtrace", optimizer=optimizer)
     with recording:
@@ -89,8 +98,12 @@ def train_schedule(name: str, schedule: Schedule, arguments: argparse.Namespace)
         "loss": sum(losses),
         "largest_difference": difference,
         "largest_gradient": scale,
-        "in_flight_peak": worker.in_flight_peak,
     }
+
+
+def mark(recording: Any, action: Action) -> AbstractContextManager[object]:
+    """Torch's stages are marked by themselves, ours say what they are at."""
+    return recording if isinstance(recording, nullcontext) else recording.action(str(action))
 
 
 def tables(arguments: argparse.Namespace) -> dict[str, Schedule]:
@@ -101,7 +114,7 @@ def tables(arguments: argparse.Namespace) -> dict[str, Schedule]:
     built = {}
     for text in arguments.schedule or ["dapple"]:
         name = text.replace(":", "-").replace("=", "-").replace(",", "-")
-        built[name] = parse_choice(text).build(arguments.workers, arguments.microbatches)
+        built[name] = parse_choice(text.removeprefix("torch:")).build(arguments.workers, arguments.microbatches)
     return built
 
 
@@ -142,7 +155,11 @@ def record_single(arguments: argparse.Namespace, path: Path) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedule", action="append", help="such as chimera:f=1,method=doubling; repeat for more")
+    parser.add_argument(
+        "--schedule",
+        action="append",
+        help="such as chimera:f=1,method=doubling, or with torch's own stages torch:gpipe; repeat for more",
+    )
     parser.add_argument("--table", type=Path, help="a schedule as text instead")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)

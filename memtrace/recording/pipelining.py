@@ -1,7 +1,8 @@
 """Marks what a rank of a pipeline is at: the actions of a schedule, as spans of kind ``action``.
 
 The stages of torch.distributed.pipelining are marked by themselves. Their own ranges ("Forward 3") do not say which
-stage they are of, and 1F1B has none, so the methods that every schedule calls are wrapped instead.
+stage they are of, and 1F1B has none, so the methods that every schedule calls are wrapped instead. A step of a schedule
+is a range with the name of its class.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ LETTERS: Final = {"forward": "F", "backward": "B", "input_backward": "I", "weigh
 """The letters of ``memtrace.schema.SPAN_KINDS``' actions."""
 _STAGE_MODULE: Final = "torch.distributed.pipelining.stage"
 _SCHEDULE_MODULE: Final = "torch.distributed.pipelining.schedules"
+TORCH_RANGE: Final = "torch.distributed.pipelining."
 _ACTION: Final = SPAN_KINDS.index("action")
+_RANGE: Final = SPAN_KINDS.index("range")
 _RANGE_NAME: Final = NAME_KINDS.index("range")
 
 
@@ -50,7 +53,7 @@ def watch_pipelining(observer: Observer, undo: ExitStack) -> None:
     """Mark the actions of torch's stages from now on, also where the program imports them later."""
     patches: dict[str, Callable[[ModuleType], None]] = {
         _STAGE_MODULE: lambda module: _wrap_stage(module, observer, undo),
-        _SCHEDULE_MODULE: lambda module: _wrap_loss(module, observer, undo),
+        _SCHEDULE_MODULE: lambda module: _wrap_schedules(module, observer, undo),
     }
     for name, patch in patches.items():
         if name in sys.modules:
@@ -82,6 +85,26 @@ def _wrap_stage(module: ModuleType, observer: Observer, undo: ExitStack) -> None
     wrap("forward_one_chunk", lambda kwargs, args: "forward")
     wrap("backward_one_chunk", backward)
     wrap("backward_weight_one_chunk", lambda kwargs, args: "weight_backward")
+
+
+def _wrap_schedules(module: ModuleType, observer: Observer, undo: ExitStack) -> None:
+    _wrap_loss(module, observer, undo)
+    for base in (module.PipelineScheduleSingle, module.PipelineScheduleMulti):
+        _wrap_step(base, observer, undo)
+
+
+def _wrap_step(base: type, observer: Observer, undo: ExitStack) -> None:
+    original = base.__dict__["step"]
+
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        name, started = observer.name_id(_RANGE_NAME, f"{TORCH_RANGE}{type(self).__name__}"), observer.now()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            observer.span(_RANGE, name, started, observer.now(), -1)
+
+    _replace(base, "step", step, undo)
 
 
 def _wrap_loss(module: ModuleType, observer: Observer, undo: ExitStack) -> None:

@@ -52,6 +52,8 @@ class Layer:
     unsaved_output_bytes: int = 0
     """The part of ``output_bytes`` that is not in ``activation_bytes``: a stage that ends here keeps it as
     well."""
+    result_bytes: int = 0
+    """Of the last layer: what it hands to the loss and no backward keeps."""
     optimizer_temporary_bytes: int = 0
     """Alive within the optimizer's step only; adds up over the layers of a worker."""
 
@@ -130,6 +132,7 @@ class StageCosts:
     """As ``backward_temporary_bytes``, for the backward that first allocates the gradients of the weights."""
     unsaved_output_bytes: int = 0
     """The part of ``output_bytes`` that is not in ``activation_bytes``."""
+    result_bytes: int = 0
     optimizer_temporary_bytes: int = 0
 
     @property
@@ -173,6 +176,7 @@ def stage_costs(layers: Sequence[Layer], input_bytes: int = 0) -> StageCosts:
         input_bytes=input_bytes,
         output_bytes=layers[-1].output_bytes if layers else 0,
         unsaved_output_bytes=layers[-1].unsaved_output_bytes if layers else 0,
+        result_bytes=layers[-1].result_bytes if layers else 0,
         optimizer_temporary_bytes=sum(layer.optimizer_temporary_bytes for layer in layers),
         forward_temporary_bytes=_forward_excess(layers),
         backward_temporary_bytes=_backward_excess(layers, fresh_gradients=False),
@@ -228,6 +232,7 @@ _WITH_MICROBATCH: Final = (
     "weight_activation_bytes",
     "output_bytes",
     "unsaved_output_bytes",
+    "result_bytes",
     "forward_temporary_bytes",
     "backward_temporary_bytes",
     "input_backward_temporary_bytes",

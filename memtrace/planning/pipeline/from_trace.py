@@ -73,6 +73,7 @@ def trace_costs(trace: Trace, layers: Sequence[str] = ()) -> TraceCosts:
             activation_bytes=int(kept[n]),
             output_bytes=int(output[n]),
             unsaved_output_bytes=int(unsaved[n]),
+            result_bytes=window.result_bytes() if n == len(last.names) - 1 else 0,
             **{field: int(rise[n]) for field, rise in rises.items()},
         )
         for n, name in enumerate(last.names)
@@ -169,6 +170,13 @@ class _Window:
         crossing = read > made
         unsaved = crossing & ~np.isin(forward, self._kept())
         return self._crossings(forward, made, read, crossing), self._crossings(forward, made, read, unsaved)
+
+    def result_bytes(self) -> int:
+        """What the model hands to the loss and no backward keeps."""
+        row = int(rows_at(self._trace, np.array([self._pass.model_end_ns]))[0])
+        born = self._blocks.alloc_event[self._mine]
+        handed = self._mine[(born >= self._layer_rows[-1]) & (born < row) & (self._free[self._mine] >= row)]
+        return int(self._blocks.size[np.setdiff1d(handed, self._kept())].sum())
 
     def _crossings(self, chosen: Array, made: Array, read: Array, mask: Array) -> Array:
         """Bytes over each boundary: a block made in layer a and last read in layer b crosses those of a to b

@@ -12,7 +12,7 @@ from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
 from memtrace.analysis.ranks import fullest
 from memtrace.arrays import Array
 from memtrace.planning.pipeline.actions import BACKWARD, FORWARD, INPUT_BACKWARD
-from memtrace.planning.pipeline.recorded import RankActions, last_complete_round, recorded_actions
+from memtrace.planning.pipeline.recorded import RankActions, last_complete_round, recorded_actions, torch_schedule
 from memtrace.trace import Trace
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ class Measured:
     ranks: tuple[RankActions, ...]
     round: int
     """The round whose bubbles are counted."""
+    torch_schedule: str | None
+    """The class of torch.distributed.pipelining that ran it; None: another program."""
 
     @property
     def imbalance(self) -> float:
@@ -81,6 +83,7 @@ class Measured:
             "workers": [asdict(worker) for worker in self.workers],
             "imbalance": self.imbalance,
             "round": self.round,
+            "torch_schedule": self.torch_schedule,
         }
 
 
@@ -96,6 +99,7 @@ def measured(trace: Trace, capacity_bytes: int | None = None) -> Measured:
         tuple(_workers(trace, found, chosen, capacity_bytes)),
         tuple(found),
         chosen,
+        torch_schedule(trace.rank(found[0].rank)),
     )
 
 

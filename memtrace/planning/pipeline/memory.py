@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -40,12 +40,19 @@ class MemoryModel:
     gradient of its output during it; under recomputation the input is always kept, the output never."""
     optimizer_step: bool = False
     """The optimizer's temporaries at the end of the step count."""
+    receive_buffers: bool = False
+    """Each stage has a buffer for every message of a step all the time, and the last one keeps what it hands to the
+    loss until the backward: torch.distributed.pipelining."""
+    sent: Literal["gone", "last", "all"] = "gone"
+    """What is left of messages that were sent, until the step ends: nothing, the last one each way, all."""
 
 
 PAPER: Final = MemoryModel()
 """As papers count: state of the stage plus activations of the micro-batches in flight."""
 TORCH: Final = MemoryModel(fresh_gradients=True, boundaries=True, optimizer_step=True)
 """As a process that runs a pipeline in PyTorch shows."""
+LAST_SENT: Final = ("Schedule1F1B",)
+"""The schedules of torch.distributed.pipelining that keep the last message; the others keep all until the step ends."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +178,9 @@ def _resident_bytes(simulation: Simulation, worker: int, model: MemoryModel) -> 
             costs = simulation.stages[stage]
             gradients = 0 if model.fresh_gradients else costs.gradient_bytes
             total += len(pipelines) * (costs.parameter_bytes + costs.optimizer_bytes + gradients)
+            if model.receive_buffers:
+                backwards = costs.output_bytes if stage < simulation.schedule.num_stages - 1 else 0
+                total += simulation.schedule.num_microbatches * (costs.input_bytes + backwards)
     return total
 
 
@@ -182,10 +192,11 @@ def _changes(
     at_start = {name: np.zeros(len(row), dtype=np.int64) for name in _DELTAS}
     at_end = {name: np.zeros(len(row), dtype=np.int64) for name in _DELTAS}
     with_gradients: set[tuple[int, int]] = set()
+    left = _left_of_messages(simulation, worker, model)
     for index, action in enumerate(row):
         costs = simulation.stages[action.stage]
         up, down = _activation_change(action, costs, _input_comes(simulation.schedule, action), simulation, model)
-        at_start["activation"][index], at_end["activation"][index] = up, -down
+        at_start["activation"][index], at_end["activation"][index] = up, left[index] - down
         copy = action.stage, action.pipeline
         makes_gradients = action.kind in (BACKWARD, WEIGHT_BACKWARD)
         first = makes_gradients and model.fresh_gradients and copy not in with_gradients
@@ -217,13 +228,15 @@ def _activation_change(
     """Bytes that come at the start of the action and go at its end."""
     recompute = simulation.recompute
     received = costs.input_bytes if recompute or (model.boundaries and input_comes) else 0
+    if model.receive_buffers:
+        received = costs.result_bytes
     if model.boundaries and not recompute:
         received += costs.unsaved_output_bytes
     kept = costs.activation_bytes
     until_weights = costs.weight_activation_bytes
     again = kept if recompute else 0
     # The gradient of the stage's output, which comes as a message, stays until the stage's backward is done.
-    gradient = costs.output_bytes if model.boundaries else 0
+    gradient = costs.output_bytes if model.boundaries and not model.receive_buffers else 0
     changes = {
         FORWARD: (received + kept, again),
         BACKWARD: (again + gradient, received + kept + gradient),
@@ -234,6 +247,25 @@ def _activation_change(
     if action.half is None:
         return up, down
     return (up // 2, down // 2) if action.half == 0 else (up - up // 2, down - down // 2)
+
+
+def _left_of_messages(simulation: Simulation, worker: int, model: MemoryModel) -> Integers:
+    """Bytes of sent messages that are still there when each action has ended, beyond those that were there before.
+
+    The output of a stage is kept for its backward anyway, so it counts from then on.
+    """
+    row = simulation.schedule.rows[worker]
+    left = np.zeros(len(row), dtype=np.int64)
+    if model.sent == "gone":
+        return left
+    backwards = [index for index, action in enumerate(row) if action.kind in (BACKWARD, INPUT_BACKWARD)]
+    for index in backwards if model.sent == "all" else backwards[:1]:
+        stage = row[index].stage
+        costs = simulation.stages[stage]
+        # Of 1F1B's outputs only one of the warm-up stays: the others are waited for together with what comes next.
+        output = stage < simulation.schedule.num_stages - 1 and (model.sent == "all" or index > 1)
+        left[index] = costs.input_bytes + (costs.output_bytes if output else 0)
+    return left
 
 
 def _temporary(action: Action, costs: StageCosts, first: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from memtrace.planning.pipeline.order import times
 from memtrace.planning.pipeline.table import Schedule
 from memtrace.trace import Trace
 
+_TORCH = "torch.distributed.pipelining."  # what memtrace.recording.pipelining calls the range of a step
 NO_ACTIONS = (
     "no actions of a pipeline are marked in it: they are taken from torch.distributed.pipelining by themselves; in a "
     "hand-written pipeline mark them with rec.stage(...) and rec.microbatch(...)"
@@ -70,6 +72,14 @@ def recorded_actions(trace: Trace) -> list[RankActions]:
     if not present:
         raise TraceError(f"{trace.path or 'the trace'} is not of a pipeline: {NO_ACTIONS}.")
     return present
+
+
+def torch_schedule(trace: Trace) -> str | None:
+    """The class of torch.distributed.pipelining that ran the pipeline of a single-rank trace; None: another program."""
+    spans = trace.columns("spans", "kind", "name")
+    names = np.unique(spans["name"][spans["kind"] == SPAN["range"]])
+    texts = [trace.name(int(name)) or "" for name in names]
+    return next((text.removeprefix(_TORCH) for text in texts if text.startswith(_TORCH)), None)
 
 
 def clock_shift_ns(manifest: Mapping[str, Any], reference: Mapping[str, Any]) -> int:
@@ -146,8 +156,6 @@ def recorded_schedule(ranks: Sequence[RankActions], name: str = "recorded") -> S
         raise TraceError("the trace lacks stages of the pipeline: some rank is missing, or marked no actions.")
     start, _ = times(rows, num_stages, [1.0] * len(actions), [0.0] * len(actions))
     offsets = np.cumsum([0, *map(len, rows)])
-    slots = tuple(
-        tuple(int(slot) for slot in start[begin:end]) for begin, end in zip(offsets, offsets[1:], strict=False)
-    )
+    slots = tuple(tuple(map(int, start[begin:end])) for begin, end in pairwise(offsets))
     microbatches = 1 + max(action.microbatch for action in actions)
     return Schedule(name, num_stages, microbatches, tuple(map(tuple, placement)), rows, slots)

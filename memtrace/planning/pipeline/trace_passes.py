@@ -31,6 +31,8 @@ class Pass:
     """The end of the last forward operator, the loss included."""
     backward_start_ns: int
     backward_end_ns: int
+    model_end_ns: int
+    """When the model's own call returned."""
 
     def layers_at(self, times_ns: Array) -> Array:
         """The layer whose forward runs at each time; the first one before, the last one after."""
@@ -107,6 +109,7 @@ def _pass(trace: Trace, step: int | None, begin: int, end: int, patterns: Sequen
         int(ends[forward].max(initial=model.end_ns)),
         backward_start,
         int(ends[backward].max()),
+        model.end_ns,
     )
 
 

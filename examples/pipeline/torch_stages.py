@@ -1,0 +1,59 @@
+"""The schedules of torch.distributed.pipelining over the same stages, behind the face of ``executor.Worker``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from memtrace.planning.pipeline.table import Schedule
+
+CLASSES = {
+    "gpipe": "ScheduleGPipe",
+    "dapple": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+}
+
+
+class TorchWorker:
+    """One rank of a pipeline that torch runs; ``schedule`` says which, and where its stages lie."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        make_stage: Callable[[int], nn.Module],
+        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> None:
+        from torch.distributed import pipelining
+
+        self.schedule = schedule
+        (workers,) = schedule.placement
+        own = [stage for stage, worker in enumerate(workers) if worker == dist.get_rank()]
+        self.copies = {(0, stage): make_stage(stage) for stage in own}
+        stages = [
+            pipelining.PipelineStage(self.copies[0, stage], stage, schedule.num_stages, torch.device("cpu"))
+            for stage in own
+        ]
+        kind = getattr(pipelining.schedules, CLASSES[schedule.name])
+        many = issubclass(kind, pipelining.schedules.PipelineScheduleMulti)
+        self._runner = kind(stages if many else stages[0], schedule.num_microbatches, loss_fn=loss)
+        self._first, self._last = 0 in own, schedule.num_stages - 1 in own
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of all stages on this rank."""
+        for stage in self.copies.values():
+            yield from stage.parameters()
+
+    def step(self, inputs: Callable[[int], torch.Tensor], targets: Callable[[int], torch.Tensor]) -> list[float]:
+        """Run one step; returns the losses computed here, each its share of the mean."""
+        count = self.schedule.num_microbatches
+        given = (torch.cat([inputs(m) for m in range(count)]),) if self._first else ()
+        target = torch.cat([targets(m) for m in range(count)]) if self._last else None
+        losses: list[torch.Tensor] = []
+        self._runner.step(*given, target=target, losses=losses if self._last else None, return_outputs=False)
+        return [loss.item() / count for loss in losses]
+
+    def close(self) -> None:
+        """Nothing is left to end."""
