@@ -19,7 +19,7 @@ from memtrace.trace import Trace
 
 _TORCH = "torch.distributed.pipelining."  # what memtrace.recording.pipelining calls the range of a step
 NO_ACTIONS = (
-    "no actions of a pipeline are marked in it: they are taken from torch.distributed.pipelining by themselves; in a "
+    "it has no actions of a pipeline. Those of torch.distributed.pipelining are marked by themselves; in a "
     "hand-written pipeline mark them with rec.stage(...) and rec.microbatch(...)"
 )
 
