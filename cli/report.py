@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from memtrace.cli.output import open_traces, working
 
 from memtrace.errors import MemtraceError
 
+if TYPE_CHECKING:
+    from memtrace.trace import Trace
+
 
 @click.command("report")
 @click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path())
 @click.option("-o", "--output", type=click.Path(dir_okay=False), default="report.html", show_default=True)
 @click.option("--rank", type=int, help="One rank of a trace of several.")
-def command(traces: tuple[str, ...], output: str, rank: int | None) -> None:
+@click.option("--predict", type=click.Path(), metavar="TRACE1",
+              help="Of a pipeline: show beside it what this trace of one process predicts.")  # fmt: skip
+def command(traces: tuple[str, ...], output: str, rank: int | None, predict: str | None) -> None:
     """Write the page of TRACE: one HTML file that works offline."""
     opened = open_traces(traces)
     if rank is not None:
         opened = opened.rank(rank)
+    if predict is not None:
+        _predict(opened, predict)
     from memtrace.dashboards import report
 
     try:
@@ -28,3 +36,13 @@ def command(traces: tuple[str, ...], output: str, rank: int | None) -> None:
     except OSError as error:
         raise MemtraceError(f"cannot write {output}: {error}") from error
     click.echo(f"wrote {written} ({written.stat().st_size / 2**20:.1f} MiB)")
+
+
+def _predict(trace: Trace, predict: str) -> None:
+    from memtrace.planning.pipeline.compare import compare, keep_comparison
+    from memtrace.planning.pipeline.from_trace import trace_costs
+    from memtrace.planning.pipeline.measured import measured
+    from memtrace.trace import load
+
+    single = load(predict)
+    keep_comparison(trace, compare(measured(trace), trace_costs(single.rank(single.ranks[0]))))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
-from memtrace.dashboards import allocator, findings, held, holders, lifetimes, steps, timeline
+from memtrace.dashboards import allocator, findings, held, holders, lifetimes, pipeline, steps, timeline
 from memtrace.dashboards.palette import (
     CATEGORY_COLORS,
     CATEGORY_LABELS,
@@ -138,6 +138,41 @@ SECTIONS: Final = (
 )
 
 
+JOB_SECTIONS: Final = (
+    Section(
+        "pipeline",
+        "The pipeline on one clock",
+        "What every rank did in the last complete step: the number is the micro-batch, what no bar covers is a bubble.",
+        pipeline.recorded_figure,
+    ),
+    Section(
+        "stages",
+        "Stages",
+        "What each stage takes: its state, and the activations of one micro-batch times those in flight.",
+        pipeline.stages_figure,
+    ),
+    Section(
+        "pipeline-memory",
+        "Memory of every rank",
+        "Live bytes over the same step, on the same clock.",
+        pipeline.memory_figure,
+    ),
+    Section(
+        "predicted",
+        "Predicted beside measured",
+        "The peak of every worker as the trace of one process predicts it.",
+        pipeline.predicted_figure,
+    ),
+    Section(
+        "predicted-pipeline",
+        "The pipeline as simulated",
+        "The same step with the times of one process on one machine a worker, and free messages.",
+        pipeline.predicted_schedule_figure,
+    ),
+)
+"""Sections of all ranks together, above the rest; ``build`` gets the whole trace, None leaves the section out."""
+
+
 @dataclass(frozen=True)
 class Panel:
     """A section with its content rendered."""
@@ -179,7 +214,7 @@ def render(trace: Trace) -> str:
         version=__version__,
         views=views,
         views_note=f"{left_out} more ranks or devices: memtrace report --rank N." if left_out > 0 else "",
-        job_panels=[],
+        job_panels=[panel for section in JOB_SECTIONS if (panel := _panel(section, trace, "")).figure],
         glossary=GLOSSARY,
         category_meanings=CATEGORY_MEANINGS,
         category_labels=CATEGORY_LABELS,

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -89,9 +90,17 @@ class ClockExchange:
 
 
 class ClockAligner:
-    """Aligns the clock of this rank while a recording runs; ``stop`` gives what the manifest says of it."""
+    """Aligns the clock of this rank while a recording runs; ``stop`` gives what the manifest says of it.
 
-    def __init__(self, rank: int, now: Callable[[], int]) -> None:
+    ``name`` is the same on all ranks of a recording. A store keeps its keys for as long as the job lives, so each
+    recording of that name in this process has a number too.
+    """
+
+    _times_used: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, name: str, rank: int, now: Callable[[], int]) -> None:
+        self._key = f"memtrace/clock/{name}/{self._times_used[name]}"
+        self._times_used[name] += 1
         self._rank = rank
         self._now = now
         self._stopping = threading.Event()
@@ -129,8 +138,8 @@ class ClockAligner:
         shared = torch.distributed.distributed_c10d._get_default_store()
         others = torch.distributed.get_world_size() - 1
         store = shared.clone()
-        begin = ClockExchange(store, self._rank, self._now, "memtrace/clock/begin")
-        end = ClockExchange(store, self._rank, self._now, "memtrace/clock/end")
+        begin = ClockExchange(store, self._rank, self._now, f"{self._key}/begin")
+        end = ClockExchange(store, self._rank, self._now, f"{self._key}/end")
         if self._rank == 0:
             self._found |= {"offset_ns": 0, "error_ns": 0}
             served = begin.tell(others, self._stopping.is_set)

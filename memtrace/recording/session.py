@@ -338,7 +338,7 @@ class Recording:
         self.is_recording = True
         self._writer.start()
         if self._manifest["world_size"] > 1:
-            self._clock = ClockAligner(self._manifest["rank"], observer.now)
+            self._clock = ClockAligner(self.path.name, self._manifest["rank"], observer.now)
             self._clock.start()
 
     def _step_ended(self) -> None:

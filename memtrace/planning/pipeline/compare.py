@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from memtrace.errors import MemtraceError
 from memtrace.planning.pipeline.costs import Layer, cut_costs
@@ -14,9 +14,13 @@ from memtrace.planning.pipeline.memory import LAST_SENT, MemoryModel, WorkerMemo
 from memtrace.planning.pipeline.recorded import recorded_schedule
 from memtrace.planning.pipeline.simulate import Simulation, simulate
 from memtrace.planning.pipeline.table import Schedule
+from memtrace.trace import Trace
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+_KEPT: Final = "comparison of a pipeline"
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,17 @@ def compare(
         for measured, one in zip(found.workers, memories, strict=True)
     )
     return Comparison(workers, simulation, memories)
+
+
+def keep_comparison(trace: Trace, comparison: Comparison) -> None:
+    """Lay a comparison beside the trace that it is of, for the page."""
+    trace.cached(_KEPT, lambda: comparison)
+
+
+def kept_comparison(trace: Trace) -> Comparison | None:
+    """What ``keep_comparison`` laid there; None where nothing was."""
+    kept: Comparison | None = trace.cached(_KEPT, lambda: None)
+    return kept
 
 
 def _as_run(model: MemoryModel, torch_schedule: str | None) -> MemoryModel:
