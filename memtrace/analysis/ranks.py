@@ -127,7 +127,7 @@ def _summed(trace: Trace, number: int) -> RankRow:
         device=found.device,
         peak_bytes=found.requested.bytes,
         phase=found.phase,
-        by_category={name: size for name, size, _ in by_category(trace, found.live)},
+        by_category={name: size for name, size, _ in by_category(trace, found.live) if name is not None},
         end_bytes=found.end_bytes,
         step_ns=int(np.median(duration)) if len(duration) else None,
         working_ns=int(np.median(working)) if working is not None and len(working) else None,

@@ -135,7 +135,7 @@ class ClockAligner:
             self._found["note"] = f"{type(error).__name__}: {error}".splitlines()[0]
 
     def _exchange(self) -> None:
-        shared = torch.distributed.distributed_c10d._get_default_store()
+        shared: Any = torch.distributed.distributed_c10d._get_default_store()
         others = torch.distributed.get_world_size() - 1
         store = shared.clone()
         begin = ClockExchange(store, self._rank, self._now, f"{self._key}/begin")

@@ -75,7 +75,7 @@ def _alive(found: Blocks, row: int) -> Array:
 def _step_end(trace: Trace, one: Pass, end: int) -> int:
     """The row at which the pass's step ends."""
     steps = step_rows(trace)
-    place = np.flatnonzero(steps.number == one.step) if one.step is not None else []
+    place: Array = np.flatnonzero(steps.number == (-1 if one.step is None else one.step))
     return max(end, int(steps.end_row[place[0]])) if len(place) else trace.num_rows("events")
 
 
