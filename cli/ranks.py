@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import click
-from memtrace.cli.output import UNKNOWN, console, duration, plain_table, print_json, size, working
+from memtrace.cli.output import UNKNOWN, console, duration, open_traces, plain_table, print_json, size, working
 from rich.markup import escape
 
 if TYPE_CHECKING:
@@ -15,24 +15,28 @@ _CATEGORIES = ("parameter", "gradient", "optimizer_state", "activation", "tempor
 
 
 @click.command("ranks")
-@click.argument("trace", type=click.Path())
+@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
-def command(trace: str, as_json: bool) -> None:
-    """Compare the ranks of TRACE: peaks and what held them, who is slow, which rank to look at first."""
-    from memtrace.analysis.ranks import ranks
-    from memtrace.trace import load
+def command(traces: tuple[str, ...], as_json: bool) -> None:
+    """Compare the ranks of TRACE: peaks and what held them, who is slow, which rank to look at first.
 
-    with working(f"reading {trace}"):
-        found = ranks(load(trace))
+    Several files of other tools are the ranks of one job.
+    """
+    from memtrace.analysis.ranks import ranks
+
+    opened = open_traces(traces)
+    with working(f"comparing {len(opened.ranks)} ranks"):
+        found = ranks(opened)
     if as_json:
         print_json(found.as_dict())
     else:
-        _print(found, trace)
+        _print(found, " ".join(traces))
 
 
 def _print(found: Ranks, trace: str) -> None:
     out = console()
-    table = plain_table("rank", "peak", *(name.replace("_state", "") for name in _CATEGORIES), "step", "works", "phase")
+    held = (name.replace("_state", "") for name in _CATEGORIES)
+    table = plain_table("rank", "peak", *held, "other", "step", "works", "phase")
     for row in found.rows:
         table.add_row(*_cells(row))
     out.print(table)
@@ -52,5 +56,6 @@ def _print(found: Ranks, trace: str) -> None:
 def _cells(row: RankRow) -> list[str]:
     known = row.peak_bytes is not None
     held = [size(row.by_category.get(name, 0)) if known else UNKNOWN for name in _CATEGORIES]
-    return [f"{row.rank} {row.device or ''}".strip(), size(row.peak_bytes), *held, duration(row.step_ns),
-            duration(row.working_ns), row.phase or UNKNOWN]  # fmt: skip
+    other = sum(held for name, held in row.by_category.items() if name not in _CATEGORIES) if known else None
+    return [f"{row.rank} {row.device or ''}".strip(), size(row.peak_bytes), *held, size(other),
+            duration(row.step_ns), duration(row.working_ns), row.phase or UNKNOWN]  # fmt: skip

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NOTICEABLE: Final = 1.05
-"""Ranks whose peaks or times differ by less are alike."""
+"""Ranks whose peaks are below this many times the mean are alike."""
+SLOW: Final = 1.2
+"""The same for times, which differ from run to run, against the median."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +162,7 @@ def working_ns(trace: Trace) -> Array | None:
 def _slowest(rows: tuple[RankRow, ...]) -> int | None:
     for name in ("working_ns", "step_ns"):
         times = {row.rank: getattr(row, name) for row in rows if getattr(row, name) is not None}
-        if len(times) == len(rows) > 1 and max(times.values()) > NOTICEABLE * float(np.median([*times.values()])):
+        if len(times) == len(rows) > 1 and max(times.values()) > SLOW * float(np.median([*times.values()])):
             return max(times, key=lambda rank: times[rank])
     return None
 

@@ -1,0 +1,264 @@
+"""The ranks of one job: recorded for real over gloo, and by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import event, op, step, trace_of
+from click.testing import CliRunner
+from memtrace.cli import cli
+
+import memtrace
+from memtrace.analysis.blocks import CATEGORY, blocks
+from memtrace.analysis.ranks import ranks, ranks_table
+from memtrace.errors import TraceError
+from memtrace.recording.clock import ClockAligner, ClockExchange
+from memtrace.recording.older import keep_older_trace
+from memtrace.trace import Trace
+
+PROGRAM = Path(__file__).parent / "ranks_program.py"
+SNAPSHOTS = Path(__file__).parent.parent.parent / "shared" / "data" / "snapshots"
+PARAMETER_BYTES = 4 * (64 * 256 + 256 + 256 * 64 + 64)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def torchrun(processes: int, *arguments: object) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+    command += [f"--master-port={free_port()}", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+# -- recorded ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory) -> Path:
+    """Four ranks under torchrun, the program unchanged; rank 2 has by far the largest batch."""
+    path = tmp_path_factory.mktemp("ddp") / "job.memtrace"
+    torchrun(4, "-m", "memtrace.cli", "record", "-o", path, PROGRAM, "ddp")
+    return path
+
+
+def test_every_rank_records_into_its_part_of_one_trace(ddp):
+    trace = memtrace.load(ddp)
+    assert trace.ranks == (0, 1, 2, 3)
+    for number in trace.ranks:
+        manifest = trace.rank(number).manifest
+        assert (manifest["rank"], manifest["world_size"], manifest["finished"]) == (number, 4, True)
+        assert len(trace.rank(number).steps) == 4
+
+
+def test_clocks_are_aligned_to_what_one_machine_shows(ddp):
+    """On one machine the wall clock is the same for all, so it is the truth of when each recording began."""
+    trace = memtrace.load(ddp)
+    begins = [trace.rank(number).manifest["t0_epoch_ns"] for number in trace.ranks]
+    for number in trace.ranks[1:]:
+        clock = trace.rank(number).manifest["clock"]
+        wrong = abs(clock["offset_ns"] - (begins[number] - begins[0]))
+        assert wrong <= clock["error_ns"] + 200_000  # reading two clocks to tell t0_epoch_ns is not exact either
+        assert clock["error_ns"] < 50_000_000
+        assert clock["drift_ns"] is not None and abs(clock["drift_ns"]) < 50_000_000
+
+
+def test_ranks_of_a_data_parallel_job(ddp):
+    found = ranks(memtrace.load(ddp))
+    assert found.missing == ()
+    assert [row.by_category["parameter"] for row in found.rows] == [PARAMETER_BYTES] * 4
+    assert (found.look_at, found.slowest) == (2, 2)
+    peaks = [row.peak_bytes for row in found.rows]
+    assert peaks[0] == peaks[1] == peaks[3] < peaks[2]
+    assert found.imbalance == pytest.approx(4 * peaks[2] / sum(peaks))
+    shown = CliRunner().invoke(cli, ["ranks", str(ddp)])
+    assert shown.exit_code == 0, shown.output
+    assert "look at rank 2 first" in shown.output
+    given = json.loads(CliRunner().invoke(cli, ["ranks", str(ddp), "--json"]).output)
+    assert [row["peak_bytes"] for row in given["ranks"]] == peaks
+    assert given["look_at"]["rank"] == 2
+    assert list(ranks_table(memtrace.load(ddp))["peak_bytes"]) == peaks
+
+
+def test_a_killed_rank_does_not_spoil_the_others(tmp_path):
+    """No agent ends the other ranks here: rank 1 is killed with SIGKILL, the rest see their connections break."""
+    path = tmp_path / "job.memtrace"
+    port = str(free_port())
+    processes = []
+    for rank in range(4):
+        place = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, str(PROGRAM), "kill", str(path)]
+        processes.append(subprocess.Popen(command, env=os.environ | place, stderr=subprocess.DEVNULL))
+    try:
+        codes = [process.wait(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes[1] == -9
+    trace = memtrace.load(path)
+    assert trace.ranks == (0, 1, 2, 3)
+    assert not trace.rank(1).coverage.finished
+    assert len(trace.rank(1).steps) >= 1
+    for number in (0, 2, 3):
+        coverage = trace.rank(number).coverage
+        assert coverage.finished and "left the recorded block" in (coverage.stop_reason or "")
+    found = ranks(trace)
+    assert all(row.peak_bytes for row in found.rows)
+    assert found.look_at == 1
+    assert "ended before the others" in found.why
+
+
+def test_sharded_tensors_are_told_apart(tmp_path):
+    """FSDP2: each rank holds half of the parameters and of the optimizer's state, and memtrace knows them."""
+    torchrun(2, PROGRAM, "fsdp", tmp_path / "job.memtrace")
+    trace = memtrace.load(tmp_path / "job.memtrace")
+    held = {"parameter": 0, "optimizer_state": 0}
+    for number in trace.ranks:
+        found = blocks(trace.rank(number))
+        alive = found.free_event < 0
+        for category in held:
+            held[category] += int(found.size[alive & (found.category == CATEGORY[category])].sum())
+        gradients = found.size[found.category == CATEGORY["gradient"]]
+        assert gradients.sum() == 4 * PARAMETER_BYTES // 2  # four steps
+        row = ranks(trace).rows[number]
+        # Buffers of a gather or a reduction that is under way at the peak are all that is left.
+        assert row.by_category.get("unknown", 0) < 0.2 * row.peak_bytes
+    assert held["parameter"] == PARAMETER_BYTES
+    # Two moments of every parameter, and a step count of 4 bytes for each of 4 parameters on each rank.
+    assert held["optimizer_state"] == 2 * PARAMETER_BYTES + 2 * 4 * 4
+
+
+# -- by hand -------------------------------------------------------------------------------------------------
+
+
+def job(*sources: Trace, world_size: int | None = None) -> Trace:
+    for number, one in enumerate(sources):
+        one.manifest.update(rank=number, world_size=world_size or len(sources))
+    return Trace(None, {number: one._source for number, one in enumerate(sources)})
+
+
+def rank_of(peak: int, works: int = 10, **more: Any) -> Trace:
+    events = [event("alloc", 0, 5, peak, op=0), event("free", 0, 90, peak), *more.pop("events", [])]
+    return trace_of(
+        events=events,
+        ops=[op(0, "forward", name=0) | {"start_ns": 2, "duration_ns": works}],
+        names=[{"id": 0, "kind": "operator", "text": "aten::mm"}],
+        spans=[step(0, 0, 100)],
+    )
+
+
+def test_alike_ranks_are_said_to_be_alike():
+    found = ranks(job(rank_of(100), rank_of(102), rank_of(101)))
+    assert (found.look_at, found.slowest) == (1, None)
+    assert "alike" in found.why
+    assert found.imbalance == pytest.approx(102 / 101)
+
+
+def test_the_slowest_is_who_works_longest_in_a_step():
+    found = ranks(job(rank_of(100), rank_of(100, works=30), rank_of(100)))
+    assert [row.working_ns for row in found.rows] == [10, 30, 10]
+    assert found.slowest == found.look_at == 1
+
+
+def test_out_of_memory_comes_before_a_death_and_that_before_imbalance():
+    dead, oom = rank_of(100), rank_of(50, events=[event("oom", None, 95, 1000)])
+    dead.manifest["finished"] = False
+    assert ranks(job(rank_of(100), dead, oom, rank_of(900))).look_at == 2
+    assert ranks(job(rank_of(100), dead, rank_of(900))).look_at == 1
+    assert ranks(job(rank_of(100), rank_of(900))).look_at == 1
+
+
+def test_missing_and_unreadable_ranks_are_named():
+    class Damaged:
+        def __init__(self) -> None:
+            self.manifest = {"world_size": 4}
+
+        def num_rows(self, table: str) -> int:
+            return 1
+
+        def read(self, table: str, columns: tuple[str, ...]) -> list[Any]:
+            raise TraceError("events-00000.parquet is damaged")
+
+        def notes(self) -> list[str]:
+            return []
+
+    good = rank_of(100)
+    good.manifest.update(world_size=4)
+    found = ranks(Trace(None, {0: good._source, 3: Damaged()}))
+    assert found.missing == (1, 2)
+    assert found.rows[0].peak_bytes == 100
+    assert found.rows[1].peak_bytes is None
+    assert "damaged" in (found.rows[1].problem or "")
+
+
+def test_several_foreign_files_are_ranks_too():
+    files = [SNAPSHOTS / name for name in ("complete_small.pickle", "synthetic.pickle",
+                                           "transformer_training_step.pickle", "expandable_segments.pickle")]  # fmt: skip
+    if not all(file.is_file() for file in files):
+        pytest.skip("the snapshots of ../shared/data are not here")
+    shown = CliRunner().invoke(cli, ["ranks", *map(str, files), "--json"])
+    assert shown.exit_code == 0, shown.output
+    found = json.loads(shown.output)
+    alone = [ranks(memtrace.load(file)).rows[0].peak_bytes for file in files]
+    assert [row["peak_bytes"] for row in found["ranks"]] == alone
+    assert found["look_at"]["rank"] == alone.index(max(alone))
+
+
+# -- clocks --------------------------------------------------------------------------------------------------
+
+
+def test_offsets_are_found_over_a_store():
+    store = torch.distributed.HashStore()
+    skews = {0: 0, 1: 5_000_000_000, 2: -3_000_000_000}
+
+    def clock(rank: int) -> ClockExchange:
+        return ClockExchange(store, rank, lambda: time.perf_counter_ns() + skews[rank], "test")
+
+    served = []
+    server = threading.Thread(target=lambda: served.append(clock(0).tell(2, lambda: False)))
+    server.start()
+    found = {rank: clock(rank).ask(lambda: False) for rank in (2, 1)}
+    server.join()
+    assert served == [2]
+    for rank, offset in found.items():
+        assert abs(offset.offset_ns + skews[rank]) <= offset.error_ns < 100_000_000
+
+
+def test_nobody_waits_for_a_rank_that_does_not_record():
+    store = torch.distributed.HashStore()
+    deadline = time.monotonic() + 0.2
+    late = lambda: time.monotonic() > deadline  # noqa: E731
+    assert ClockExchange(store, 1, time.perf_counter_ns, "alone").ask(late) is None
+    assert ClockExchange(store, 0, time.perf_counter_ns, "nobody").tell(3, late) == 0
+    aligner = ClockAligner("no group", 1, time.perf_counter_ns)
+    aligner.start()
+    told = aligner.stop()
+    assert told["offset_ns"] is None
+    assert "never joined" in told["note"]
+
+
+def test_ranks_of_an_earlier_larger_job_are_moved_away(tmp_path, capsys):
+    trace = tmp_path / "job.memtrace"
+    for number in range(4):
+        (trace / f"rank={number}").mkdir(parents=True)
+        (trace / f"rank={number}" / "manifest.json").write_text("{}")
+    keep_older_trace(trace / "rank=0", world_size=2)
+    keep_older_trace(trace / "rank=1")
+    assert not trace.exists() or not list(trace.iterdir())
+    assert sorted(path.name for path in (tmp_path / "job-old1.memtrace").iterdir()) == [
+        "rank=0", "rank=1", "rank=2", "rank=3",
+    ]  # fmt: skip
+    assert "is now" in capsys.readouterr().err
