@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,12 +13,13 @@ from typing import Any, Final, Literal, TypeVar
 
 import torch
 
-from memtrace import __version__, schema
+from memtrace import schema
 from memtrace.errors import MemtraceError
 from memtrace.recording import hooks
 from memtrace.recording.clock import ClockAligner
 from memtrace.recording.cuda import CudaSide, is_out_of_memory, make_cuda_side, watch_graphs
 from memtrace.recording.labels import Labeller
+from memtrace.recording.manifest import new_manifest
 from memtrace.recording.observers import Observer
 from memtrace.recording.observers.build import BuildError
 from memtrace.recording.older import keep_older_trace
@@ -289,7 +288,7 @@ class Recording:
             logger.warning("memtrace: %s", notes[-1])
         rank, world_size = rank_and_world()
         self._folder = self.path / f"rank={rank}"
-        self._manifest = _manifest(self._observer, self._options, notes, rank, world_size)
+        self._manifest = new_manifest(self._observer, self._options, notes, rank, world_size)
         try:
             keep_older_trace(self._folder, world_size if rank == 0 else None)
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -383,39 +382,3 @@ class Recording:
             self._is_written = True
         except OSError as error:
             logger.warning("memtrace: the trace %s is incomplete: %s", self.path, error)
-
-
-def _manifest(
-    observer: Observer, options: dict[str, Any], notes: list[str], rank: int, world_size: int
-) -> dict[str, Any]:
-    cuda = torch.cuda.is_available()
-    return {
-        "format": "memtrace",
-        "format_version": schema.FORMAT_VERSION,
-        "memtrace_version": __version__,
-        "source": {"kind": "recording", "observer": observer.kind, "file": None},
-        "rank": rank,
-        "world_size": world_size,
-        "finished": False,
-        "stop_reason": None,
-        "t0_epoch_ns": None,
-        "num_events": 0,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-        },
-        "devices": {
-            "cpu": {"name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
-            **(
-                {f"cuda:{i}": {"name": torch.cuda.get_device_name(i)} for i in range(torch.cuda.device_count())}
-                if cuda
-                else {}
-            ),
-        },
-        "host": platform.node(),
-        "process": os.getpid(),
-        "command": sys.argv,
-        "options": options,
-        "coverage": {"lost_events": 0, "dropped_events": 0, "notes": notes},
-    }
