@@ -35,6 +35,8 @@ bench: $(READY)
 	$(BIN)/python benchmarks/analysis.py
 	$(BIN)/python benchmarks/readers.py
 	$(BIN)/python benchmarks/allocator.py
+	$(BIN)/python benchmarks/pipeline.py
+	$(BIN)/python benchmarks/pipeline_measured.py
 
 clean:
 	rm -rf $(VENV) build out
