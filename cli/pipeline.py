@@ -69,13 +69,13 @@ def _compare(
 
 
 def _schedule(found: Measured, text: str | None) -> Schedule | None:
-    from memtrace.planning.pipeline.recorded import recorded_schedule
+    from memtrace.planning.pipeline.recorded import one_pipeline, recorded_schedule
     from memtrace.planning.pipeline.registry import parse_choice
 
     if text is None:
         return None
     microbatches = recorded_schedule(found.ranks).num_microbatches
-    return parse_choice(text).build(len(found.workers), microbatches)
+    return parse_choice(text).build(len(one_pipeline(found.ranks)), microbatches)
 
 
 def _first_layers(text: str | None) -> list[int] | None:

@@ -45,6 +45,11 @@ def _print(found: Ranks, trace: str) -> None:
             out.print(f"rank {row.rank}: {escape(row.problem)}")
     if found.missing:
         out.print(f"[bold]missing[/]: rank {', '.join(map(str, found.missing))} of the job is not in the trace")
+    errors = [row.clock_error_ns for row in found.rows if row.clock_error_ns is not None]
+    drifts = [abs(row.clock_drift_ns) for row in found.rows if row.clock_drift_ns is not None]
+    if errors:
+        drift = duration(max(drifts)) if drifts else UNKNOWN
+        out.print(f"clocks agree to {duration(max(errors))}, drift over the recording {drift}")
     imbalance = UNKNOWN if found.imbalance is None else f"{found.imbalance:.2f}"
     slowest = "none stands out" if found.slowest is None else f"rank {found.slowest}"
     out.print(f"\nimbalance (highest peak over the mean): {imbalance}; slowest: {slowest}")

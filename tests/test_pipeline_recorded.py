@@ -9,9 +9,11 @@ from click.testing import CliRunner
 from memtrace.cli import cli
 
 from memtrace.errors import MemtraceError, TraceError
-from memtrace.planning.pipeline.compare import recorded_cut
+from memtrace.planning.pipeline.compare import compare, recorded_cut
 from memtrace.planning.pipeline.costs import Layer
+from memtrace.planning.pipeline.from_trace import TraceCosts
 from memtrace.planning.pipeline.measured import measured
+from memtrace.planning.pipeline.memory import PAPER
 from memtrace.planning.pipeline.recorded import clock_shift_ns, recorded_actions, recorded_schedule
 from memtrace.planning.pipeline.registry import build
 from memtrace.trace import Trace
@@ -71,6 +73,20 @@ def test_the_schedule_that_ran_is_read_back(name: str) -> None:
     assert found.rows == table.rows
     assert found.placement == table.placement
     assert found.num_microbatches == 8
+
+
+def test_pipelines_side_by_side_are_one_schedule_and_each_rank_is_compared() -> None:
+    """Data parallelism: ranks 0 to 3 and 4 to 7 run the same stages."""
+    once = unit_time("dapple", 4, 8, steps=2)
+    both = job(*(once.rank(rank) for rank in (0, 1, 2, 3, 0, 1, 2, 3)))
+    found = measured(both)
+    table = build("dapple", 4, 8)
+    assert recorded_schedule(found.ranks).rows == table.rows
+    layers = [Layer(name="x", forward_s=1, backward_s=1, parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0,
+                    activation_bytes=1, output_bytes=1)] * 4  # fmt: skip
+    compared = compare(found, TraceCosts(layers, PAPER, None, 1), cut=[0, 1, 2, 3])
+    assert [one.predicted_in_flight for one in compared.workers] == [4, 3, 2, 1, 4, 3, 2, 1]
+    assert [one.measured_in_flight for one in compared.workers] == [4, 3, 2, 1, 4, 3, 2, 1]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "dapple", "interleaved", "zb-h1"])

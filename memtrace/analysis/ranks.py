@@ -42,6 +42,10 @@ class RankRow:
     """Median duration of a step. Ranks that wait for each other have the same."""
     working_ns: int | None = None
     """Median time of a step spent in operators, those of torch.distributed left out."""
+    clock_error_ns: int | None = None
+    """By how much its clock can be off from rank 0's at most."""
+    clock_drift_ns: int | None = None
+    """By how much it had moved against rank 0's when the recording ended."""
     num_oom: int | None = None
     finished: bool | None = None
     problem: str | None = None
@@ -111,10 +115,13 @@ def _row(trace: Trace, number: int) -> RankRow:
 
 def _summed(trace: Trace, number: int) -> RankRow:
     coverage = trace.coverage
+    clock = trace.manifest.get("clock") or {}
     problem = coverage.stop_reason if coverage.stop_reason or coverage.finished else "died while recording"
     common: dict[str, Any] = {
         "rank": number,
         "num_steps": coverage.num_steps,
+        "clock_error_ns": clock.get("error_ns"),
+        "clock_drift_ns": clock.get("drift_ns"),
         "num_oom": int((trace.columns("events", "kind")["kind"] == KIND["oom"]).sum()),
         "finished": coverage.finished,
         "problem": problem,

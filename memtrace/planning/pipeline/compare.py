@@ -11,7 +11,7 @@ from memtrace.planning.pipeline.costs import Layer, cut_costs
 from memtrace.planning.pipeline.from_trace import TraceCosts
 from memtrace.planning.pipeline.measured import Measured
 from memtrace.planning.pipeline.memory import LAST_SENT, MemoryModel, WorkerMemory, memory
-from memtrace.planning.pipeline.recorded import recorded_schedule
+from memtrace.planning.pipeline.recorded import one_pipeline, recorded_schedule
 from memtrace.planning.pipeline.simulate import Simulation, simulate
 from memtrace.planning.pipeline.table import Schedule
 from memtrace.trace import Trace
@@ -81,18 +81,20 @@ def compare(
         cut: the first layer of every stage; without it, where the parameters of the stages say it is.
     """
     planned = schedule or recorded_schedule(found.ranks)
-    if planned.num_workers != len(found.workers):
-        raise MemtraceError(f"{planned.name} has {planned.num_workers} workers, the trace {len(found.workers)}")
+    places = [one.places for one in one_pipeline(found.ranks)]
+    if planned.num_workers != len(places):
+        raise MemtraceError(f"{planned.name} has {planned.num_workers} workers, the trace {len(places)}")
     first_layers = list(cut) if cut is not None else recorded_cut(found, costs.layers)
     if len(first_layers) != planned.num_stages:
         raise MemtraceError(f"the cut has {len(first_layers)} stages, {planned.name} has {planned.num_stages}")
     simulation = simulate(planned, cut_costs(costs.layers, first_layers))
     memories = memory(simulation, _as_run(costs.model, found.torch_schedule))
+    predicted = [memories[places.index(one.places)] for one in found.ranks]
     workers = tuple(
         WorkerComparison(
             measured.rank, measured.peak_bytes, one.peak_bytes, measured.in_flight_peak, one.in_flight_peak
         )
-        for measured, one in zip(found.workers, memories, strict=True)
+        for measured, one in zip(found.workers, predicted, strict=True)
     )
     return Comparison(workers, simulation, memories)
 

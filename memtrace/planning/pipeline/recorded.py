@@ -50,6 +50,11 @@ class RankActions:
         return np.array([action.kind for action in self.actions])
 
     @property
+    def places(self) -> frozenset[tuple[int, int]]:
+        """The (pipeline, stage) pairs that it works for."""
+        return frozenset((action.pipeline, action.stage) for action in self.actions)
+
+    @property
     def in_flight_change(self) -> tuple[Array, Array]:
         """By how much micro-batches in flight change at the start and at the end of every action."""
         begins = np.array([action.kind == FORWARD for action in self.actions], np.int64)
@@ -140,11 +145,17 @@ def last_complete_round(ranks: Sequence[RankActions]) -> int:
     return min(whole)
 
 
+def one_pipeline(ranks: Sequence[RankActions]) -> list[RankActions]:
+    """The first rank of each place: of several pipelines side by side (data parallelism) they make one."""
+    return list({one.places: one for one in reversed(ranks)}.values())[::-1]
+
+
 def recorded_schedule(ranks: Sequence[RankActions], name: str = "recorded") -> Schedule:
-    """The schedule that the ranks ran in their last complete round, as a table; worker i is the i-th of ``ranks``."""
+    """The schedule that the ranks ran in their last complete round; worker i is the i-th of ``one_pipeline``."""
     chosen = last_complete_round(ranks)
     rows = tuple(
-        tuple(action for action, one in zip(rank.actions, rank.round, strict=True) if one == chosen) for rank in ranks
+        tuple(action for action, one in zip(rank.actions, rank.round, strict=True) if one == chosen)
+        for rank in one_pipeline(ranks)
     )
     actions = [action for row in rows for action in row]
     num_stages = 1 + max(action.stage for action in actions)
