@@ -40,6 +40,7 @@ def nothing_left_hooked() -> Iterator[None]:
             dict(optimizer._global_optimizer_pre_hooks),
             dict(optimizer._global_optimizer_post_hooks),
             torch._C._len_torch_dispatch_stack(),
+            [finder for finder in sys.meta_path if type(finder).__module__.startswith("memtrace")],
         )
 
     before = hooks()

@@ -240,18 +240,20 @@ def _by_stage(
     trace: Trace, found: Blocks, chosen: Array, stage_of_block: Array, stage_of_name: dict[str, int], count: int
 ) -> list[int | None]:
     """Bytes of each stage; of what has one name (the gradient of every step) the largest counts once."""
-    sizes: list[dict[Any, int]] = [{} for _ in range(count)]
-    for block in chosen:
-        name = trace.name(int(found.name[block]))
-        stage = stage_of_name.get(name or "", stage_of_name.get((name or "").rpartition(".")[0], -1))
-        if stage < 0:
-            stage = int(stage_of_block[block])
+    # Unnamed blocks are each their own: numbers below -1, which no name has.
+    names = np.where(found.name[chosen] >= 0, found.name[chosen], -2 - chosen)
+    order = np.lexsort((found.size[chosen], names))
+    largest = order[np.append(names[order][1:] != names[order][:-1], True)] if len(order) else order
+    total = [0] * count
+    known = False
+    for block in chosen[largest]:
+        name = trace.name(int(found.name[block])) or ""
+        by_block = int(stage_of_block[block])
+        stage = stage_of_name.get(name, stage_of_name.get(name.rpartition(".")[0], by_block))
         if stage >= 0:
-            key = name if name is not None else int(block)
-            sizes[stage][key] = max(sizes[stage].get(key, 0), int(found.size[block]))
-    if len(chosen) and not any(sizes):
-        return [None] * count
-    return [sum(known.values()) for known in sizes]
+            total[stage] += int(found.size[block])
+            known = True
+    return [None] * count if len(chosen) and not known else list(total)
 
 
 def _first_touching_stage(trace: Trace, one: RankActions, of_action: Array, num_blocks: int) -> Array:
