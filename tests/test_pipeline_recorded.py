@@ -7,6 +7,7 @@ import pytest
 from builders import event, op, trace_of
 from click.testing import CliRunner
 from memtrace.cli import cli
+from memtrace.dashboards.page import render
 
 from memtrace.errors import MemtraceError, TraceError
 from memtrace.planning.pipeline.compare import compare, recorded_cut
@@ -162,6 +163,10 @@ def test_what_is_no_pipeline_or_not_all_of_one_is_refused(tmp_path) -> None:
         measured(job(rank_trace([])))
     with pytest.raises(TraceError, match="lacks stages"):
         recorded_schedule(recorded_actions(job(rank_trace([("F0.0", 0, 1), ("F2.0", 2, 3)]))))
+    nonsense = job(rank_trace([("F0.0", 0, 1), ("sideways", 2, 3)]))
+    with pytest.raises(TraceError, match="sideways"):
+        measured(nonsense)
+    assert "The pipeline on one clock" not in render(nonsense)
     shown = CliRunner().invoke(cli, ["pipeline", str(tmp_path / "nothing")])
     assert isinstance(shown.exception, TraceError)
 

@@ -127,12 +127,12 @@ def recorded_cut(found: Measured, layers: Sequence[Layer]) -> list[int]:
     for stage in range(len(wanted)):
         first_layers.append(layer)
         held, begin = 0, layer
-        while layer < len(layers) and (layer == begin or held < (wanted[stage] or 0)):
+        while layer < len(layers) and (layer == begin or held < (wanted.get(stage) or 0)):
             held += layers[layer].parameter_bytes
             layer += 1
-        if held != wanted[stage]:
+        if held != wanted.get(stage):
             raise MemtraceError(
-                f"no run of layers from {begin} on has the {wanted[stage]} bytes of parameters of stage {stage}: "
+                f"no run of layers from {begin} on has the {wanted.get(stage)} bytes of parameters of stage {stage}: "
                 "give the cut, and the trace of the same model"
             )
     # Layers without parameters behind the last that has some belong to the last stage.

@@ -11,7 +11,7 @@ import numpy as np
 
 from memtrace.analysis.attribution import SPAN, rows_at
 from memtrace.arrays import Array
-from memtrace.errors import TraceError
+from memtrace.errors import MemtraceError, TraceError
 from memtrace.planning.pipeline.actions import BACKWARD, FORWARD, INPUT_BACKWARD, Action, parse_action
 from memtrace.planning.pipeline.order import times
 from memtrace.planning.pipeline.table import Schedule
@@ -109,7 +109,7 @@ def _of_rank(trace: Trace, number: int, reference: Mapping[str, Any]) -> RankAct
     end = start + spans["duration_ns"][rows]
     first = np.flatnonzero(np.append(True, names[1:] != names[:-1]))
     names, start, end = names[first], start[first], end[np.append(first[1:], len(rows)) - 1]
-    parsed = {int(name): parse_action(trace.name(int(name)) or "") for name in np.unique(names)}
+    parsed = {int(name): _parsed(trace, int(name)) for name in np.unique(names)}
     rounds = _occurrence(names)
     start_row, end_row = rows_at(trace, start), rows_at(trace, end)
     behind = np.append(start_row[0], end_row[:-1])
@@ -125,6 +125,13 @@ def _of_rank(trace: Trace, number: int, reference: Mapping[str, Any]) -> RankAct
         end_row,
         rounds,
     )
+
+
+def _parsed(trace: Trace, name: int) -> Action:
+    try:
+        return parse_action(trace.name(name) or "")
+    except MemtraceError as error:
+        raise TraceError(f"{trace.path or 'the trace'} has an action that is none: {error}") from error
 
 
 def _occurrence(names: Array) -> Array:
