@@ -49,11 +49,16 @@ class StepRows:
 
 
 def step_rows(trace: Trace) -> StepRows:
-    """The steps from the spans of kind step, half-open [start, start + duration); empty where there are none."""
+    """The steps, half-open [start, start + duration): the spans of kind step, else those found in the events.
+
+    See ``memtrace.analysis.detection``; empty where there are no spans and nothing repeats.
+    """
 
     def compute() -> StepRows:
         spans = trace.columns("spans", "kind", "start_ns", "duration_ns", "index")
         chosen = np.flatnonzero(spans["kind"] == SPAN["step"])
+        if not len(chosen):
+            return detected_step_rows(trace)
         chosen = chosen[np.argsort(spans["start_ns"][chosen], kind="stable")]
         start, duration = spans["start_ns"][chosen], spans["duration_ns"][chosen]
         return StepRows(
@@ -61,6 +66,16 @@ def step_rows(trace: Trace) -> StepRows:
         )
 
     return trace.cached("step rows", compute)
+
+
+def detected_step_rows(trace: Trace) -> StepRows:
+    """The steps found in the events alone, whatever was marked."""
+    from memtrace.analysis.detection import detect
+
+    rows = detect(trace).rows
+    time = trace.columns("events", "time_ns")["time_ns"]
+    at = time[np.minimum(rows, len(time) - 1)] if len(rows) else rows
+    return StepRows(np.arange(max(len(rows) - 1, 0)), at[:-1], np.diff(at), rows[:-1], rows[1:])
 
 
 @dataclass(frozen=True)

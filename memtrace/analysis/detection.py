@@ -1,0 +1,281 @@
+"""Steps found in the events alone, without marks.
+
+Where reads and writes are there, the beat is that of updates: the same long-lived blocks are read and written in place
+once in every step by operators that allocate nothing, which is what an optimizer does to parameters, and a step ends
+with the last of them. Else it is that of allocations (site, size, rough lifetime), on the shortest cycle whose blocks
+do not regularly outlive the next one, and a step ends where the least is live. Both are n log n.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memtrace.analysis.attribution import KIND, op_column
+from memtrace.analysis.clock import MIN_TICKS, Clock, clocks
+from memtrace.arrays import Array
+from memtrace.trace import Trace
+
+MIN_CONFIDENCE = 0.5
+_TINY_BYTES = 8
+_ENDLESS = 62
+_MAX_RATED = 4
+
+
+@dataclass(frozen=True)
+class Detection:
+    """Steps found in the events: step k is [rows[k], rows[k + 1]) of ``events``; empty where nothing repeats.
+
+    ``confidence`` is the agreement of the symbols of the beat times the usual likeness of neighbouring steps, from 0 to
+    1; below MIN_CONFIDENCE the run is reported as not iterative, with ``rows`` empty. ``method``: 'updates',
+    'allocations' or 'none'.
+    """
+
+    rows: Array
+    confidence: float
+    method: str
+
+    @property
+    def num_steps(self) -> int:
+        """Complete steps."""
+        return max(len(self.rows) - 1, 0)
+
+    @property
+    def period_events(self) -> int | None:
+        """Events of a usual step (median); None where no steps were found."""
+        return int(np.median(np.diff(self.rows))) if self.num_steps else None
+
+
+_NO_ROWS = np.empty(0, np.int64)
+_NOTHING = Detection(_NO_ROWS, 0.0, "none")
+
+
+@dataclass(frozen=True)
+class _Lives:
+    """Of every block its size, the rows in which it begins and ends (the number of rows: never), and whether an
+    operator of the recording made it."""
+
+    size: Array
+    begin: Array
+    end: Array
+    made: Array
+
+
+def detect(trace: Trace) -> Detection:
+    """The steps of a single-rank trace by its events alone, worked out once; marks are not looked at."""
+    return trace.cached("detected steps", lambda: _detect(trace))
+
+
+def _detect(trace: Trace) -> Detection:
+    events = trace.columns("events", "kind", "block", "size", "op")
+    lives = _lives(events["kind"], events["block"], events["size"])
+    likeness = _Likeness(trace)
+    updates = _by_updates(trace, lives)
+    tried = [_rated(likeness, *updates, "updates")] if updates is not None else []
+    if not tried or tried[0].confidence < MIN_CONFIDENCE:
+        tried.append(_by_allocations(trace, lives, likeness))
+    best = max(tried, key=lambda one: one.confidence)
+    return best if best.confidence >= MIN_CONFIDENCE else Detection(_NO_ROWS, best.confidence, "none")
+
+
+def _rated(likeness: _Likeness, ends: Array, agreement: float, method: str) -> Detection:
+    """The steps between ``ends``. Where they hold less than half of the events they are taken as less certain."""
+    rows = _with_cut(ends, likeness.total, method)
+    held = float(rows[-1] - rows[0]) / likeness.total
+    return Detection(rows, round(agreement * likeness.usual(rows) * min(1.0, 2 * held), 4), method)
+
+
+def _lives(kind: Array, block: Array, size: Array) -> _Lives:
+    count, total = int(block.max(initial=-1)) + 1, len(kind)
+    begins = np.flatnonzero(((kind == KIND["alloc"]) | (kind == KIND["baseline"])) & (block >= 0))
+    ends = np.flatnonzero((kind == KIND["free"]) & (block >= 0))
+    sizes, begin = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    end, made = np.full(count, total, np.int64), np.zeros(count, bool)
+    sizes[block[begins]], begin[block[begins]] = np.maximum(size[begins], 0), begins
+    end[block[ends]] = ends
+    made[block[begins]] = kind[begins] == KIND["alloc"]
+    return _Lives(sizes, begin, end, made)
+
+
+def _with_cut(ends: Array, total: int, method: str) -> Array:
+    """The first step begins with the trace where what comes before the first end can be a step, and where the ends are
+    only the places of least memory the last step ends with it."""
+    usual = float(np.median(np.diff(ends))) if len(ends) > 1 else 0.0
+    if ends[0] >= 0.5 * usual:
+        ends = np.concatenate([[0 if ends[0] <= 3 * usual else ends[0] - int(usual)], ends])
+    if method == "allocations" and 0.5 * usual <= total - ends[-1] <= 2 * usual:
+        ends = np.append(ends, total)
+    return ends
+
+
+# -- by updates ----------------------------------------------------------------------------------------------------
+
+
+def _by_updates(trace: Trace, lives: _Lives) -> tuple[Array, float] | None:
+    """The rows after the last update of each step, and the agreement of the updated blocks."""
+    rows = _update_rows(trace, lives)
+    if len(rows) < MIN_TICKS:
+        return None
+    events = trace.columns("events", "block", "op")
+    block = events["block"][rows].astype(np.int64)
+    name = op_column(trace, events["op"][rows], "name").astype(np.int64) + 1
+    keys, symbol = np.unique(block * (int(name.max()) + 1) + name, return_inverse=True)
+    size = lives.size[keys // (int(name.max()) + 1)].astype(np.float64)
+    found = clocks(symbol, rows, size)
+    if not found or len(found[0].ticks) < MIN_TICKS:
+        return None
+    clock = found[0]
+    followers = np.isin(symbol, clock.symbols)
+    return _ends_of_bursts(symbol[followers], rows[followers], clock), clock.agreement
+
+
+def _update_rows(trace: Trace, lives: _Lives) -> Array:
+    """Writes of long-lived blocks by operators that read the same block and allocate nothing."""
+    events = trace.columns("events", "kind", "block", "op")
+    kind, block, op = events["kind"], events["block"], events["op"]
+    long_lived = (lives.end - lives.begin >= 0.4 * len(kind)) & (lives.size > _TINY_BYTES)
+    rows = np.flatnonzero((kind == KIND["write"]) & (op >= 0))
+    rows = rows[long_lived[block[rows]]]
+    if not len(rows):
+        return rows
+    allocates = np.zeros(int(op.max()) + 1, bool)
+    allocates[op[(kind == KIND["alloc"]) & (op >= 0)]] = True
+    rows = rows[~allocates[op[rows]]]
+    reads = np.flatnonzero((kind == KIND["read"]) & (op >= 0))
+    reads = reads[long_lived[block[reads]]]
+    reads = reads[~allocates[op[reads]]]
+    width = len(lives.size)
+    read_pairs = op[reads].astype(np.int64) * width + block[reads]
+    updates: Array = rows[np.isin(op[rows].astype(np.int64) * width + block[rows], read_pairs)]
+    return updates
+
+
+def _ends_of_bursts(symbol: Array, rows: Array, clock: Clock) -> Array:
+    """Where each cycle ends: after the symbol behind which the widest pause comes.
+
+    Of several wide pauses (two optimizers that take turns) the one is taken behind which the trace itself begins.
+    """
+    cycle = np.searchsorted(clock.ticks, rows, side="right") - 1
+    inside = (cycle >= 0) & (cycle < len(clock.ticks) - 1)
+    length = np.diff(clock.ticks)
+    offset = (rows[inside] - clock.ticks[cycle[inside]]) / length[cycle[inside]]
+    numbers, local = np.unique(symbol[inside], return_inverse=True)
+    order = np.lexsort((offset, local))
+    firsts = np.searchsorted(local[order], np.arange(len(numbers)))
+    counts = np.bincount(local)
+    middle = offset[order][firsts + counts // 2]
+    around = np.argsort(middle, kind="stable")
+    pause = np.diff(np.append(middle[around], middle[around][0] + 1))
+    wide = np.flatnonzero(pause >= 0.5 * pause.max())
+    first_seen = np.full(int(symbol.max()) + 1, len(rows))
+    first_seen[symbol[::-1]] = rows[::-1]
+    after = numbers[around[(wide + 1) % len(around)]]
+    last = numbers[around[wide[np.argmin(first_seen[after])]]]
+    ends: Array = rows[symbol == last] + 1
+    return ends
+
+
+# -- by allocations ------------------------------------------------------------------------------------------------
+
+
+def _by_allocations(trace: Trace, lives: _Lives, likeness: _Likeness) -> Detection:
+    """The steps by the beat of allocations."""
+    made = np.flatnonzero(lives.made)
+    if len(made) < 2 * MIN_TICKS:
+        return _NOTHING
+    made = made[np.argsort(lives.begin[made], kind="stable")]
+    begin, end = lives.begin[made], lives.end[made]
+    lasts = np.searchsorted(begin, end) - np.arange(len(made))
+    never = end >= likeness.total
+    bucket = np.where(never, _ENDLESS, np.log2(np.maximum(lasts, 1)).astype(np.int64) // 2)
+    site = site_of_rows(trace, begin)
+    size_code = np.unique(lives.size[made], return_inverse=True)[1]
+    symbol = np.unique((site * (int(size_code.max()) + 1) + size_code) * 64 + bucket, return_inverse=True)[1]
+    found = clocks(symbol, np.arange(len(made)), np.ones(int(symbol.max()) + 1))
+    usable = [clock for clock in found if len(clock.ticks) >= MIN_TICKS and len(clock.symbols) > 1][:_MAX_RATED]
+    live = _live_bytes(trace, lives)
+    rated = [
+        (clock, _rated(likeness, _least_live(live, begin[clock.ticks]), clock.agreement, "allocations"))
+        for clock in usable
+    ]
+    return _shortest_whole(rated, symbol, np.where(never, 0, lasts)) if rated else _NOTHING
+
+
+def site_of_rows(trace: Trace, rows: Array) -> Array:
+    """A number for the site of each row of events: its operator's stack and name; 0 where neither is known."""
+    op = trace.columns("events", "op")["op"][rows]
+    stack, name = op_column(trace, op, "stack").astype(np.int64), op_column(trace, op, "name").astype(np.int64)
+    return (stack + 1) * (int(name.max(initial=-1)) + 2) + name + 1
+
+
+def _shortest_whole(rated: list[tuple[Clock, Detection]], symbol: Array, lasts: Array) -> Detection:
+    """The steps of the heaviest likely beat, or of a slower one when blocks on that live through several of its cycles.
+
+    Gradients that live through the micro-batches of one step show that those are not steps.
+    """
+    best = max(one.confidence for _, one in rated)
+    likely = [pair for pair in rated if pair[1].confidence >= 0.8 * best]
+    places = np.arange(len(symbol))
+    clock, steps = likely[0]
+    while True:
+        crossed = np.searchsorted(clock.ticks, places + lasts) - np.searchsorted(clock.ticks, places)
+        outliving = np.unique(symbol[crossed >= 2])
+        slower = [
+            pair
+            for pair in likely
+            if len(pair[0].ticks) <= 0.6 * len(clock.ticks) and len(np.intersect1d(pair[0].symbols, outliving)) > 1
+        ]
+        if not slower:
+            return steps
+        clock, steps = slower[0]
+
+
+def _live_bytes(trace: Trace, lives: _Lives) -> Array:
+    """The bytes live after each row, less those of the start."""
+    events = trace.columns("events", "kind", "block")
+    kind, block = events["kind"], events["block"]
+    change = np.where(kind == KIND["alloc"], 1, np.where(kind == KIND["free"], -1, 0))
+    live: Array = np.cumsum(np.where(block >= 0, change * lives.size[block], 0))
+    return live
+
+
+def _least_live(live: Array, ticks: Array) -> Array:
+    """The row in each cycle after which the least is live, the last of equals: steps end there."""
+    inside = live[ticks[0] : ticks[-1]]
+    low = np.minimum.reduceat(inside, ticks[:-1] - ticks[0])
+    cycle = np.repeat(np.arange(len(low)), np.diff(ticks))
+    lowest = np.flatnonzero(inside == low[cycle])
+    last = np.zeros(len(low), np.int64)
+    last[cycle[lowest]] = lowest
+    return last + ticks[0] + 1
+
+
+class _Likeness:
+    """How alike neighbouring steps are: the share of allocations and accesses of one site that both have."""
+
+    def __init__(self, trace: Trace) -> None:
+        kind = trace.columns("events", "kind")["kind"]
+        self.total = len(kind)
+        self._rows = np.flatnonzero((kind == KIND["alloc"]) | (kind == KIND["write"]))
+        site = site_of_rows(trace, self._rows)
+        self._symbol = np.unique(site * 16 + kind[self._rows], return_inverse=True)[1]
+        if not len(self._symbol) or self._symbol.max() <= 1:  # no sites are told: sizes must do
+            size = trace.columns("events", "size")["size"][self._rows]
+            self._symbol = np.unique(size, return_inverse=True)[1]
+
+    def usual(self, bounds: Array) -> float:
+        """The median over the steps of the better likeness to the one before and the one after."""
+        steps = len(bounds) - 1
+        if steps < 2:
+            return 0.0
+        step = np.searchsorted(bounds, self._rows, side="right") - 1
+        inside = (step >= 0) & (step < steps)
+        keys, number = np.unique(self._symbol[inside].astype(np.int64) * (steps + 1) + step[inside], return_counts=True)
+        total = np.maximum(np.bincount(step[inside], minlength=steps), 1)
+        follows = np.flatnonzero(np.diff(keys) == 1)
+        shared = np.bincount(
+            keys[follows] % (steps + 1), weights=np.minimum(number[follows], number[follows + 1]), minlength=steps
+        )[: steps - 1]
+        alike = shared / np.maximum(total[:-1], total[1:])
+        return float(np.median(np.maximum(np.append(alike, 0), np.append(0, alike))))
