@@ -20,6 +20,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "ranks": ("memtrace.cli.ranks", "Compare the ranks of one job, and say which to look at first."),
     "pipeline": ("memtrace.cli.pipeline", "Compare the stages of a recorded pipeline."),
     "plan": ("memtrace.cli.plan", "Predict what a change would give, such as another allocator setting."),
+    "steps": ("memtrace.cli.steps", "Find the steps, with or without marks, and tell whether they are alike."),
+    "access": ("memtrace.cli.access", "Tell how long blocks lie untouched, and what could be swapped out."),
+    "leaks": ("memtrace.cli.leaks", "Tell what grows from step to step, and from which line."),
     "doctor": ("memtrace.cli.doctor", "Tell what works on this machine, and what is missing."),
 }
 

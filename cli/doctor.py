@@ -7,16 +7,21 @@ from importlib import metadata
 from typing import Any
 
 import click
-from memtrace.cli.output import console, plain_table, print_json
+from memtrace.cli.output import console, duration, plain_table, print_json
 
 PACKAGES = ("memtrace", "torch", "numpy", "pandas", "pyarrow", "plotly")
 
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
-def command(as_json: bool) -> None:
+@click.option("--bandwidth", is_flag=True, help="Measure copies between the device and the host (some seconds).")
+def command(as_json: bool, bandwidth: bool) -> None:
     """Tell versions, the compiler, the observer that would be used, the GPU, and how to get what is missing."""
     found = examine()
+    if bandwidth:
+        from memtrace.analysis.bandwidth import measure
+
+        found["bandwidth"] = measure().as_dict()
     if as_json:
         print_json(found)
         return
@@ -25,6 +30,11 @@ def command(as_json: bool) -> None:
         table.add_row(name, value or "not installed")
     for name in ("compiler", "cache", "observer", "gpu", "cuda_headers"):
         table.add_row(name.replace("_", " "), str(found[name] or "none"))
+    for way in ("out", "in"):
+        if bandwidth:
+            told = found["bandwidth"][way]
+            cost = f"{told['gb_per_s']:.2f} GB/s, starting after {duration(told['start_ns'])}"
+            table.add_row(f"copies {way}", f"{cost} ({found['bandwidth']['source']})")
     out = console()
     out.print(table)
     for advice in found["advice"] or ["Nothing is missing."]:

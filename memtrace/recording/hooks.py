@@ -6,6 +6,7 @@ All are undone.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -16,6 +17,7 @@ from torch.optim import optimizer as optimizer_hooks
 from memtrace.recording.labels import Labeller
 from memtrace.recording.observers import Observer
 from memtrace.recording.pipelining import watch_pipelining
+from memtrace.schema import NAME_KINDS, SPAN_KINDS
 
 
 def install(observer: Observer, labeller: Labeller, stepped: Callable[[torch.optim.Optimizer], None]) -> ExitStack:
@@ -24,7 +26,13 @@ def install(observer: Observer, labeller: Labeller, stepped: Callable[[torch.opt
     try:
         _watch_modules(observer, labeller, undo)
         _watch_backward(observer, undo)
-        _watch_optimizers(labeller, stepped, undo)
+        flush = _watch_collections(observer, undo)
+
+        def after_step(optimizer: torch.optim.Optimizer) -> None:
+            flush()
+            stepped(optimizer)
+
+        _watch_optimizers(labeller, after_step, undo)
         watch_pipelining(observer, undo)
     except BaseException:
         undo.close()
@@ -90,6 +98,31 @@ def _watch_backward(observer: Observer, undo: ExitStack) -> None:
                 place._engine_run_backward = original
 
     undo.callback(restore)
+
+
+def _watch_collections(observer: Observer, undo: ExitStack) -> Callable[[], None]:
+    """Note the garbage collections that freed something: what they free, reference cycles held.
+
+    A collection can begin anywhere, inside the observer as well: its span is written later, by the returned function.
+    """
+    now, started = observer.now, [0]
+    ended: list[tuple[int, int]] = []
+    name = observer.name_id(NAME_KINDS.index("range"), "gc")
+
+    def collects(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            started[0] = now()
+        elif info.get("collected"):
+            ended.append((started[0], now()))
+
+    def flush() -> None:
+        while ended:
+            observer.span(SPAN_KINDS.index("range"), name, *ended.pop(), -1)
+
+    gc.callbacks.append(collects)
+    undo.callback(flush)
+    undo.callback(gc.callbacks.remove, collects)
+    return flush
 
 
 def _watch_optimizers(labeller: Labeller, stepped: Callable[[torch.optim.Optimizer], None], undo: ExitStack) -> None:

@@ -1,0 +1,79 @@
+"""``memtrace leaks``: what grows from step to step, how fast, and when the memory is full."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import click
+from memtrace.cli.output import console, counted, open_traces, plain_table, print_json, size
+from memtrace.cli.tabular import print_csv
+from rich.console import Console
+from rich.markup import escape
+
+from memtrace.errors import MemtraceError
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+CSV_COLUMNS = ("site", "category", "bytes_per_step", "num_growing_steps", "num_blocks", "bytes_live", "cycle_bytes")
+
+
+@click.command("leaks")
+@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path())
+@click.option("--rank", type=int, help="One rank of a trace of several; the first without it.")
+@click.option("--steps", "min_steps", type=click.IntRange(2), default=3, show_default=True,
+              help="Growth in fewer steps is none.")  # fmt: skip
+@click.option("--capacity", help="Bytes there are, such as 16GiB: tells after how many steps they are used up.")
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print one line a leak.")
+def command(
+    traces: tuple[str, ...], rank: int | None, min_steps: int, capacity: str | None, as_json: bool, as_csv: bool
+) -> None:
+    """Tell which lines of TRACE keep more memory after every step."""
+    from memtrace.analysis.leaks import leaks
+
+    limit = None if capacity is None else parsed_bytes(capacity)
+    opened = open_traces(traces)
+    found = leaks(opened.rank(opened.ranks[0] if rank is None else rank), min_steps, limit).as_dict()
+    if as_json:
+        print_json(found)
+    elif as_csv:
+        print_csv(CSV_COLUMNS, found["leaks"])
+    else:
+        _print(console(), " ".join(traces), found)
+
+
+def parsed_bytes(text: str) -> int:
+    """Bytes of a text such as 4096, 16GiB or 1.5 G (binary units). MemtraceError where it is none."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:iB|B)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise MemtraceError(f"{text!r} is no number of bytes; write it as 17179869184, 16GiB or 512M")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _print(out: Console, name: str, found: dict[str, Any]) -> None:
+    if not found["num_steps"]:
+        out.print(f"[bold]{escape(name)}[/]: too few steps to tell what grows")
+        return
+    if not found["leaks"]:
+        out.print(f"[bold]{escape(name)}[/]: no leaks in {counted(found['num_steps'], 'step')} after warm-up")
+    else:
+        out.print(
+            f"[bold]{escape(name)}: grows by {size(round(found['bytes_per_step']))} a step[/] "
+            f"({counted(found['num_steps'], 'step')} after warm-up)"
+        )
+        table = plain_table("a step", "live", "blocks", "category", "line")
+        for row in found["leaks"]:
+            table.add_row(size(round(row["bytes_per_step"])), size(row["bytes_live"]), f"{row['num_blocks']:,}",
+                          row["category"], escape(row["site"] or "(no stack was taken)"))  # fmt: skip
+        out.print(table)
+    if found["steps_to_capacity"] is not None:
+        out.print(f"{size(found['capacity_bytes'])} are reached after {counted(found['steps_to_capacity'], 'more step')}")
+    if found["cycle_bytes"]:
+        out.print(f"reference cycles: {size(found['cycle_bytes'])} were freed only by Python's garbage collector")
+    if found["outliving"]:
+        table = plain_table("outlives its usual life", "bytes", "blocks", "usual", "longest", "")
+        for row in found["outliving"]:
+            table.add_row(escape(row["site"]), size(row["bytes"]), f"{row['num_blocks']:,}",
+                          counted(row["usual_steps"], "step"), counted(row["longest_steps"], "step"), "")  # fmt: skip
+        out.print()
+        out.print(table)
