@@ -67,7 +67,9 @@ def _print(out: Console, name: str, found: dict[str, Any]) -> None:
                           row["category"], escape(row["site"] or "(no stack was taken)"))  # fmt: skip
         out.print(table)
     if found["steps_to_capacity"] is not None:
-        out.print(f"{size(found['capacity_bytes'])} are reached after {counted(found['steps_to_capacity'], 'more step')}")
+        out.print(
+            f"{size(found['capacity_bytes'])} are reached after {counted(found['steps_to_capacity'], 'more step')}"
+        )
     if found["cycle_bytes"]:
         out.print(f"reference cycles: {size(found['cycle_bytes'])} were freed only by Python's garbage collector")
     if found["outliving"]:

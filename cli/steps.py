@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import click
@@ -30,7 +31,7 @@ def command(traces: tuple[str, ...], rank: int | None, from_events: bool, as_jso
         print_csv(
             ("step", "start_ns", "end_ns", "events", "bytes", "roles"),
             ({"start_ns": a, "end_ns": b, **even.get(n, {}), "step": n}
-             for n, (a, b) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))),
+             for n, (a, b) in enumerate(pairwise(bounds))),
         )  # fmt: skip
     else:
         _print(console(), " ".join(traces), found)
@@ -47,7 +48,7 @@ def _print(out: Console, name: str, found: dict[str, Any]) -> None:
         )
         return
     bounds = found["boundaries_ns"]
-    lasts = sorted(b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True))[found["num_steps"] // 2]
+    lasts = sorted(b - a for a, b in pairwise(bounds))[found["num_steps"] // 2]
     out.print(
         f"[bold]{escape(name)}[/]: {found['num_steps']} steps, {_SOURCES[found['source']]}; a usual one has "
         f"{found['period_events']:,} events and takes {duration(lasts)}"

@@ -77,6 +77,7 @@ def print_summary(out: Console, name: str, found: dict[str, Any]) -> None:
     if not found["devices"]:
         out.print("No memory events were recorded.")
     _print_steps(out, found["steps"])
+    _print_patterns(out, found["patterns"])
     out.print(f"\nNext: memtrace report {escape(name)} -o report.html", style="dim")
 
 
@@ -168,7 +169,9 @@ _NOWHERE = {
 def _print_steps(out: Console, steps: dict[str, Any]) -> None:
     out.print()
     if steps["count"] == 0:
-        out.print("steps: none found; mark them with rec.step() or rec.steps(loader)")
+        out.print(
+            "steps: none were marked and nothing repeats in the events; mark them with rec.step() or rec.steps(loader)"
+        )
         return
     wait = steps["data_wait_share"]
     waits = share(wait, 1) if wait is not None else UNKNOWN
@@ -187,3 +190,12 @@ def _print_steps(out: Console, steps: dict[str, Any]) -> None:
         out.print(f"[bold]growth: {size(growth)} a step[/] stays live:")
         for row in steps["growth_sources"]:
             out.print(f"    {size(row['bytes_per_step'])} a step  {escape(row['site'])}")
+
+
+def _print_patterns(out: Console, told: dict[str, Any]) -> None:
+    if told["stability_bytes"] is not None:
+        out.print(f"pattern: a usual step matches the others in {share(told['stability_bytes'], 1)} of its bytes")
+    if told["leak_site"]:
+        out.print(f"[bold]leak: {size(round(told['leak_bytes_per_step']))} a step[/] at {escape(told['leak_site'])}")
+    if told["swappable_bytes_at_peak"]:
+        out.print(f"untouched across the peak, long enough to be swapped: {size(told['swappable_bytes_at_peak'])}")

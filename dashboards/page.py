@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
-from memtrace.dashboards import allocator, findings, held, holders, lifetimes, pipeline, steps, timeline
+from memtrace.dashboards import (
+    access,
+    allocator,
+    findings,
+    growth,
+    held,
+    holders,
+    lifetimes,
+    pipeline,
+    stability,
+    steps,
+    timeline,
+)
 from memtrace.dashboards.palette import (
     CATEGORY_COLORS,
     CATEGORY_LABELS,
@@ -125,6 +137,38 @@ SECTIONS: Final = (
         "Every step should look like the one before it: a line that climbs is memory that is never given back.",
         steps.steps_figure,
         "No steps were found: mark them with rec.step() or rec.steps(loader).",
+        height=440,
+    ),
+    Section(
+        "stability",
+        "Are the steps alike",
+        "How much of every step matches the usual one: the same block from the same line, as large, and accessed as "
+        "often. What is not blue differs; memtrace steps names the blocks.",
+        stability.stability_figure,
+        height=260,
+    ),
+    Section(
+        "growth",
+        "What grows",
+        "What the lines of your code keep at the end of every step. A bold line that climbs to the end is a leak; one "
+        "that levels off is not.",
+        growth.growth_figure,
+        height=360,
+    ),
+    Section(
+        "intervals",
+        "How long blocks lie untouched",
+        "Times between two accesses of one block by different operators. Long ones are memory that nobody needs "
+        "meanwhile.",
+        access.intervals_figure,
+        height=380,
+    ),
+    Section(
+        "outliers",
+        "What could be swapped out meanwhile",
+        "Below the line a block can be copied out and back before it is needed again; most intervals are too short. "
+        "memtrace access takes the bandwidths of your machine.",
+        access.outliers_figure,
         height=440,
     ),
     Section(

@@ -23,8 +23,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99, 100)
-SIZE_CLASSES = ((0, "< 4 KiB"), (4 << 10, "4 KiB to 64 KiB"), (64 << 10, "64 KiB to 1 MiB"), (1 << 20, "1 MiB to 16 MiB"),
-                (16 << 20, ">= 16 MiB"))  # fmt: skip
+SIZE_CLASSES = (
+    (0, "< 4 KiB"),
+    (4 << 10, "4 KiB to 64 KiB"),
+    (64 << 10, "64 KiB to 1 MiB"),
+    (1 << 20, "1 MiB to 16 MiB"),
+    (16 << 20, ">= 16 MiB"),
+)
 TOP = 10
 
 
@@ -146,7 +151,7 @@ def intervals_table(trace: Trace) -> pd.DataFrame:
     found, told = intervals(trace), blocks(trace)
     stacks, place = np.unique(told.stack[found.block], return_inverse=True)
     sites = [site(trace, int(stack)) for stack in stacks]
-    return pd.DataFrame({
+    frame: pd.DataFrame = pd.DataFrame({
         "block": found.block,
         "bytes": told.size[found.block],
         "category": pd.Categorical.from_codes(told.category[found.block].tolist(), pd.Index(CATEGORIES)),
@@ -155,6 +160,7 @@ def intervals_table(trace: Trace) -> pd.DataFrame:
         "interval_ns": found.ns,
         "covers_peak": covers_peak(trace, np.arange(len(found.ns))),
     })  # fmt: skip
+    return frame
 
 
 def access(trace: Trace, costs: Bandwidths = PUBLISHED, min_bytes: int = 1 << 20) -> dict[str, Any]:

@@ -22,7 +22,10 @@ def measure() -> Bandwidths:
     device = torch.device("cuda:0" if cuda else "cpu")
     inside = torch.empty(SIZES[-1], dtype=torch.uint8, device=device).fill_(1)
     outside = torch.empty(SIZES[-1], dtype=torch.uint8, pin_memory=cuda).fill_(1)
-    wait = torch.cuda.synchronize if cuda else lambda: None
+
+    def wait() -> None:
+        if cuda:
+            torch.cuda.synchronize()
 
     def out(size: int) -> None:
         outside[:size].copy_(inside[:size], non_blocking=True)

@@ -64,9 +64,7 @@ def _best_of(
         ticks = place[order[starts[reference] : starts[reference + 1]]]
         once = _share_once(local, places, ticks, len(group))
         following = once >= FOLLOWS
-        clock = Clock(
-            ticks, group[following], float(once[following].mean()), float(weight[group[following]].sum())
-        )
+        clock = Clock(ticks, group[following], float(once[following].mean()), float(weight[group[following]].sum()))
         if best is None or clock.weight > best.weight:
             best = clock
     return best

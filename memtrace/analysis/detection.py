@@ -248,7 +248,8 @@ def _least_live(live: Array, ticks: Array) -> Array:
     lowest = np.flatnonzero(inside == low[cycle])
     last = np.zeros(len(low), np.int64)
     last[cycle[lowest]] = lowest
-    return last + ticks[0] + 1
+    ends: Array = last + ticks[0] + 1
+    return ends
 
 
 class _Likeness:

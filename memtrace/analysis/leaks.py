@@ -170,7 +170,8 @@ def _growing(
 def _outliving(trace: Trace, first: Array, end: Array) -> tuple[Outliving, ...]:
     """Roles with blocks that live on for at least two steps more than is usual for them."""
     found, size = roles(trace), blocks(trace).size
-    mine = np.flatnonzero((found.of_block >= 0) & (blocks(trace).step >= 0))
+    steady = blocks(trace).step >= step_rows(trace).number[WARM_UP_STEPS]
+    mine = np.flatnonzero((found.of_block >= 0) & steady)
     role, lasts = found.of_block[mine], (end - first)[mine]
     usual = middle_by(role, lasts, len(found))
     # Only roles that nearly every step has say what is usual.

@@ -85,18 +85,18 @@ def _compute(trace: Trace) -> Stability:
         present = np.bincount(step, weight, minlength=len(numbers))
         present_usual = np.bincount(step[is_usual[role]], usual_weight[role[is_usual[role]]], minlength=len(numbers))
         missing = np.maximum(usual_weight[is_usual].sum() - present_usual, 0)
-        return np.round(matching / np.maximum(present + missing, 1), 6)
+        shares: Array = np.round(matching / np.maximum(present + missing, 1), 6)
+        return shares
 
     events = accesses + 1 + (told.free_event[mine] >= 0)
     usual_events = np.where(usual_accesses >= 0, usual_accesses + 2, 0)
-    shares = {
-        "roles": share(np.ones(len(mine)), np.ones(count)),
-        "bytes": share(size.astype(np.float64), usual_size.astype(np.float64)),
-        "events": share(events.astype(np.float64), usual_events.astype(np.float64)),
-    }
-    tail = {f"usual_{name}": _median(values[_warm_up(len(numbers)) :]) for name, values in shares.items()}
+    by_roles = share(np.ones(len(mine)), np.ones(count))
+    by_bytes = share(size.astype(np.float64), usual_size.astype(np.float64))
+    by_events = share(events.astype(np.float64), usual_events.astype(np.float64))
+    tail = [_median(values[_warm_up(len(numbers)) :]) for values in (by_roles, by_bytes, by_events)]
     differs = (steady & ~matches, same_size, same_accesses, is_usual)
-    return Stability(numbers, **shares, **tail, differences=_differences(trace, role, step, usual_size, *differs))
+    differences = _differences(trace, role, step, usual_size, *differs)
+    return Stability(numbers, by_roles, by_bytes, by_events, *tail, differences=differences)
 
 
 def _warm_up(num_steps: int) -> int:
@@ -189,7 +189,7 @@ def pattern_as_dict(trace: Trace, from_events: bool = False) -> dict[str, Any]:
 
     ``source``, ``iterative``, ``num_steps``, ``boundaries_ns`` (each step's start, and the last one's end),
     ``period_events`` (median events of a step), ``confidence`` (of the detection; 1 for marks), ``method``,
-    ``agreement`` (see ``StepPattern``), ``stability`` (the usual share of events, bytes and roles, and by step; it is of
+    ``agreement`` (see ``StepPattern``), ``stability`` (the usual share of events, bytes and roles, and by step; of
     the marked steps where there are marks), ``differences`` (see ``Difference``), ``law`` (see ``Law``).
     """
     found, even = step_pattern(trace, from_events), stability(trace)
@@ -219,4 +219,3 @@ def pattern_as_dict(trace: Trace, from_events: bool = False) -> dict[str, Any]:
         "differences": [asdict(one) for one in even.differences],
         "law": asdict(grows) if grows else None,
     }
-

@@ -6,12 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from memtrace.analysis.access import PUBLISHED, covers_peak, intervals, swappable
 from memtrace.analysis.blocks import blocks
+from memtrace.analysis.detection import detect
 from memtrace.analysis.fragmentation import fragmentation
 from memtrace.analysis.growth import growth
+from memtrace.analysis.leaks import leaks
 from memtrace.analysis.oom import OutOfMemory, out_of_memory
 from memtrace.analysis.peak import Peak, by_category, by_module_pattern, by_site, peak
 from memtrace.analysis.sites import site
+from memtrace.analysis.stability import stability
 from memtrace.analysis.steps import step_columns
 from memtrace.arrays import Array
 from memtrace.schema import CATEGORIES, SPAN_KINDS
@@ -28,6 +32,8 @@ def summary(trace: Trace) -> dict[str, Any]:
     growth_sources (None with too few steps); ``devices``: a list of device, peak (requested_bytes, allocated_bytes,
     reserved_bytes, time_ns, step, phase, by_category, top_sites, top_modules, top_blocks), baseline_requested_bytes,
     live_requested_bytes_at_end, reserved_bytes_at_end, fragmentation (see ``Fragmentation``; None without segments);
+    ``patterns``: iterative, detected_steps and detection_confidence (by the events alone), stability_bytes (share of a
+    usual step's bytes that match the others), swappable_bytes_at_peak, leak_bytes_per_step, leak_site;
     ``out_of_memory``: a list (see ``OutOfMemory``, with ``site`` for each stack). Requested is what the program asked
     for, allocated what the allocator counts; each has its own maximum over time. What is grouped is live at the
     requested peak (where requests are not told, at the peak of the blocks' own sizes, and in those).
@@ -42,7 +48,24 @@ def summary(trace: Trace) -> dict[str, Any]:
         },
         "steps": _steps(trace),
         "devices": [_device(trace, peak(trace, device)) for device in trace.devices],
+        "patterns": _patterns(trace),
         "out_of_memory": [failure_as_dict(trace, failure) for failure in out_of_memory(trace)],
+    }
+
+
+def _patterns(trace: Trace) -> dict[str, Any]:
+    even, untouched = stability(trace), swappable(trace, PUBLISHED, min_bytes=1 << 20)
+    at_peak = np.unique(intervals(trace).block[untouched[covers_peak(trace, untouched)]])
+    grows = leaks(trace)
+    found = detect(trace)
+    return {
+        "iterative": bool(len(even.step)),
+        "detected_steps": found.num_steps,
+        "detection_confidence": found.confidence,
+        "stability_bytes": even.usual_bytes,
+        "swappable_bytes_at_peak": int(blocks(trace).size[at_peak].sum()) if len(intervals(trace).ns) else None,
+        "leak_bytes_per_step": grows.bytes_per_step if grows.num_steps else None,
+        "leak_site": grows.leaks[0].site if grows.leaks else None,
     }
 
 
