@@ -75,7 +75,7 @@ def intervals_figure(trace: Trace, device: str) -> go.Figure | None:
 def outliers_figure(trace: Trace, device: str) -> go.Figure | None:
     """Interval against size, with the line S/B_out + S/B_in = ATI: blocks below it can go out and come back in time.
 
-    Drawn are the intervals of the most bytes, each above a thousandth of the largest size. None without accesses.
+    Half of the intervals drawn are the longest of the largest blocks, the others evenly spread. None without accesses.
     """
     found, told = intervals(trace), blocks(trace)
     here = np.flatnonzero((told.device[found.block] == trace.devices.index(device)) & (found.ns > 0))
@@ -83,8 +83,10 @@ def outliers_figure(trace: Trace, device: str) -> go.Figure | None:
     if not len(here):
         return None
     size = told.size[found.block[here]]
-    # Longest intervals and largest blocks first: what is small and short can be of no use.
-    chosen = here[np.argsort(-(np.log2(size) + np.log2(found.ns[here])), kind="stable")[:MAX_POINTS]]
+    # Long intervals of large blocks matter most; a few of all the others show how rare they are.
+    order = here[np.argsort(-(np.log2(size) + np.log2(found.ns[here])), kind="stable")]
+    rest = order[MAX_POINTS // 2 :]
+    chosen = np.concatenate([order[: MAX_POINTS // 2], rest[:: max(1, -(-2 * len(rest) // MAX_POINTS))]])
     fits = np.isin(chosen, swappable(trace, PUBLISHED))
     us, mib = found.ns[chosen] / 1e3, told.size[found.block[chosen]] / 2**20
     category = told.category[found.block[chosen]]
@@ -122,10 +124,10 @@ def outliers_figure(trace: Trace, device: str) -> go.Figure | None:
         )  # fmt: skip
     held = int(told.size[np.unique(found.block[chosen[fits]])].sum())
     figure.update_layout(
-        xaxis={"type": "log", "title": {"text": "untouched for (µs)"}},
-        yaxis={"type": "log", "title": {"text": "size of the block (MiB)"}},
+        xaxis={"type": "log", "dtick": 1, "tickformat": ",~g", "title": {"text": "untouched for (µs)"}},
+        yaxis={"type": "log", "dtick": 1, "tickformat": "~g", "title": {"text": "size of the block (MiB)"}},
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        meta={"note": f"{len(chosen):,} of {len(here):,} intervals, those of most bytes and time; of them "
+        meta={"note": f"{len(chosen):,} of {len(here):,} intervals, half of them those of most bytes and time; "
               f"{int(fits.sum()):,} (dots, blocks of {bytes_text(held)}) lie below the line at the "
               f"{PUBLISHED.out.gb_per_s:.1f} and {PUBLISHED.back.gb_per_s:.1f} GB/s of {PUBLISHED.source}."},
     )  # fmt: skip

@@ -58,7 +58,9 @@ def _best_of(
     local = np.searchsorted(group, symbol[mine])
     places = place[mine]
     exact = group[counts[group] == count]
-    references = exact[np.argsort(-weight[exact], kind="stable")[:_REFERENCES]]
+    # What goes on through the whole sequence is the better reference.
+    span = place[order[starts[exact + 1] - 1]] - place[order[starts[exact]]]
+    references = exact[np.argsort(-weight[exact] * span, kind="stable")[:_REFERENCES]]
     best: Clock | None = None
     for reference in references.tolist():
         ticks = place[order[starts[reference] : starts[reference + 1]]]

@@ -21,6 +21,7 @@ MIN_CONFIDENCE = 0.5
 _TINY_BYTES = 8
 _ENDLESS = 62
 _MAX_RATED = 4
+_MAX_RATIO = 4
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,9 @@ def _rated(likeness: _Likeness, ends: Array, agreement: float, method: str) -> D
     """The steps between ``ends``. Where they hold less than half of the events they are taken as less certain."""
     rows = _with_cut(ends, likeness.total, method)
     held = float(rows[-1] - rows[0]) / likeness.total
+    if method == "allocations":  # a beat within steps, with something long between them, is none of steps
+        length = np.diff(rows)
+        held *= float(length[length <= _MAX_RATIO * np.median(length)].sum() / max(length.sum(), 1))
     return Detection(rows, round(agreement * likeness.usual(rows) * min(1.0, 2 * held), 4), method)
 
 
@@ -241,15 +245,22 @@ def _live_bytes(trace: Trace, lives: _Lives) -> Array:
 
 
 def _least_live(live: Array, ticks: Array) -> Array:
-    """The row in each cycle after which the least is live, the last of equals: steps end there."""
-    inside = live[ticks[0] : ticks[-1]]
+    """The row in each cycle after which the least is live, the last of equals: steps end there.
+
+    A cycle whose least is elsewhere than in most (in the first one nothing is kept yet) ends where the others do.
+    """
+    inside, length = live[ticks[0] : ticks[-1]], np.diff(ticks)
     low = np.minimum.reduceat(inside, ticks[:-1] - ticks[0])
-    cycle = np.repeat(np.arange(len(low)), np.diff(ticks))
+    cycle = np.repeat(np.arange(len(low)), length)
     lowest = np.flatnonzero(inside == low[cycle])
     last = np.zeros(len(low), np.int64)
     last[cycle[lowest]] = lowest
-    ends: Array = last + ticks[0] + 1
-    return ends
+    offset = last + ticks[0] - ticks[:-1]
+    usual = int(np.median(offset[len(offset) // 2 :]))
+    elsewhere = np.abs(offset - usual) > 0.1 * length
+    offset[elsewhere] = np.minimum(usual, length[elsewhere] - 1)
+    ends = ticks[:-1] + offset + 1
+    return np.append(ends, ticks[-1] + usual + 1) if ticks[-1] + usual < len(live) else ends
 
 
 class _Likeness:

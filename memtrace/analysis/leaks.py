@@ -127,11 +127,20 @@ def growth_curves(trace: Trace, top: int = TOP) -> list[tuple[str, Array, bool]]
     kept = np.flatnonzero((found.alloc_event >= 0) & (end > first))
     if not len(ends) or not len(kept):
         return []
-    stacks, group = np.unique(found.stack[kept], return_inverse=True)
-    live = live_at_ends(group, found.size[kept], first[kept], end[kept], len(stacks), len(ends))
+    sites, group = _by_site(trace, found.stack[kept])
+    live = live_at_ends(group, found.size[kept], first[kept], end[kept], len(sites), len(ends))
     grows = np.array([is_growth(row[WARM_UP_STEPS:], MIN_STEPS) for row in live])
     order = np.lexsort((-live[:, -1], ~grows))[:top]
-    return [(site(trace, int(stacks[one])) or "no stack", live[one], bool(grows[one])) for one in order]
+    return [(sites[one] or "no stack", live[one], bool(grows[one])) for one in order]
+
+
+def _by_site(trace: Trace, stacks: Array) -> tuple[list[str | None], Array]:
+    """The sites of some stacks, and for each stack the place of its site."""
+    distinct, place = np.unique(stacks, return_inverse=True)
+    texts = [site(trace, int(stack)) for stack in distinct]
+    sites = list(dict.fromkeys(texts))
+    number = {text: at for at, text in enumerate(sites)}
+    return sites, np.array([number[text] for text in texts], np.int64)[place]
 
 
 def _growing(
@@ -140,9 +149,9 @@ def _growing(
     if not len(kept):
         return []
     found = blocks(trace)
-    # By stack alone: a leaked block and the one that is still in use may differ in category.
-    stacks, group = np.unique(found.stack[kept], return_inverse=True)
-    live = live_at_ends(group, found.size[kept], first, end, len(stacks), num_steps)
+    # By site alone: a leaked block and the one that is still in use may differ in category.
+    sites, group = _by_site(trace, found.stack[kept])
+    live = live_at_ends(group, found.size[kept], first, end, len(sites), num_steps)
     freed_by_gc = np.zeros(len(found), bool)
     if cycle is not None:
         freed_by_gc[cycle] = True
@@ -152,10 +161,10 @@ def _growing(
             continue
         mine = kept[(group == one) & (end == num_steps)]
         largest = np.bincount(found.category[mine], found.size[mine], minlength=len(CATEGORIES)).argmax()
-        of_site = found.stack == stacks[one]
+        of_site = np.isin(found.stack, found.stack[mine])
         rows.append(
             Leak(
-                site(trace, int(stacks[one])),
+                sites[one],
                 CATEGORIES[int(largest)],
                 float(np.polyfit(np.arange(num_steps), live[one], 1)[0]),
                 int((np.diff(live[one]) > 0).sum()),

@@ -93,10 +93,11 @@ def _compute(trace: Trace) -> Stability:
     by_roles = share(np.ones(len(mine)), np.ones(count))
     by_bytes = share(size.astype(np.float64), usual_size.astype(np.float64))
     by_events = share(events.astype(np.float64), usual_events.astype(np.float64))
-    tail = [_median(values[_warm_up(len(numbers)) :]) for values in (by_roles, by_bytes, by_events)]
+    first = _warm_up(len(numbers))
+    medians = (_median(by_roles[first:]), _median(by_bytes[first:]), _median(by_events[first:]))
     differs = (steady & ~matches, same_size, same_accesses, is_usual)
     differences = _differences(trace, role, step, usual_size, *differs)
-    return Stability(numbers, by_roles, by_bytes, by_events, *tail, differences=differences)
+    return Stability(numbers, by_roles, by_bytes, by_events, *medians, differences)
 
 
 def _warm_up(num_steps: int) -> int:

@@ -1,0 +1,193 @@
+"""Steps found without marks: eight real programs, planted sequences, and runs that have no steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from builders import event, op, step, trace_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training import PROGRAMS, STEPS, not_iterative, recorded
+
+import memtrace
+from memtrace.analysis.attribution import KIND, step_rows
+from memtrace.analysis.clock import clocks
+from memtrace.analysis.detection import detect
+from memtrace.analysis.leaks import leaks
+from memtrace.analysis.roles import roles, roles_table
+from memtrace.analysis.stability import law, pattern_as_dict, stability, step_pattern
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("programs")
+    return {program.name: recorded(program.run, folder / f"{number}.memtrace") for number, program in enumerate(PROGRAMS)}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_the_boundaries_of_real_programs_are_those_of_their_optimizer(traces, program):
+    trace = traces[program.name]
+    found = step_pattern(trace, from_events=True)
+    assert found.source == "events"
+    assert len(step_rows(trace).number) == STEPS
+    assert found.detection.num_steps == STEPS
+    assert found.agreement is not None
+    assert found.agreement >= program.wanted
+
+
+REGULAR = ("MLP", "CNN, batch norm", "transformer", "GAN, two optimizers", "accumulation of 4")
+
+
+@pytest.mark.parametrize("name", REGULAR)
+def test_regular_programs_are_stable_and_obey_the_law(traces, name):
+    found = stability(traces[name])
+    assert found.usual_bytes == found.usual_roles == found.usual_events == 1
+    assert (found.bytes[3:] == 1).all()
+    told = law(traces[name])
+    assert told is not None
+    assert told.exact
+    kind = traces[name].columns("events", "kind")["kind"]
+    through_last = kind[: step_rows(traces[name]).end_row[-1]]
+    assert (through_last == KIND["alloc"]).sum() == told.constant + told.per_step * STEPS
+
+
+def test_varying_lengths_and_evaluation_are_told(traces):
+    varying = stability(traces["LSTM, varying lengths"])
+    assert varying.usual_bytes < 0.9
+    assert any(len(one.other_size) > 10 for one in varying.differences)
+    after = stability(traces["evaluation every 5"])
+    assert {number for one in after.differences for number in one.extra} == {5, 10, 15, 20, 25}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_no_false_leak(traces, program):
+    assert leaks(traces[program.name]).leaks == ()
+
+
+def test_without_accesses_allocations_tell_the_steps(tmp_path):
+    with memtrace.record(tmp_path / "run.memtrace", accesses=False):
+        next(program for program in PROGRAMS if program.name == "accumulation of 4").run()
+    found = step_pattern(memtrace.load(tmp_path / "run.memtrace"), from_events=True)
+    assert found.detection.method == "allocations"
+    # Not the micro-batches, of which there are four times as many; the last step may end with the trace.
+    assert found.detection.num_steps == STEPS
+    assert found.agreement >= 0.95
+
+
+def test_what_is_not_iterative_is_not_forced_into_steps(tmp_path):
+    trace = recorded(not_iterative, tmp_path / "run.memtrace")
+    assert detect(trace).num_steps == 0
+    told = pattern_as_dict(trace, from_events=True)
+    assert told["iterative"] is False
+    assert told["boundaries_ns"] == []
+    assert told["source"] == "none"
+    assert len(trace.steps) == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 10**6), min_size=20, max_size=200, unique=True))
+def test_sizes_that_never_come_again_are_no_steps(sizes):
+    rows = []
+    for number, size in enumerate(sizes):
+        rows += [event("alloc", number, 2 * number, size), event("free", number, 2 * number + 1, size)]
+    assert detect(trace_of(events=rows)).num_steps == 0
+
+
+@st.composite
+def planted(draw):
+    """Training as a profiler sees it: parameters updated in every step, activations of chosen sizes, noise between.
+
+    Gives the rows of events and operators, and the rows at which steps end.
+    """
+    sizes = draw(st.lists(st.integers(16, 4096), min_size=3, max_size=8))
+    num_steps, params = draw(st.integers(5, 12)), draw(st.integers(1, 4))
+    noise = draw(st.lists(st.integers(0, 3), min_size=num_steps, max_size=num_steps))
+    rows = [event("baseline", number, 0, 1000 + number) for number in range(params)]
+    ops, ends, block, now = [], [], params, 1
+
+    def do(name, *made):
+        nonlocal now
+        ops.append(op(len(ops), "forward", name=name))
+        for kind, number, size in made:
+            now += 1
+            rows.append(event(kind, number, now, size, op=len(ops) - 1))
+
+    for number in range(num_steps):
+        for _ in range(noise[number]):
+            do(50, ("alloc", block, 7 + number), ("free", block, 7 + number))
+            block += 1
+        first = block
+        for place, size in enumerate(sizes):
+            do(place, ("read", place % params, None), ("alloc", block, size), ("write", block, None))
+            block += 1
+        for made, size in reversed(list(zip(range(first, block), sizes, strict=True))):
+            do(20, ("read", made, None), ("free", made, size))
+        for parameter in range(params):
+            do(30, ("read", parameter, None), ("write", parameter, None))
+        ends.append(len(rows))
+    names = [{"id": number, "kind": "operator", "text": f"op{number}"} for number in range(60)]
+    return rows, ops, names, ends
+
+
+@settings(max_examples=60, deadline=None)
+@given(planted(), st.floats(0, 0.9))
+def test_planted_steps_are_found_with_noise_and_without_their_beginning(plan, dropped):
+    rows, ops, names, ends = plan
+    cut = int(dropped * ends[0])
+    seen = {row["block"] for row in rows[cut:] if row["kind"] in ("alloc", "baseline")}
+    older = sorted({row["block"] for row in rows[cut:]} - seen)
+    size = {row["block"]: row["size"] for row in rows if row["kind"] in ("alloc", "baseline")}
+    begin = [event("baseline", number, 0, size[number]) for number in older]
+    found = detect(trace_of(events=begin + rows[cut:], ops=ops, names=names))
+    assert found.method == "updates"
+    wanted = [end - cut + len(begin) for end in ends]
+    assert found.rows[-len(wanted) :].tolist() == wanted
+    assert len(found.rows) - len(wanted) in (0, 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(3, 40), st.integers(2, 6), st.integers(0, 2**32 - 1))
+def test_a_beat_with_noise_has_one_tick_a_period(periods, beats, seed):
+    random = np.random.default_rng(seed)
+    symbols, places = [], []
+    for _ in range(periods):
+        symbols += [*range(beats), *random.integers(100, 10**6, random.integers(0, 3))]
+    values, symbol = np.unique(symbols, return_inverse=True)
+    places = np.arange(len(symbol))
+    best = clocks(symbol, places, np.ones(len(values)))[0]
+    assert len(best.ticks) == periods
+    assert set(range(beats)) <= set(values[best.symbols].tolist())
+    assert best.agreement == 1
+
+
+def test_marks_win_and_are_checked():
+    rows = [event("alloc", n, 10 * n, 100) for n in range(20)]
+    trace = trace_of(events=rows, spans=[step(n, n * 50, 50) for n in range(4)])
+    told = pattern_as_dict(trace)
+    assert told["source"] == "marks"
+    assert told["boundaries_ns"] == [0, 50, 100, 150, 200]
+    assert told["confidence"] == 1
+    assert told["period_events"] == 5
+
+
+def test_roles_are_the_same_block_of_every_step(traces):
+    found, table = roles(traces["MLP"]), roles_table(traces["MLP"])
+    assert len(found) == len(table)
+    assert (found.of_block >= 0).sum() == found.num_steps.sum()
+    steady = table[table.num_steps >= STEPS - 1]
+    assert len(steady) >= 50
+    assert (steady.accesses_std.fillna(0) <= steady.accesses_mean + 1).all()
+    # A role is in a step at most once.
+    step_of = traces["MLP"].blocks["step"].to_numpy(dtype=float, na_value=-1)
+    inside = found.of_block >= 0
+    pairs = set(zip(found.of_block[inside].tolist(), step_of[inside].tolist(), strict=True))
+    assert len(pairs) == inside.sum()
+
+
+def test_real_snapshots_without_marks(data):
+    trace = memtrace.load(data / "snapshots" / "complete_forward_backward.pickle")
+    found = detect(trace.rank(trace.ranks[0]))
+    assert found.num_steps == 3
+    ring = memtrace.load(data / "snapshots" / "wrapped_ring_25000.pickle")
+    assert detect(ring.rank(ring.ranks[0])).num_steps >= 10
+    assert len(ring.rank(ring.ranks[0]).steps) == detect(ring.rank(ring.ranks[0])).num_steps
