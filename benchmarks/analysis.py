@@ -1,4 +1,4 @@
-"""``memtrace summary`` on a large trace: a recorded step of the example GPT, tiled to millions of events.
+"""``memtrace summary`` and the other analyses on a large trace: a recorded step of the example GPT, tiled to millions of events.
 
 Printed beside it, from the same run: reading the event columns it needs and a running sum, alone.
 """
@@ -18,6 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
+COMMANDS = ("steps --from-events", "steps", "access", "leaks")
 
 FLOOR = """
 import sys, time, numpy as np, pyarrow.parquet as pq
@@ -140,13 +142,17 @@ def main() -> None:
         trace = Path(name) / "tiled.memtrace"
         events = tile(record_base(Path(name), 34), trace / "rank=0", arguments.events)
         floor = float(subprocess.check_output([sys.executable, "-c", FLOOR, str(trace / "rank=0")], text=True))
-        seconds, memory = measured([str(Path(sys.executable).parent / "memtrace"), "summary", str(trace)])
+        program = str(Path(sys.executable).parent / "memtrace")
+        seconds, memory = measured([program, "summary", str(trace)])
+        others = {arguments: measured([program, *arguments.split(), str(trace)]) for arguments in COMMANDS}
     result = {
         "events": events,
         "summary_seconds": seconds,
         "summary_peak_mib": memory,
         "floor_seconds": floor,
         "summary_to_floor": seconds / floor,
+        **{f"{command}, seconds": one[0] for command, one in others.items()},
+        **{f"{command}, peak MiB": one[1] for command, one in others.items()},
     }
     print(
         json.dumps(result, indent=1)

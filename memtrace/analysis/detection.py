@@ -214,12 +214,13 @@ def site_of_rows(trace: Trace, rows: Array) -> Array:
 
 
 def _shortest_whole(rated: list[tuple[Clock, Detection]], symbol: Array, lasts: Array) -> Detection:
-    """The steps of the heaviest likely beat, or of a slower one when blocks on that live through several of its cycles.
+    """The steps of the quickest likely beat, or of a slower one when blocks on that live through several of its cycles.
 
     Gradients that live through the micro-batches of one step show that those are not steps.
     """
     best = max(one.confidence for _, one in rated)
-    likely = [pair for pair in rated if pair[1].confidence >= 0.8 * best]
+    likely = [pair for pair in rated if pair[1].confidence >= 0.9 * best and pair[0].weight >= 0.2 * rated[0][0].weight]
+    likely = sorted(likely, key=lambda pair: -len(pair[0].ticks)) or rated
     places = np.arange(len(symbol))
     clock, steps = likely[0]
     while True:
