@@ -144,6 +144,16 @@ def covers_peak(trace: Trace, places: Array) -> Array:
     return (found.first_row[places] < top) & (top < found.second_row[places])
 
 
+def swappable_at_peak(trace: Trace, costs: Bandwidths = PUBLISHED, min_bytes: int = 1 << 20) -> int | None:
+    """Bytes of the blocks that lie untouched across the peak for long enough; None without recorded accesses."""
+    found = intervals(trace)
+    if not len(found.ns):
+        return None
+    places = swappable(trace, costs, True, min_bytes)
+    at_peak = np.unique(found.block[places[covers_peak(trace, places)]])
+    return int(blocks(trace).size[at_peak].sum())
+
+
 def intervals_table(trace: Trace) -> pd.DataFrame:
     """One row an interval: block, bytes, category, site, start_ns, interval_ns, covers_peak."""
     import pandas as pd

@@ -70,13 +70,15 @@ class Leaks:
         return asdict(self)
 
 
-def leaks(trace: Trace, min_steps: int = MIN_STEPS, capacity_bytes: int | None = None) -> Leaks:
+def leaks(
+    trace: Trace, min_steps: int = MIN_STEPS, capacity_bytes: int | None = None, with_outliving: bool = True
+) -> Leaks:
     """The leaks of a trace, the steepest first.
 
     A site leaks when its live bytes at step ends grow in at least ``min_steps`` steps after warm-up, in the first third
     of them and still in the last, and no more than a tenth of what it gains is given back between. What is made once
     (optimizer state, a workspace) and a cache that fills up and then stays are none. ``steps_to_capacity`` counts from
-    the end of the trace, from the peak of the device that has the highest.
+    the end of the trace, from the peak of the device that has the highest. ``with_outliving``: roles are worked out.
     """
     ends = step_rows(trace).end_row[WARM_UP_STEPS:]
     cycle = _cycle_blocks(trace)
@@ -95,7 +97,7 @@ def leaks(trace: Trace, min_steps: int = MIN_STEPS, capacity_bytes: int | None =
     if capacity_bytes is not None and slope > 0:
         left = max(int((capacity_bytes - top) // slope), 0)
     return Leaks(
-        tuple(rows[:TOP]), slope, len(ends), capacity_bytes, left, _outliving(trace, first, end),
+        tuple(rows[:TOP]), slope, len(ends), capacity_bytes, left, _outliving(trace, first, end) if with_outliving else (),
         cycle is not None, None if cycle is None else int(found.size[cycle].sum()),
     )  # fmt: skip
 

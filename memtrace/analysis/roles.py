@@ -53,12 +53,15 @@ def roles(trace: Trace) -> Roles:
 
 
 def combined(*columns: Array) -> Array:
-    """One number for each distinct row of the columns, dense from 0."""
-    code = np.zeros(len(columns[0]), np.int64)
+    """One number for each distinct row of the columns (integers from -1), dense from 0."""
+    code, width = np.zeros(len(columns[0]), np.int64), 1
     for column in columns:
-        values, part = np.unique(column, return_inverse=True)
-        code = np.unique(code * max(len(values), 1) + part, return_inverse=True)[1]
-    return code
+        span = int(column.max(initial=-1)) + 2
+        if width * span >= 1 << 62:  # compress only what would overflow: every sort costs
+            values, code = np.unique(code, return_inverse=True)
+            width = len(values)
+        code, width = code * span + column + 1, width * span
+    return np.unique(code, return_inverse=True)[1]
 
 
 def _compute(trace: Trace) -> Roles:

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from memtrace.analysis.access import PUBLISHED, covers_peak, intervals, swappable
+from memtrace.analysis.access import swappable_at_peak
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.detection import detect
 from memtrace.analysis.fragmentation import fragmentation
 from memtrace.analysis.growth import growth
 from memtrace.analysis.leaks import leaks
@@ -22,6 +21,8 @@ from memtrace.schema import CATEGORIES, SPAN_KINDS
 from memtrace.trace import Trace
 
 TOP = 8
+MAX_PATTERN_EVENTS = 3_000_000
+"""Of larger traces ``memtrace steps`` and ``access`` tell what takes them seconds: the summary stays quick."""
 
 
 def summary(trace: Trace) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def summary(trace: Trace) -> dict[str, Any]:
     growth_sources (None with too few steps); ``devices``: a list of device, peak (requested_bytes, allocated_bytes,
     reserved_bytes, time_ns, step, phase, by_category, top_sites, top_modules, top_blocks), baseline_requested_bytes,
     live_requested_bytes_at_end, reserved_bytes_at_end, fragmentation (see ``Fragmentation``; None without segments);
-    ``patterns``: iterative, detected_steps and detection_confidence (by the events alone), stability_bytes (share of a
+    ``patterns``: iterative, stability_bytes (share of a
     usual step's bytes that match the others), swappable_bytes_at_peak, leak_bytes_per_step, leak_site;
     ``out_of_memory``: a list (see ``OutOfMemory``, with ``site`` for each stack). Requested is what the program asked
     for, allocated what the allocator counts; each has its own maximum over time. What is grouped is live at the
@@ -54,16 +55,12 @@ def summary(trace: Trace) -> dict[str, Any]:
 
 
 def _patterns(trace: Trace) -> dict[str, Any]:
-    even, untouched = stability(trace), swappable(trace, PUBLISHED, min_bytes=1 << 20)
-    at_peak = np.unique(intervals(trace).block[untouched[covers_peak(trace, untouched)]])
-    grows = leaks(trace)
-    found = detect(trace)
+    small = trace.num_rows("events") <= MAX_PATTERN_EVENTS
+    grows = leaks(trace, with_outliving=False)
     return {
-        "iterative": bool(len(even.step)),
-        "detected_steps": found.num_steps,
-        "detection_confidence": found.confidence,
-        "stability_bytes": even.usual_bytes,
-        "swappable_bytes_at_peak": int(blocks(trace).size[at_peak].sum()) if len(intervals(trace).ns) else None,
+        "iterative": bool(len(step_columns(trace)["step"])),
+        "stability_bytes": stability(trace).usual_bytes if small else None,
+        "swappable_bytes_at_peak": swappable_at_peak(trace) if small else None,
         "leak_bytes_per_step": grows.bytes_per_step if grows.num_steps else None,
         "leak_site": grows.leaks[0].site if grows.leaks else None,
     }

@@ -51,11 +51,7 @@ def test_intervals_are_those_of_brute_force(rows):
     found = intervals(trace)
     assert list(zip(found.block.tolist(), found.ns.tolist(), strict=True)) == expected
     size = blocks(trace).size
-    fits = {
-        place
-        for place, (block, ns) in enumerate(expected)
-        if size[block] * (0.1563 + 0.1574) + 8242 + 12352 <= ns
-    }
+    fits = {place for place, (block, ns) in enumerate(expected) if size[block] * (0.1563 + 0.1574) + 8242 + 12352 <= ns}
     assert set(swappable(trace, PUBLISHED).tolist()) == fits
     assert access(trace)["num_intervals"] == len(expected) == len(intervals_table(trace))
 
@@ -97,7 +93,10 @@ def test_a_line_through_times_of_copies_is_found():
     assert fitted(np.maximum(0.25 * sizes - 500, 1)).start_ns >= 0
 
 
-@pytest.mark.parametrize("told", [None, {}, {"out": {}}, [], {"out": {"start_ns": 0, "ns_per_byte": 0}, "in": {"start_ns": 0, "ns_per_byte": 1}}])
+@pytest.mark.parametrize(
+    "told",
+    [None, {}, {"out": {}}, [], {"out": {"start_ns": 0, "ns_per_byte": 0}, "in": {"start_ns": 0, "ns_per_byte": 1}}],
+)
 def test_bandwidths_that_are_none(told):
     with pytest.raises(MemtraceError):
         from_dict(told)

@@ -21,7 +21,9 @@ from memtrace.analysis.stability import law, pattern_as_dict, stability, step_pa
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory):
     folder = tmp_path_factory.mktemp("programs")
-    return {program.name: recorded(program.run, folder / f"{number}.memtrace") for number, program in enumerate(PROGRAMS)}
+    return {
+        program.name: recorded(program.run, folder / f"{number}.memtrace") for number, program in enumerate(PROGRAMS)
+    }
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
