@@ -1,4 +1,4 @@
-"""``memtrace summary`` and the other analyses on a large trace: a recorded step of the example GPT, tiled to millions of events.
+"""``memtrace summary`` and other commands on a large trace: a recorded step of the example GPT, tiled to millions.
 
 Printed beside it, from the same run: reading the event columns it needs and a running sum, alone.
 """

@@ -96,8 +96,9 @@ def leaks(
     left = None
     if capacity_bytes is not None and slope > 0:
         left = max(int((capacity_bytes - top) // slope), 0)
+    outliving = _outliving(trace, first, end) if with_outliving else ()
     return Leaks(
-        tuple(rows[:TOP]), slope, len(ends), capacity_bytes, left, _outliving(trace, first, end) if with_outliving else (),
+        tuple(rows[:TOP]), slope, len(ends), capacity_bytes, left, outliving,
         cycle is not None, None if cycle is None else int(found.size[cycle].sum()),
     )  # fmt: skip
 

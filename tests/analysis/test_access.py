@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from builders import event, op, trace_of
@@ -13,12 +15,12 @@ from memtrace.analysis.access import (
     access,
     covers_peak,
     from_dict,
-    given as bandwidths,
     intervals,
     intervals_table,
     largest_free_swap,
     swappable,
 )
+from memtrace.analysis.access import given as bandwidths
 from memtrace.analysis.bandwidth import SIZES, fitted
 from memtrace.analysis.blocks import blocks
 from memtrace.errors import MemtraceError
@@ -45,7 +47,7 @@ def test_intervals_are_those_of_brute_force(rows):
     expected = []
     for block in range(max(row["block"] for row in rows) + 1):
         mine = [row for row in rows if row["block"] == block and row["kind"] in ("read", "write")]
-        for first, second in zip(mine, mine[1:], strict=False):
+        for first, second in pairwise(mine):
             if first["op"] is None or first["op"] != second["op"]:
                 expected.append((block, second["time_ns"] - first["time_ns"]))
     found = intervals(trace)
