@@ -1,0 +1,92 @@
+"""What was done to each block, in order: its accesses, and which operator calls made them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memtrace.analysis.attribution import KIND
+from memtrace.analysis.blocks import blocks
+from memtrace.arrays import Array
+from memtrace.trace import Trace
+
+
+@dataclass(frozen=True)
+class Uses:
+    """Every access, block by block and in order of time within a block. ``row`` is the row of events, ``op`` the call.
+
+    The accesses of block b are ``first[b]`` to ``first[b + 1]``.
+    """
+
+    block: Array
+    row: Array
+    op: Array
+    is_read: Array
+    first: Array
+
+    def num_of(self, block: Array) -> Array:
+        """How many accesses each block has."""
+        return self.first[block + 1] - self.first[block]
+
+
+def uses(trace: Trace) -> Uses:
+    """The accesses of a single-rank trace, worked out once."""
+    return trace.cached("uses", lambda: _compute(trace))
+
+
+def _compute(trace: Trace) -> Uses:
+    events = trace.columns("events", "kind", "block", "op")
+    rows = np.flatnonzero((events["kind"] == KIND["read"]) | (events["kind"] == KIND["write"]))
+    block = events["block"][rows]
+    order = np.argsort(block, kind="stable")
+    rows, block = rows[order], block[order]
+    first = np.searchsorted(block, np.arange(len(blocks(trace)) + 1))
+    return Uses(block, rows, events["op"][rows], events["kind"][rows] == KIND["read"], first)
+
+
+@dataclass(frozen=True)
+class OpRows:
+    """The rows of events of each operator call: the first and the last, by number of the call; -1 for none."""
+
+    first: Array
+    last: Array
+
+
+def op_rows(trace: Trace) -> OpRows:
+    """The rows of each operator call. What a call reads it needs until its last row, whatever it allocates between."""
+
+    def compute() -> OpRows:
+        op = trace.columns("events", "op")["op"]
+        rows = np.flatnonzero(op >= 0)
+        first, last = (np.full(int(op.max(initial=-1)) + 1, -1, np.int64) for _ in range(2))
+        # Fancy assignment keeps the last value.
+        last[op[rows]] = rows
+        first[op[rows[::-1]]] = rows[::-1]
+        return OpRows(first, last)
+
+    return trace.cached("op rows", compute)
+
+
+def tells_accesses(trace: Trace) -> bool:
+    """Whether the trace says what was read and written: a CUDA snapshot does not."""
+    return len(uses(trace).row) > 0
+
+
+def most_bytes_of_an_operator(trace: Trace, device: str) -> int | None:
+    """The most bytes that one operator call touches on a device, its own allocations included: no order of the calls
+    and no earlier free can bring the peak below it. None where accesses are not told. Source: DrGPUM, "optimal peak".
+    """
+    if not tells_accesses(trace):
+        return None
+    found, used = blocks(trace), uses(trace)
+    made = np.flatnonzero(found.alloc_event >= 0)
+    alloc_op = trace.columns("events", "op")["op"][found.alloc_event[made]]
+    op, block = np.concatenate([used.op, alloc_op]), np.concatenate([used.block, made])
+    here = (op >= 0) & (found.device[block] == trace.devices.index(device))
+    pairs = np.unique(op[here] * len(found) + block[here])
+    if not len(pairs):
+        return 0
+    calls, place = np.unique(pairs // len(found), return_inverse=True)
+    touched = np.bincount(place, weights=found.size[pairs % len(found)], minlength=len(calls))
+    return int(touched.max())
