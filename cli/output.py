@@ -26,7 +26,7 @@ def size(value: int | None) -> str:
         return UNKNOWN
     sign, left = ("-", -float(value)) if value < 0 else ("", float(value))
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        if left < 1024 or unit == "PiB":
+        if round(left) < 1024 or unit == "PiB":
             return f"{sign}{left:.0f} {unit}" if unit == "B" or left >= 100 else f"{sign}{left:.1f} {unit}"
         left /= 1024
     raise AssertionError

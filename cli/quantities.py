@@ -17,6 +17,9 @@ class ByteSize(click.ParamType[int]):
 
     name = "bytes"
 
+    def __init__(self, *, zero: bool = False) -> None:
+        self._least = 0 if zero else 1
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """The bytes; a usage error where the text is none."""
         if isinstance(value, int):
@@ -24,9 +27,10 @@ class ByteSize(click.ParamType[int]):
         found = _BYTES.fullmatch(str(value).strip())
         unit = found["unit"].upper() if found else ""
         size = _DECIMAL.get(unit, _BINARY.get(unit.removesuffix("IB")))
-        if found is None or size is None or float(found["number"]) <= 0:
+        if found is None or size is None or float(found["number"]) * size < self._least:
             self.fail(f"{value!r} is no number of bytes: write 24GiB, 24GB or 25769803776", param, ctx)
         return int(float(found["number"]) * size)
 
 
 BYTES: Final = ByteSize()
+BYTES_OR_NONE: Final = ByteSize(zero=True)

@@ -1,4 +1,4 @@
-"""Findings: memory that is there without need, by pattern and line, ranked by what mending it would save at the peak."""
+"""Findings: memory that is there without need, by pattern and line, ranked by what mending it would save."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from memtrace.analysis import patterns
 from memtrace.analysis.attribution import PHASE, op_column, step_rows
-from memtrace.analysis.blocks import Blocks, blocks
+from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
 from memtrace.analysis.growth import MIN_STEPS, WARM_UP_STEPS
 from memtrace.analysis.peak import peak
 from memtrace.analysis.sites import site
@@ -42,10 +42,18 @@ NAMES: Final = {
     "loss kept with its graph": "Keep loss.item() or loss.detach(), not the loss: it holds the whole graph.",
     "graph kept without backward": "Wrap it in torch.no_grad(): no backward follows, yet its activations stay.",
     "double copy": "Copy once: .to() and .contiguous() made a second copy while the first was still there.",
+    "gradients kept through the optimizer's step": "Free each as it is used: step in backward "
+    "(register_post_accumulate_grad_hook).",
 }
 """Patterns in the clothes that users know, where the evidence is there."""
-MECHANISMS: Final = ("temporary_idleness",)
-"""Patterns that take more to mend than moving a line; they are ranked behind the others."""
+MECHANISMS: Final = ("temporary_idleness", "redundant_allocation", "gradients kept through the optimizer's step")
+"""Patterns and names that take more to mend than moving a line; they are ranked behind the others."""
+OF_ALL_LINES: Final = (
+    "gradients kept through forward",
+    "gradients kept through the optimizer's step",
+    "loss kept with its graph",
+)
+"""Names of which one finding tells, whatever the lines."""
 _COPIES: Final = ("aten::_to_copy", "aten::clone", "aten::contiguous", "aten::copy_", "aten::to.")
 
 
@@ -69,6 +77,11 @@ class Finding:
     """Of the peak, by replaying the timeline without it."""
     advice: str
     absences: Absences
+
+    @property
+    def needs_mechanism(self) -> bool:
+        """Whether mending it takes more than moving a line."""
+        return self.name in MECHANISMS or (self.name is None and self.pattern in MECHANISMS)
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain JSON values, without the blocks."""
@@ -128,8 +141,8 @@ def _find(trace: Trace, device: str, min_bytes: int | None) -> DeviceFindings:
     listed: list[Finding] = []
     for pattern, name, absences in _all(trace, chosen):
         listed += _by_line(trace, device, pattern, name, absences, least)
-    listed.sort(key=lambda one: (one.pattern in MECHANISMS, -one.saved_bytes, -one.idle_byte_seconds))
-    mended = [one.absences for one in listed if one.saved_bytes > 0 and one.pattern not in MECHANISMS]
+    listed.sort(key=lambda one: (one.needs_mechanism, -one.saved_bytes, -one.idle_byte_seconds))
+    mended = [one.absences for one in listed if one.saved_bytes > 0 and not one.needs_mechanism]
     return DeviceFindings(
         device=device,
         peak_bytes=top.requested.bytes,
@@ -153,7 +166,7 @@ def _not_judged(trace: Trace) -> tuple[str, ...]:
 def _all(trace: Trace, chosen: Array) -> list[tuple[str, str | None, Absences]]:
     """Every pattern with its stretches; what has a name of its own is taken out of the pattern it belongs to."""
     leaks = patterns.kept_for_ever(trace, chosen)
-    of_graphs = _recorded_by_autograd(trace, leaks.block)
+    of_graphs = _recorded_by_autograd(trace, leaks.block) | _read_for_autograd(trace, leaks.block)
     parts: list[tuple[str, str | None, Absences]] = [
         ("leak", "loss kept with its graph", leaks.take(np.flatnonzero(of_graphs))),
         ("leak", None, leaks.take(np.flatnonzero(~of_graphs))),
@@ -166,14 +179,16 @@ def _all(trace: Trace, chosen: Array) -> list[tuple[str, str | None, Absences]]:
     rest = np.setdiff1d(rest, unused.block)
     late = patterns.late_deallocation(trace, rest)
     graphs = _without_backward(trace, late)
+    stepping = blocks(trace).category[late.block] == CATEGORY["gradient"]
     redundant, donors = patterns.redundant_allocation(trace, rest)
     copies = _copies_of(trace, redundant.block, donors)
     return [
         *parts,
         ("late_deallocation", "gradients kept through forward", gradients),
         ("unused_allocation", None, unused),
-        ("late_deallocation", "graph kept without backward", late.take(np.flatnonzero(graphs))),
-        ("late_deallocation", None, late.take(np.flatnonzero(~graphs))),
+        ("late_deallocation", "graph kept without backward", late.take(np.flatnonzero(graphs & ~stepping))),
+        ("late_deallocation", "gradients kept through the optimizer's step", late.take(np.flatnonzero(stepping))),
+        ("late_deallocation", None, late.take(np.flatnonzero(~graphs & ~stepping))),
         ("early_allocation", None, patterns.early_allocation(trace, rest)),
         ("redundant_allocation", "double copy", redundant.take(np.flatnonzero(copies))),
         ("redundant_allocation", None, redundant.take(np.flatnonzero(~copies))),
@@ -186,7 +201,19 @@ def _recorded_by_autograd(trace: Trace, chosen: Array) -> Array:
     """Whether an operator that autograd recorded made each block."""
     made = blocks(trace).alloc_event[chosen]
     op = np.where(made >= 0, trace.columns("events", "op")["op"][made], -1)
-    return (op_column(trace, op, "sequence_nr") >= 0) & (op_column(trace, op, "phase") != PHASE["backward"])
+    recorded = op_column(trace, op, "sequence_nr") >= 0
+    return np.asarray(recorded & (op_column(trace, op, "phase") != PHASE["backward"]))
+
+
+def _read_for_autograd(trace: Trace, chosen: Array) -> Array:
+    """Whether an operator that autograd recorded reads each block: its graph may hold it."""
+    used = uses(trace)
+    recorded = (op_column(trace, used.op, "sequence_nr") >= 0) & (
+        op_column(trace, used.op, "phase") != PHASE["backward"]
+    )
+    read = np.zeros(len(blocks(trace)), bool)
+    read[used.block[used.is_read & recorded]] = True
+    return read[chosen]
 
 
 def _without_backward(trace: Trace, late: Absences) -> Array:
@@ -194,22 +221,17 @@ def _without_backward(trace: Trace, late: Absences) -> Array:
     op = trace.columns("events", "op")["op"]
     backward = np.concatenate([[0], np.cumsum(op_column(trace, op, "phase") == PHASE["backward"])])
     made = blocks(trace).alloc_event[late.block]
-    none = (made >= 0) & (backward[late.end] == backward[np.maximum(made, 0)])
+    none: Array = (made >= 0) & (backward[late.end] == backward[np.maximum(made, 0)])
     return none & _recorded_by_autograd(trace, late.block)
 
 
 def _copies_of(trace: Trace, taker: Array, donor: Array) -> Array:
     """Whether each block is a copy, made by an operator that reads its donor."""
     found, used = blocks(trace), uses(trace)
-    copying = np.array(
-        [(trace.name(int(name)) or "").startswith(_COPIES) for name in np.unique(found.op_name)] or [False]
-    )
-    by_copy = (
-        copying[np.searchsorted(np.unique(found.op_name), found.op_name[taker])] if len(taker) else np.zeros(0, bool)
-    )
+    names, place = np.unique(found.op_name[taker], return_inverse=True)
+    copies = np.array([(trace.name(int(name)) or "").startswith(_COPIES) for name in names], bool)
     op = trace.columns("events", "op")["op"][found.alloc_event[taker]]
-    last = used.op[np.maximum(used.first[donor + 1] - 1, 0)] if len(donor) else op
-    return by_copy & (last == op)
+    return np.asarray(copies[place] & (used.op[used.first[donor + 1] - 1] == op))
 
 
 def _of_dead_writes(trace: Trace, chosen: Array) -> Absences:
@@ -229,7 +251,7 @@ def _by_line(
     covers = (absences.begin <= top) & (absences.end > top)
     size = found.size[absences.block]
     groups: dict[tuple[str | None, int], list[Array]] = {}
-    if name in ("gradients kept through forward", "loss kept with its graph"):
+    if name in OF_ALL_LINES:
         groups[_site_of_all(trace, found, absences, name), -1] = [np.arange(len(absences))]
     else:
         _split(trace, found, absences, groups)

@@ -1,4 +1,4 @@
-"""Ways in which a block is there without need: DrGPUM's object-level patterns, with the sharper conditions of msMemScope.
+"""Ways in which a block is there without need: DrGPUM's object-level patterns, by msMemScope's conditions.
 
 Each function gives the stretches in which blocks of a device need not be there. Distances are told by what happened in
 between, not by a number of operators: a block that is freed late matters only if another was allocated meanwhile.
@@ -101,16 +101,15 @@ def kept_for_ever(trace: Trace, chosen: Array) -> Absences:
     steps = step_rows(trace)
     if len(steps.number) < WARM_UP_STEPS + MIN_STEPS:
         return Absences.joined([])
-    first = int(steps.number[WARM_UP_STEPS])
-    here = chosen[
-        (found.step[chosen] >= first) & (found.free_event[chosen] < 0) & ~np.isin(found.category[chosen], _KEPT)
-    ]
+    kept = (found.step[chosen] >= 0) & (found.free_event[chosen] < 0)
+    here = chosen[kept & ~np.isin(found.category[chosen], _KEPT)]
     last = np.where(used.num_of(here) > 0, _last_need(trace, here), found.alloc_event[here])
-    # What the last step made may yet be freed; what a later step uses is kept for a purpose.
-    over = (found.step[here] < steps.number[-1]) & (steps.of_rows(last) <= found.step[here] + 1)
+    over = steps.of_rows(last) <= found.step[here] + 1  # what a later step uses is kept for a purpose
     here, last = here[over], last[over]
     stacks, place = np.unique(found.stack[here], return_inverse=True)
-    pairs = np.unique(np.stack([place, found.step[here]]), axis=1) if len(here) else np.zeros((2, 0), np.int64)
+    # What the last step made may yet be freed: that alone makes no line suspect.
+    usual = (found.step[here] >= steps.number[WARM_UP_STEPS]) & (found.step[here] < steps.number[-1])
+    pairs = np.unique(np.stack([place[usual], found.step[here[usual]]]), axis=1)
     often = np.bincount(pairs[0], minlength=len(stacks)) >= max(MIN_STEPS, (len(steps.number) - WARM_UP_STEPS) // 2)
     keep = often[place]
     return Absences(here[keep], last[keep], np.full(int(keep.sum()), FOREVER))

@@ -27,7 +27,8 @@ class Uses:
 
     def num_of(self, block: Array) -> Array:
         """How many accesses each block has."""
-        return self.first[block + 1] - self.first[block]
+        number: Array = self.first[block + 1] - self.first[block]
+        return number
 
 
 def uses(trace: Trace) -> Uses:

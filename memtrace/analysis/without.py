@@ -17,9 +17,11 @@ FOREVER: Final = 1 << 40
 
 @dataclass(frozen=True)
 class Absences:
-    """Stretches in which blocks need not be there, one a row: from row ``begin`` of events (-1: the start) to row ``end``
-    (``FOREVER``: the end), where ``begin`` is the last row that needs a block, or its allocation, and ``end`` the next that
-    does, or its free."""
+    """Stretches in which blocks need not be there, one a row: from row ``begin`` of events (-1: the start) to ``end``.
+
+    ``begin`` is the last row that needs a block, or its allocation; ``end`` the next that does, or its free, or
+    ``FOREVER``.
+    """
 
     block: Array
     begin: Array
@@ -46,8 +48,8 @@ def merged(absences: Absences) -> Absences:
     rows = absences.take(order)
     if not len(rows):
         return rows
-    # A row begins a run where nothing before it of the same block reaches it. Blocks are numbered anew and set far apart,
-    # so that the running maximum of the ends never mixes two.
+    # A row begins a run where nothing before it of the same block reaches it. Blocks are numbered anew and set far
+    # apart, so that the running maximum of the ends never mixes two.
     shift = np.unique(rows.block, return_inverse=True)[1] * (2 * FOREVER)
     reach = np.maximum.accumulate(rows.end + shift)
     starts = np.ones(len(rows), bool)

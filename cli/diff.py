@@ -1,0 +1,73 @@
+"""``memtrace diff``: what changed between two traces."""
+
+from __future__ import annotations
+
+import click
+from memtrace.cli.output import UNKNOWN, console, duration, open_traces, plain_table, print_json, size
+from memtrace.cli.tabular import print_csv
+from rich.console import Console
+from rich.markup import escape
+
+from memtrace.analysis.diff import Diff
+
+_ROWS = 15
+
+
+@click.command("diff")
+@click.argument("before", type=click.Path())
+@click.argument("after", type=click.Path())
+@click.option("--rank", type=int, help="One rank of traces of several; without it the first.")
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print the changes as CSV.")
+def command(before: str, after: str, rank: int | None, as_json: bool, as_csv: bool) -> None:
+    """Say what changed from trace BEFORE to trace AFTER: by step, category, module and line, never by address."""
+    from memtrace.analysis.diff import diff
+
+    opened = [open_traces([before]), open_traces([after])]
+    one, two = (trace.rank(trace.ranks[0] if rank is None else rank) for trace in opened)
+    found = diff(one, two)
+    if as_json:
+        print_json(found.as_dict())
+    elif as_csv:
+        rows = [change.as_dict() for change in found.changes]
+        print_csv(("kind", "measure", "grouping", "name", "before_bytes", "after_bytes", "change_bytes",
+                   "before_blocks", "after_blocks"), rows)  # fmt: skip
+    else:
+        _print(console(), found)
+
+
+def _print(out: Console, found: Diff) -> None:
+    table = plain_table("", "before", "after", "change")
+    for name, (one, two) in found.totals.items():
+        show = duration if name.endswith("_ns") else size if name.endswith("_bytes") else _number
+        what = name.removesuffix("_ns").removesuffix("_bytes").removeprefix("num_").replace("_", " ")
+        table.add_row(what, show(_whole(one)), show(_whole(two)), _ratio(one, two))
+    out.print(table)
+    for measure in dict.fromkeys(change.measure for change in found.changes):
+        for grouping in dict.fromkeys(change.grouping for change in found.changes if change.measure == measure):
+            rows = [row for row in found.changes if (row.measure, row.grouping) == (measure, grouping)]
+            table = plain_table("change", "before", "after", f"{measure}, by {grouping}")
+            for row in rows[:_ROWS]:
+                sign = "+" if row.change_bytes > 0 else ""
+                name = escape(row.name or UNKNOWN) + ("" if row.kind in ("grew", "shrank") else f" ({row.kind})")
+                table.add_row(
+                    f"{sign}{size(row.change_bytes)}", size(row.before_bytes or 0), size(row.after_bytes or 0), name
+                )
+            out.print()
+            out.print(table)
+            if len(rows) > _ROWS:
+                out.print(f"and {len(rows) - _ROWS} more: --csv has all")
+    if not found.changes:
+        out.print("\nnothing is held or allocated differently")
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)
+
+
+def _number(value: int | None) -> str:
+    return UNKNOWN if value is None else f"{value:,}"
+
+
+def _ratio(one: float | None, two: float | None) -> str:
+    return f"{(two - one) / one:+.1%}" if one and two is not None else UNKNOWN

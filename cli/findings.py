@@ -1,0 +1,66 @@
+"""``memtrace findings``: memory that is there without need, and what mending it would save."""
+
+from __future__ import annotations
+
+import click
+from memtrace.cli.output import UNKNOWN, console, open_traces, plain_table, print_json, size
+from memtrace.cli.quantities import BYTES
+from memtrace.cli.tabular import print_csv
+from rich.console import Console
+from rich.markup import escape
+
+from memtrace.analysis.findings import FIELDS, DeviceFindings
+
+
+@click.command("findings")
+@click.argument("trace", type=click.Path())
+@click.option("--rank", type=int, help="One rank of a trace of several; without it the first.")
+@click.option("--min-bytes", type=BYTES, help="Leave out what holds less at any time; default a 1,000th of the peak.")
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print the findings as CSV.")
+def command(trace: str, rank: int | None, min_bytes: int | None, as_json: bool, as_csv: bool) -> None:
+    """Name memory of TRACE that is there without need, and the peak that would result without it.
+
+    Each is mended on the recorded timeline, and the peak replayed. What moving or deleting a line mends stands first;
+    what takes recomputing, swapping or working in place stands behind.
+    """
+    from memtrace.analysis.findings import findings
+
+    opened = open_traces([trace])
+    one = opened.rank(opened.ranks[0] if rank is None else rank)
+    found = [findings(one, device, min_bytes=min_bytes) for device in one.devices]
+    if as_json:
+        print_json({"devices": [device.as_dict() for device in found]})
+    elif as_csv:
+        rows = ({"device": device.device} | row.as_dict() for device in found for row in device.findings)
+        print_csv(("device", *FIELDS), rows)
+    else:
+        out = console()
+        for device in found:
+            _print_device(out, device)
+
+
+def _print_device(out: Console, device: DeviceFindings) -> None:
+    out.print(f"[bold]{device.device}: peak {size(device.peak_bytes)}[/]")
+    out.print(
+        f"{size(device.peak_if_all_mended_bytes)} if all were mended that a line mends; one operator touches "
+        f"{size(device.lower_bound_bytes)} at most: no order is below that"
+    )
+    for reason in device.not_judged:
+        out.print(f"not judged: {escape(reason)}")
+    for mechanism, title in ((False, "a line mends it"), (True, "it takes recomputing, swapping or working in place")):
+        rows = [row for row in device.findings if row.needs_mechanism == mechanism]
+        if not rows:
+            continue
+        table = plain_table("saves", "peak then", "at once", "blocks", f"{title}: what, where")
+        for row in rows[:12]:
+            what = (row.name or row.pattern).replace("_", " ")
+            table.add_row(size(row.saved_bytes), size(row.peak_if_mended_bytes), size(row.bytes), f"{row.num_blocks:,}",
+                          escape(f"{what}: {row.site or UNKNOWN} ({row.category})"))  # fmt: skip
+        out.print()
+        out.print(table)
+        for what, advice in dict.fromkeys((row.name or row.pattern, row.advice) for row in rows[:3]):
+            out.print(f"try, {what.replace('_', ' ')}: {advice}", soft_wrap=True)
+    if not device.findings:
+        out.print("nothing found")
+    out.print()

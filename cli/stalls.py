@@ -1,0 +1,75 @@
+"""``memtrace stalls``: time that training waits for its data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+from memtrace.cli.output import UNKNOWN, console, duration, open_traces, plain_table, print_json, share
+from memtrace.cli.tabular import print_csv
+
+from memtrace.errors import MemtraceError
+
+if TYPE_CHECKING:
+    from memtrace.analysis.stalls import Split, Stalls
+    from memtrace.trace import Trace
+
+_ROWS = 20
+
+
+@click.command("stalls")
+@click.argument("trace", type=click.Path())
+@click.option("--synthetic", type=click.Path(), help="A recording of the same job on data made in memory.")
+@click.option("--cached", type=click.Path(), help="A recording of it with all data cached; TRACE is the cold one.")
+@click.option("--rank", type=int, help="One rank of a trace of several; without it the first.")
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print the steps as CSV.")
+def command(
+    trace: str, synthetic: str | None, cached: str | None, rank: int | None, as_json: bool, as_csv: bool
+) -> None:
+    """Say how long each step of TRACE waits for its data.
+
+    With --synthetic and --cached, TRACE being recorded with an empty cache, the stall is split into fetching (from
+    storage) and preparing (decoding, augmenting), by difference.
+    """
+    from memtrace.analysis.stalls import split, stalls
+
+    if (synthetic is None) != (cached is None):
+        raise MemtraceError("--synthetic and --cached go together: the split is by the difference of three recordings")
+    one = _open(trace, rank)
+    found = stalls(one)
+    parts = None
+    if synthetic is not None and cached is not None:
+        parts = split(_open(synthetic, rank), one, _open(cached, rank))
+    if as_json:
+        print_json(found.as_dict() | {"split": parts.as_dict() if parts else None})
+    elif as_csv:
+        print_csv(("step", "duration_ns", "data_wait_ns"), map(asdict, found.steps))
+    else:
+        _print(found, parts)
+
+
+def _open(path: str, rank: int | None) -> Trace:
+    opened = open_traces([path])
+    return opened.rank(opened.ranks[0] if rank is None else rank)
+
+
+def _print(found: Stalls, parts: Split | None) -> None:
+    out = console()
+    if not found.steps:
+        out.print("steps: none found; mark them with rec.step() or rec.steps(loader)")
+        return
+    waits = UNKNOWN if found.share is None else share(found.share, 1)
+    out.print(f"[bold]{len(found.steps):,} steps wait {waits} of their time for data[/], a usual one "
+              f"{duration(found.median_wait_ns)} of {duration(found.median_duration_ns)}")  # fmt: skip
+    table = plain_table("step", "takes", "waits", "share")
+    for row in sorted(found.steps, key=lambda row: -row.data_wait_ns)[:_ROWS]:
+        table.add_row(str(row.step), duration(row.duration_ns), duration(row.data_wait_ns),
+                      share(row.data_wait_ns, row.duration_ns))  # fmt: skip
+    out.print(table)
+    if parts is not None:
+        out.print(f"a usual step: synthetic {duration(parts.synthetic_ns)}, cached {duration(parts.cached_ns)}, "
+                  f"cold {duration(parts.cold_ns)}")  # fmt: skip
+        out.print(f"[bold]prep stall {duration(parts.prep_stall_ns)}[/] (cached - synthetic), "
+                  f"[bold]fetch stall {duration(parts.fetch_stall_ns)}[/] (cold - cached)")  # fmt: skip
