@@ -19,7 +19,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-COMMANDS = ("steps --from-events", "steps", "access", "leaks")
+COMMANDS = (
+    "steps --from-events",
+    "steps",
+    "access",
+    "leaks",
+    "findings",
+    "diff TRACE",
+    "check --max-peak 1TiB",
+    "stalls",
+)
 
 FLOOR = """
 import sys, time, numpy as np, pyarrow.parquet as pq
@@ -144,7 +153,10 @@ def main() -> None:
         floor = float(subprocess.check_output([sys.executable, "-c", FLOOR, str(trace / "rank=0")], text=True))
         program = str(Path(sys.executable).parent / "memtrace")
         seconds, memory = measured([program, "summary", str(trace)])
-        others = {arguments: measured([program, *arguments.split(), str(trace)]) for arguments in COMMANDS}
+        others = {
+            arguments: measured([program, *arguments.replace("TRACE", str(trace)).split(), str(trace)])
+            for arguments in COMMANDS
+        }
     result = {
         "events": events,
         "summary_seconds": seconds,

@@ -197,5 +197,10 @@ def _print_patterns(out: Console, told: dict[str, Any]) -> None:
         out.print(f"pattern: a usual step matches the others in {share(told['stability_bytes'], 1)} of its bytes")
     if told["leak_site"]:
         out.print(f"[bold]leak: {size(round(told['leak_bytes_per_step']))} a step[/] at {escape(told['leak_site'])}")
+    best = told["finding"]
+    if best is not None:
+        what = (best["name"] or best["pattern"]).replace("_", " ")
+        where = f"{what} at {escape(best['site'] or UNKNOWN)}"
+        out.print(f"[bold]finding: {where}[/]; the peak without it is {size(best['peak_if_mended_bytes'])}")
     if told["swappable_bytes_at_peak"]:
         out.print(f"untouched across the peak, long enough to be swapped: {size(told['swappable_bytes_at_peak'])}")

@@ -17,6 +17,7 @@ from memtrace.dashboards import (
     held,
     holders,
     lifetimes,
+    needless,
     pipeline,
     stability,
     steps,
@@ -101,6 +102,14 @@ SECTIONS: Final = (
         "Each with the stack that allocated it.",
         holders.blocks_table,
         "Nothing was live at the peak.",
+    ),
+    Section(
+        "needless",
+        "Memory without need",
+        "What was made too early, freed too late, never used or left behind, and the peak that would result if it were "
+        "mended: the recorded timeline, replayed without it.",
+        needless.findings_table,
+        "Nothing was found.",
     ),
     Section(
         "fragmentation",

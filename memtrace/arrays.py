@@ -75,7 +75,7 @@ def text_values(parts: Sequence[pa.ChunkedArray]) -> set[str]:
     for chunk in (chunk for part in parts for chunk in part.chunks):
         encoded = chunk if hasattr(chunk, "dictionary") else chunk.dictionary_encode()
         texts = encoded.dictionary.to_pylist()
-        values.update(texts[place] for place in np.unique(_numbers(encoded.indices)).tolist() if place >= 0)
+        values.update(texts[place] for place in _in_use(_numbers(encoded.indices)))
     return values - {None}
 
 
@@ -91,10 +91,16 @@ def codes(parts: Sequence[pa.ChunkedArray], code_of: Callable[[str], int]) -> Ar
     return joined
 
 
+def _in_use(places: Array) -> list[int]:
+    """The places in a dictionary that occur, null left out; by counting, for they are small and many."""
+    found: list[int] = np.flatnonzero(np.bincount(places + 1)[1:]).tolist() if len(places) else []
+    return found
+
+
 def _codes_of_chunk(chunk: Any, code_of: Callable[[str], int]) -> Array:
     present = _numbers(chunk.indices)
     # A dictionary may hold texts that no row uses: only those in use must be known. The last entry serves null.
-    used = set(np.unique(present).tolist())
+    used = set(_in_use(present))
     texts = chunk.dictionary.to_pylist()
     lookup = np.full(len(texts) + 1, -1, np.int8)
     for index, text in enumerate(texts):

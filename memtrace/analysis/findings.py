@@ -174,9 +174,9 @@ def _all(trace: Trace, chosen: Array) -> list[tuple[str, str | None, Absences]]:
     if not tells_accesses(trace):
         return parts
     gradients = patterns.idle_gradients(trace, chosen)
-    rest = np.setdiff1d(chosen, np.concatenate([gradients.block, leaks.block]))
+    rest = chosen[~patterns.among(trace, np.concatenate([gradients.block, leaks.block]))[chosen]]
     unused = patterns.unused_allocation(trace, rest)
-    rest = np.setdiff1d(rest, unused.block)
+    rest = rest[~patterns.among(trace, unused.block)[rest]]
     late = patterns.late_deallocation(trace, rest)
     graphs = _without_backward(trace, late)
     stepping = blocks(trace).category[late.block] == CATEGORY["gradient"]

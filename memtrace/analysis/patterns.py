@@ -51,7 +51,7 @@ def late_deallocation(trace: Trace, chosen: Array) -> Absences:
 def temporary_idleness(trace: Trace, chosen: Array) -> Absences:
     """The stretches between two uses of a block in which many operators run and none touches it."""
     used = uses(trace)
-    mine = np.isin(used.block, chosen)
+    mine = among(trace, chosen)[used.block]
     follows = np.flatnonzero(mine[1:] & (used.block[1:] == used.block[:-1]))
     calls = np.concatenate([[0], np.cumsum(_first_of_calls(trace))])
     begin = _last_row(trace, used.op[follows], used.row[follows])
@@ -120,7 +120,7 @@ def idle_gradients(trace: Trace, chosen: Array) -> Absences:
     forward because they are zeroed rather than freed, or freed too late."""
     found, used = blocks(trace), uses(trace)
     gradients = chosen[found.category[chosen] == CATEGORY["gradient"]]
-    mine = np.flatnonzero(np.isin(used.block, gradients))
+    mine = np.flatnonzero(among(trace, gradients)[used.block])
     if not len(mine):
         return Absences.joined([])
     phase = op_column(trace, used.op[mine], "phase")
@@ -146,10 +146,17 @@ def idle_gradients(trace: Trace, chosen: Array) -> Absences:
 def dead_writes(trace: Trace, chosen: Array) -> Array:
     """Rows of ``uses`` that write a block which the next use, by another operator, overwrites unread."""
     used = uses(trace)
-    mine = np.isin(used.block, chosen)
+    mine = among(trace, chosen)[used.block]
     writes = ~used.is_read
     same = mine[1:] & (used.block[1:] == used.block[:-1]) & (used.op[1:] != used.op[:-1])
     return np.flatnonzero(same & writes[:-1] & writes[1:])
+
+
+def among(trace: Trace, chosen: Array) -> Array:
+    """For each block whether it is one of some."""
+    among = np.zeros(len(blocks(trace)), bool)
+    among[chosen] = True
+    return among
 
 
 def _end(found: Blocks, chosen: Array) -> Array:
@@ -176,9 +183,13 @@ def _first_row(trace: Trace, op: Array, row: Array) -> Array:
 
 def _count(trace: Trace, found: Blocks, chosen: Array, kind: str) -> Array:
     """For each row of events how many allocations or frees on the device of the blocks came before it."""
-    events = trace.columns("events", "kind", "device")
-    device = found.device[chosen[0]] if len(chosen) else -1
-    return np.concatenate([[0], np.cumsum((events["kind"] == KIND[kind]) & (events["device"] == device))])
+    device = int(found.device[chosen[0]]) if len(chosen) else -1
+
+    def count() -> Array:
+        events = trace.columns("events", "kind", "device")
+        return np.concatenate([[0], np.cumsum((events["kind"] == KIND[kind]) & (events["device"] == device))])
+
+    return trace.cached(("count", kind, device), count)
 
 
 def _first_of_calls(trace: Trace) -> Array:

@@ -8,6 +8,7 @@ import numpy as np
 
 from memtrace.analysis.access import swappable_at_peak
 from memtrace.analysis.blocks import blocks
+from memtrace.analysis.findings import findings
 from memtrace.analysis.fragmentation import fragmentation
 from memtrace.analysis.growth import growth
 from memtrace.analysis.leaks import leaks
@@ -34,7 +35,8 @@ def summary(trace: Trace) -> dict[str, Any]:
     reserved_bytes, time_ns, step, phase, by_category, top_sites, top_modules, top_blocks), baseline_requested_bytes,
     live_requested_bytes_at_end, reserved_bytes_at_end, fragmentation (see ``Fragmentation``; None without segments);
     ``patterns``: iterative, stability_bytes (share of a
-    usual step's bytes that match the others), swappable_bytes_at_peak, leak_bytes_per_step, leak_site;
+    usual step's bytes that match the others), swappable_bytes_at_peak, leak_bytes_per_step, leak_site, finding (the
+    ``Finding`` whose mending would save most);
     ``out_of_memory``: a list (see ``OutOfMemory``, with ``site`` for each stack). Requested is what the program asked
     for, allocated what the allocator counts; each has its own maximum over time. What is grouped is live at the
     requested peak (where requests are not told, at the peak of the blocks' own sizes, and in those).
@@ -63,7 +65,15 @@ def _patterns(trace: Trace) -> dict[str, Any]:
         "swappable_bytes_at_peak": swappable_at_peak(trace) if small else None,
         "leak_bytes_per_step": grows.bytes_per_step if grows.num_steps else None,
         "leak_site": grows.leaks[0].site if grows.leaks else None,
+        "finding": _best_finding(trace) if small else None,
     }
+
+
+def _best_finding(trace: Trace) -> dict[str, Any] | None:
+    """Of all devices the finding whose mending would save most, where a line mends it and anything is saved."""
+    told = [one for device in trace.devices for one in findings(trace, device).findings if not one.needs_mechanism]
+    best = max(told, key=lambda one: one.saved_bytes, default=None)
+    return best.as_dict() if best is not None and best.saved_bytes > 0 else None
 
 
 def _median(values: Array) -> int | None:

@@ -81,13 +81,13 @@ def most_bytes_of_an_operator(trace: Trace, device: str) -> int | None:
     if not tells_accesses(trace):
         return None
     found, used = blocks(trace), uses(trace)
+    # Of a block the accesses by one call are neighbours: each call counts it once.
+    again = np.zeros(len(used.row), bool)
+    again[1:] = (used.block[1:] == used.block[:-1]) & (used.op[1:] == used.op[:-1])
     made = np.flatnonzero(found.alloc_event >= 0)
-    alloc_op = trace.columns("events", "op")["op"][found.alloc_event[made]]
-    op, block = np.concatenate([used.op, alloc_op]), np.concatenate([used.block, made])
+    maker = trace.columns("events", "op")["op"][found.alloc_event[made]]
+    first = used.op[np.minimum(used.first[made], len(used.op) - 1)]
+    alone = (used.num_of(made) == 0) | (first != maker)
+    op, block = np.concatenate([used.op[~again], maker[alone]]), np.concatenate([used.block[~again], made[alone]])
     here = (op >= 0) & (found.device[block] == trace.devices.index(device))
-    pairs = np.unique(op[here] * len(found) + block[here])
-    if not len(pairs):
-        return 0
-    calls, place = np.unique(pairs // len(found), return_inverse=True)
-    touched = np.bincount(place, weights=found.size[pairs % len(found)], minlength=len(calls))
-    return int(touched.max())
+    return int(np.bincount(op[here], weights=found.size[block[here]]).max(initial=0))

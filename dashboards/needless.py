@@ -1,0 +1,50 @@
+"""Memory that is there without need, and what mending it would save."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from memtrace.dashboards.sections import Column, Row, Table
+from memtrace.dashboards.text import bytes_text, name_text
+
+from memtrace.analysis.findings import findings
+
+if TYPE_CHECKING:
+    from memtrace.trace import Trace
+
+MAX_ROWS: Final = 15
+
+
+def findings_table(trace: Trace, device: str) -> Table | None:
+    """The findings of a device with the peak that would result without each; None where there are none."""
+    told = findings(trace, device)
+    if not told.findings:
+        return None
+    columns = (
+        Column("what"),
+        Column("line", "code"),
+        Column("category", "category"),
+        Column("saves", "number"),
+        Column("of the peak", "share"),
+        Column("peak then", "number"),
+        Column("blocks", "number"),
+    )
+    # The best of both kinds: those that a line mends come first, however many they are.
+    by_line = [one for one in told.findings if not one.needs_mechanism]
+    others = [one for one in told.findings if one.needs_mechanism]
+    shown = [*by_line[: MAX_ROWS - min(len(others), 5)], *others[:5]]
+    rows = tuple(
+        Row((f"{(one.name or one.pattern).replace('_', ' ')}{' *' if one.needs_mechanism else ''}",
+             name_text(one.site or "–"), one.category, bytes_text(one.saved_bytes),  # noqa: RUF001
+             one.saved_bytes / max(told.peak_bytes, 1), bytes_text(one.peak_if_mended_bytes), f"{one.num_blocks:,}"),
+            (one.advice,))
+        for one in shown
+    )  # fmt: skip
+    lowest = "unknown" if told.lower_bound_bytes is None else bytes_text(told.lower_bound_bytes)
+    note = (
+        f"{len(shown)} of {len(told.findings)}. With all mended that a line mends the peak would be "
+        f"{bytes_text(told.peak_if_all_mended_bytes)}; one operator touches {lowest} at most: no order is below that. "
+        "* takes recomputing, swapping or working in place."
+    )
+    untold = "".join(f" Not judged: {reason}." for reason in told.not_judged)
+    return Table(columns, rows, note=note + untold, detail="advice")
