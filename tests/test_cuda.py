@@ -329,6 +329,15 @@ def test_running_out_of_memory_is_explained_and_the_exception_goes_on(
     assert trace.coverage.stop_reason == "RuntimeError left the recorded block"
 
 
+def test_an_explanation_that_fails_does_not_hide_the_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("memtrace.cli.failure.explain_failure", lambda folder: 1 / 0)
+    with pytest.raises(RuntimeError, match="can't allocate memory"), memtrace.record(tmp_path / "run.memtrace"):
+        torch.empty(HUGE)
+    assert "cannot be told: division by zero" in caplog.text
+
+
 def test_a_program_that_survives_running_out_of_memory_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

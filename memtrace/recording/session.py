@@ -187,9 +187,15 @@ class Recording:
             self.failed(error, f"{type(error).__name__} left the recorded block")
         self._stop(self.end_reason)
         if self._ran_out_of_memory and self._is_written:
-            from memtrace.cli.failure import explain_failure
+            self._explain()
 
+    def _explain(self) -> None:
+        from memtrace.cli.failure import explain_failure
+
+        try:
             explain_failure(self._folder)
+        except Exception as trouble:  # the program's own exception is on its way, and must arrive
+            logger.warning("memtrace: why memory ran out cannot be told: %s", trouble)
 
     def failed(self, error: BaseException, reason: str) -> None:
         """An exception ended what is recorded; ``reason`` for the manifest. That of missing memory is explained."""

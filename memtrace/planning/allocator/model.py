@@ -49,7 +49,7 @@ class Allocator:
         self.no_split_pools = no_split_pools
         self.reserved = self.allocated = self.requested = 0
         self.peak_reserved = self.peak_allocated = 0
-        self.allocated_at_peak = self.requested_at_peak = self.segments_at_peak = self.peak_position = 0
+        self.allocated_at_peak = self.segments_at_peak = self.peak_position = 0
         self.num_mallocs = self.num_segments = self.num_device_allocs = self.num_retries = self.num_ooms = 0
         self.log: list[tuple[int, int, int, int]] = []  # (mallocs so far, kind, address, size) of device operations
         self.live: set[Block] = set()
@@ -148,7 +148,6 @@ class Allocator:
         """Remember this moment as the one with most reserved."""
         self.peak_reserved = self.reserved
         self.allocated_at_peak = self.allocated
-        self.requested_at_peak = self.requested
         self.segments_at_peak = self.num_segments
         self.peak_position = self.num_mallocs
 

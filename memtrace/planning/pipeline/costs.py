@@ -140,11 +140,6 @@ class StageCosts:
         """Input and weight backward together."""
         return self.input_backward_s + self.weight_backward_s
 
-    @property
-    def state_bytes(self) -> int:
-        """Parameters, gradients and optimizer state of one copy of the stage."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
-
 
 def uniform_stages(
     num_stages: int,

@@ -16,7 +16,7 @@ from memtrace.planning.pipeline.recorded import RankActions, last_complete_round
 from memtrace.trace import Trace
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 STATE: Final = ("parameter", "gradient", "optimizer_state")
 
@@ -101,14 +101,6 @@ def measured(trace: Trace, capacity_bytes: int | None = None) -> Measured:
         chosen,
         torch_schedule(trace.rank(found[0].rank)),
     )
-
-
-def stages_table(found: Measured) -> pd.DataFrame:
-    """One row a copy of a stage: the fields of ``MeasuredStage``; NA: not known."""
-    import pandas as pd
-
-    table: pd.DataFrame = pd.DataFrame([asdict(stage) for stage in found.stages]).convert_dtypes()
-    return table
 
 
 def _workers(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Literal
@@ -23,7 +22,7 @@ from memtrace.planning.pipeline.table import Schedule
 from memtrace.planning.pipeline.versions import version_changes
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 Integers = npt.NDArray[np.int64]
 
@@ -97,38 +96,6 @@ class WorkerMemory:
 def memory(simulation: Simulation, model: MemoryModel = PAPER) -> list[WorkerMemory]:
     """The memory of every worker. Begins and ends with the state alone (the newest weights of each copy)."""
     return [_worker_memory(simulation, worker, model) for worker in range(simulation.schedule.num_workers)]
-
-
-def memory_table(memories: Sequence[WorkerMemory]) -> pd.DataFrame:
-    """One row a change of level.
-
-    Columns: worker, time_s, activation_bytes, weight_bytes, temporary_bytes, total_bytes, in_flight.
-    """
-    import pandas as pd
-
-    names = ("time_s", "activation_bytes", "weight_bytes", "temporary_bytes", "total_bytes", "in_flight")
-    frames = [
-        pd.DataFrame({"worker": memory.worker, **{name: getattr(memory, name) for name in names}})
-        for memory in memories
-    ]
-    table: pd.DataFrame = pd.concat(frames, ignore_index=True)
-    return table
-
-
-def peaks_table(memories: Sequence[WorkerMemory]) -> pd.DataFrame:
-    """One row a worker: worker, peak_bytes, weight_bytes, activation_peak_bytes, in_flight_peak."""
-    import pandas as pd
-
-    table: pd.DataFrame = pd.DataFrame(
-        {
-            "worker": [memory.worker for memory in memories],
-            "peak_bytes": [memory.peak_bytes for memory in memories],
-            "weight_bytes": [memory.weight_peak_bytes for memory in memories],
-            "activation_peak_bytes": [memory.activation_peak_bytes for memory in memories],
-            "in_flight_peak": [memory.in_flight_peak for memory in memories],
-        }
-    )
-    return table
 
 
 _DELTAS = ("activation", "weight", "temporary", "in_flight")

@@ -21,7 +21,6 @@ class RangeCosts:
 
     def __init__(self, layers: Sequence[Layer], *, recompute: bool, boundaries: bool) -> None:
         self.num_layers = len(layers)
-        self._recompute = recompute
         again = 2 if recompute else 1
         self._seconds = self._sums([again * layer.forward_s + layer.backward_s for layer in layers])
         activation = self._sums([layer.activation_bytes for layer in layers])
