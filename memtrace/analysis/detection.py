@@ -22,6 +22,7 @@ _TINY_BYTES = 8
 _ENDLESS = 62
 _MAX_RATED = 4
 _MAX_RATIO = 4
+_MAX_DRIFT = 0.5
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,15 @@ def _detect(trace: Trace) -> Detection:
 
 
 def _rated(likeness: _Likeness, ends: Array, agreement: float, method: str) -> Detection:
-    """The steps between ``ends``. Where they hold less than half of the events they are taken as less certain."""
+    """The steps between ``ends``. Where they hold less than half of the events they are taken as less certain, and by
+    allocations as none: the layers of one step have a beat of their own, in its backward say.
+    """
     rows = _with_cut(ends, likeness.total, method)
     held = float(rows[-1] - rows[0]) / likeness.total
     if method == "allocations":  # a beat within steps, with something long between them, is none of steps
         length = np.diff(rows)
         held *= float(length[length <= _MAX_RATIO * np.median(length)].sum() / max(length.sum(), 1))
+        held = held if held >= 0.5 else 0.0
     return Detection(rows, round(agreement * likeness.usual(rows) * min(1.0, 2 * held), 4), method)
 
 
@@ -199,9 +203,10 @@ def _by_allocations(trace: Trace, lives: _Lives, likeness: _Likeness) -> Detecti
     found = clocks(symbol, np.arange(len(made)), np.ones(int(symbol.max()) + 1))
     usable = [clock for clock in found if len(clock.ticks) >= MIN_TICKS and len(clock.symbols) > 1][:_MAX_RATED]
     live = _live_bytes(trace, lives)
+    ends = [_least_live(live, begin[clock.ticks]) for clock in usable]
     rated = [
-        (clock, _rated(likeness, _least_live(live, begin[clock.ticks]), clock.agreement, "allocations"))
-        for clock in usable
+        (clock, _rated(likeness, rows, 0.0 if _piles_up(live, rows) else clock.agreement, "allocations"))
+        for clock, rows in zip(usable, ends, strict=True)
     ]
     return _shortest_whole(rated, symbol, np.where(never, 0, lasts)) if rated else _NOTHING
 
@@ -234,6 +239,17 @@ def _shortest_whole(rated: list[tuple[Clock, Detection]], symbol: Array, lasts: 
         if not slower:
             return steps
         clock, steps = slower[0]
+
+
+def _piles_up(live: Array, ends: Array) -> bool:
+    """Whether what is live from cycle to cycle changes by most of what a cycle needs: so do the layers of one forward,
+    whose activations stay, and those of one backward, which frees them."""
+    if len(ends) < 2:
+        return False
+    level = live[ends[:-1] - 1]
+    top = np.maximum.reduceat(live, ends[:-1])
+    drift = abs(float(np.median(np.diff(level)))) if len(level) > 1 else 0.0
+    return drift > _MAX_DRIFT * float(np.median(top - level))
 
 
 def _live_bytes(trace: Trace, lives: _Lives) -> Array:

@@ -103,7 +103,9 @@ def kept_for_ever(trace: Trace, chosen: Array) -> Absences:
         return Absences.joined([])
     kept = (found.step[chosen] >= 0) & (found.free_event[chosen] < 0)
     here = chosen[kept & ~np.isin(found.category[chosen], _KEPT)]
-    last = np.where(used.num_of(here) > 0, _last_need(trace, here), found.alloc_event[here])
+    last = found.alloc_event[here]
+    touched = used.num_of(here) > 0
+    last[touched] = _last_need(trace, here[touched])
     over = steps.of_rows(last) <= found.step[here] + 1  # what a later step uses is kept for a purpose
     here, last = here[over], last[over]
     stacks, place = np.unique(found.stack[here], return_inverse=True)

@@ -319,3 +319,11 @@ def test_the_table_has_every_finding(planted: tuple[Trace, Trace]) -> None:
     table = findings_table(planted[0])
     assert len(table) == len(findings(planted[0], "cpu").findings)
     assert (table.peak_if_mended_bytes + table.saved_bytes == findings(planted[0], "cpu").peak_bytes).all()
+
+
+def test_a_leak_is_told_without_accesses_too() -> None:
+    acts: list[Act] = [("alloc", 2 * number, number) for number in range(12)]
+    ops = [op(number, "forward", name=2, stack=1) for number in range(12)]
+    (one,) = of(life(acts, ops=ops, spans=[step(n, 10 * n, 10) for n in range(12)]), "leak")
+    # What is not read or written is needed no longer than its allocation.
+    assert (one.num_blocks, one.saved_bytes) == (12, 12_000)
