@@ -22,7 +22,7 @@ from memtrace.schema import CATEGORIES, SPAN_KINDS
 from memtrace.trace import Trace
 
 TOP = 8
-MAX_PATTERN_EVENTS = 3_000_000
+MAX_PATTERN_EVENTS = 500_000
 """Of larger traces ``memtrace steps`` and ``access`` tell what takes them seconds: the summary stays quick."""
 
 

@@ -31,6 +31,7 @@ _FAULT: Final = "fault.txt"
 _RANKS: Final = "ranks.json"
 # What a reader holds is left to the end of the process: freeing a million small objects takes a third of a second.
 _UNFREED: Final[list[object]] = []
+_LEAVING: Final[list[int]] = []
 
 
 def read_isolated(path: Path, limits: Limits | None = None) -> list[Rank]:
@@ -59,6 +60,8 @@ def _fork(path: Path, folder: Path, limits: Limits) -> int:
     # Both need it: imported once, before there are two.
     import pyarrow  # noqa: F401
 
+    _reap()
+    done, tell = os.pipe()
     with warnings.catch_warnings():
         # Threads of numpy's and Arrow's pools are not ours, and both survive a fork.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -68,16 +71,29 @@ def _fork(path: Path, folder: Path, limits: Limits) -> int:
         try:
             _be_silent()
             status = _work(path, folder, limits)
+            os.write(tell, bytes([status]))
         finally:
             # Not sys.exit: neither handlers of the parent nor a million frees are wanted.
             os._exit(status)
+    os.close(tell)
     try:
+        with os.fdopen(done, "rb") as answer:
+            told = answer.read(1)
+        if told:
+            # Its memory goes back on another core meanwhile.
+            _LEAVING.append(child)
+            return told[0]
         _, waited = os.waitpid(child, 0)
     except BaseException:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         raise
     return os.waitstatus_to_exitcode(waited)
+
+
+def _reap() -> None:
+    """Take leave of children that have ended since."""
+    _LEAVING[:] = [child for child in _LEAVING if os.waitpid(child, os.WNOHANG) == (0, 0)]
 
 
 def _be_silent() -> None:
@@ -151,7 +167,10 @@ def _leave(ranks: list[Rank], folder: Path) -> None:
 
     listing = []
     for number, (manifest, tables) in enumerate(ranks):
-        for name, table in tables.items():
+        for name, whole in tables.items():
+            # A column without a value is not worth writing: see _whole.
+            told = [field for field, column in zip(whole.column_names, whole.columns, strict=True) if _tells(column)]
+            table = whole.select(told)
             with (
                 pa.OSFile(str(folder / f"{number}-{name}.arrow"), "wb") as sink,
                 pa.ipc.new_file(sink, table.schema) as out,
@@ -159,6 +178,10 @@ def _leave(ranks: list[Rank], folder: Path) -> None:
                 out.write_table(table)
         listing.append({"manifest": manifest, "tables": list(tables)})
     (folder / _RANKS).write_text(json.dumps(listing), encoding="utf-8")
+
+
+def _tells(column: pa.ChunkedArray) -> bool:
+    return not len(column) or bool(column.null_count < len(column))
 
 
 def _collect(path: Path, folder: Path, limits: Limits, status: int) -> list[Rank]:
@@ -175,9 +198,23 @@ def _collect(path: Path, folder: Path, limits: Limits, status: int) -> list[Rank
         for name in entry["tables"]:
             # The mapping outlives the file's name.
             with pa.memory_map(str(folder / f"{number}-{name}.arrow")) as source:
-                tables[name] = pa.ipc.open_file(source).read_all()
+                tables[name] = _whole(name, pa.ipc.open_file(source).read_all())
         ranks.append((entry["manifest"], tables))
     return ranks
+
+
+def _whole(name: str, told: pa.Table) -> pa.Table:
+    """A table with the columns that were left out: memory that nobody writes to costs nothing."""
+    import pyarrow as pa
+
+    from memtrace.schema import arrow_schema
+
+    schema = arrow_schema(name)
+    present = set(told.column_names)
+    columns = [
+        told.column(field.name) if field.name in present else pa.nulls(told.num_rows, field.type) for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _memory_sentence(path: Path, limits: Limits) -> str:

@@ -75,12 +75,8 @@ def read_entries(traces: object) -> Entries:
 def _device_entries(trace: object, device: int) -> Entries:
     what = f"entry {{}} of device {device}"
     everything = rows_of(trace, f"the history of device {device}")
-    names = column(everything, "action", what)
-    try:
-        kind = np.fromiter(map(_ACTIONS.get, names, repeat(-1)), np.int8, len(names))
-    except TypeError:
-        raise FieldError(f"an entry of device {device} has an action that is no text") from None
-    notes = _unknown_actions(names, kind)
+    kind = _kinds(everything, device)
+    notes = _unknown_actions(everything, kind)
     keep = kind >= 0
     rows = everything if bool(keep.all()) else list(compress(everything, keep.tolist()))
     kind = kind[keep]
@@ -102,8 +98,19 @@ def _device_entries(trace: object, device: int) -> Entries:
     )
 
 
-def _unknown_actions(names: list[Any], kind: Array) -> list[str]:
-    unknown = sorted({ascii(names[place])[:40] for place in np.flatnonzero(kind < 0) if names[place] not in _REMARKS})
+def _kinds(rows: Sequence[Row], device: int) -> Array:
+    """The kind of each entry, -1 for an action that is none of the allocator's."""
+    try:
+        return np.fromiter(map(_ACTIONS.get, map(itemgetter("action"), rows), repeat(-1)), np.int8, len(rows))
+    except KeyError:
+        raise FieldError(f"an entry of device {device} has no 'action'") from None
+    except TypeError:
+        raise FieldError(f"an entry of device {device} has an action that is no text") from None
+
+
+def _unknown_actions(rows: Sequence[Row], kind: Array) -> list[str]:
+    names = {rows[place]["action"] for place in np.flatnonzero(kind < 0).tolist()}
+    unknown = sorted(ascii(name)[:40] for name in names - _REMARKS)
     if not unknown:
         return []
     return [f"entries of unknown actions left out: {', '.join(unknown[:5])}"]
