@@ -6,6 +6,8 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,10 +77,17 @@ def working(what: str) -> Iterator[None]:
         yield
 
 
-def open_traces(traces: Sequence[str]) -> Trace:
-    """The trace of a folder or of files; with a spinner where reading takes over a second."""
+def open_traces(traces: Sequence[str], then: str | None = None) -> Trace:
+    """The trace of a folder or of files; with a spinner where reading takes over a second.
+
+    ``then``: a module that is used next; it is imported while a file is read.
+    """
     from memtrace.trace import load
 
+    if then is not None and any(Path(trace).is_file() for trace in traces):
+        from memtrace.readers import isolated
+
+        isolated.MEANWHILE.append(partial(import_module, then))
     size_bytes = sum(Path(trace).stat().st_size for trace in traces if Path(trace).is_file())
     with working(f"reading {' '.join(traces)}") if size_bytes > _SLOW_BYTES else nullcontext():
         return load(*traces)

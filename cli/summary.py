@@ -31,9 +31,9 @@ def command(traces: tuple[str, ...], rank: int | None, as_json: bool) -> None:
 
     TRACE is a *.memtrace folder or a file of another tool; several files are the ranks of one job.
     """
+    opened = open_traces(traces, then="memtrace.analysis.summary")
     from memtrace.analysis.summary import summary
 
-    opened = open_traces(traces)
     ranks = opened.ranks if rank is None else (rank,)
     with working(f"reading {' '.join(traces)}"):
         found = {number: summary(opened.rank(number)) for number in ranks}

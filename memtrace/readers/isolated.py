@@ -16,6 +16,7 @@ import tempfile
 import threading
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,6 +33,8 @@ _RANKS: Final = "ranks.json"
 # What a reader holds is left to the end of the process: freeing a million small objects takes a third of a second.
 _UNFREED: Final[list[object]] = []
 _LEAVING: Final[list[int]] = []
+MEANWHILE: Final[list[Callable[[], object]]] = []
+"""Work for this process, done once while a child reads: importing what the tables are for, say."""
 
 
 def read_isolated(path: Path, limits: Limits | None = None) -> list[Rank]:
@@ -77,6 +80,8 @@ def _fork(path: Path, folder: Path, limits: Limits) -> int:
             os._exit(status)
     os.close(tell)
     try:
+        while MEANWHILE:
+            MEANWHILE.pop()()
         with os.fdopen(done, "rb") as answer:
             told = answer.read(1)
         if told:

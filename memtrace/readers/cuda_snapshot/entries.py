@@ -74,7 +74,9 @@ def read_entries(traces: object) -> Entries:
 
 def _device_entries(trace: object, device: int) -> Entries:
     what = f"entry {{}} of device {device}"
-    everything = rows_of(trace, f"the history of device {device}")
+    if not isinstance(trace, list | tuple):
+        rows_of(trace, f"the history of device {device}")
+    everything: Sequence[Row] = trace  # type: ignore[assignment]
     kind = _kinds(everything, device)
     notes = _unknown_actions(everything, kind)
     keep = kind >= 0
@@ -105,6 +107,7 @@ def _kinds(rows: Sequence[Row], device: int) -> Array:
     except KeyError:
         raise FieldError(f"an entry of device {device} has no 'action'") from None
     except TypeError:
+        rows_of(rows, f"the history of device {device}")  # looks at every row, and says which is none
         raise FieldError(f"an entry of device {device} has an action that is no text") from None
 
 
@@ -117,16 +120,16 @@ def _unknown_actions(rows: Sequence[Row], kind: Array) -> list[str]:
 
 
 def _streams(rows: Sequence[Row], what: str) -> Array:
+    try:
+        distinct = set(map(itemgetter("stream"), rows))
+    except (KeyError, TypeError):
+        distinct = set()
+    if len(distinct) == 1:
+        # One stream, as in most programs: no need to keep that of every entry.
+        return np.full(len(rows), addresses([distinct.pop() or 0], "stream", what)[0])
     values = optional(rows, "stream")
     if values is None:
         return np.zeros(len(rows), np.int64)
-    try:
-        distinct = set(values)
-    except TypeError:
-        distinct = set()
-    if len(distinct) == 1:
-        # One stream, as in most programs: no need to look at every entry.
-        return np.full(len(rows), addresses([values[0] or 0], "stream", what)[0])
     return addresses([value or 0 for value in values], "stream", what)
 
 
@@ -174,9 +177,14 @@ def _times(rows: Sequence[Row], what: str) -> Array | None:
         values = list(map(itemgetter("time_us"), rows))
     except KeyError:
         return None
-    if not rows or None in values:
+    try:
+        times = integers(values, "time_us", what)
+    except FieldError:
+        if None in values:
+            return None
+        raise
+    if not len(times):
         return None
-    times = integers(values, "time_us", what)
     return times if int(times.max()) - int(times.min()) < _YEARS_US else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -153,6 +154,11 @@ def _contexts(rows: Sequence[Row], names: Names) -> Array:
 
 def _texts(rows: Sequence[Row], key: str, empty: tuple[str, ...]) -> list[str] | None:
     """The texts under ``key``, "" for none; None where no row says anything."""
+    try:
+        if set(map(itemgetter(key), rows)) <= {None, *empty}:
+            return None
+    except (KeyError, TypeError):
+        pass  # not in every row, or no text: looked at below
     values = optional(rows, key)
     if values is None:
         return None
