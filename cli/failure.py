@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from memtrace.cli.output import UNKNOWN, console, duration, plain_table, size
-from rich.console import Console
-from rich.markup import escape
+from memtrace.cli.output import UNKNOWN, console, duration, escape, plain_table, size
 
 NO_STACK = "(no stack: older than the recording, small, or stacks were off)"
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def print_failure(out: Console, failure: dict[str, Any]) -> None:

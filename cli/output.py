@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from memtrace.trace import Trace
 
 UNKNOWN = "unknown"
@@ -32,6 +33,13 @@ def size(value: int | None) -> str:
             return f"{sign}{left:.0f} {unit}" if unit == "B" or left >= 100 else f"{sign}{left:.1f} {unit}"
         left /= 1024
     raise AssertionError
+
+
+def escape(text: str) -> str:
+    """Text without markup of ours in it. rich is imported where something is printed: JSON needs none of it."""
+    from rich.markup import escape as escaped
+
+    return escaped(text)
 
 
 def counted(number: int, what: str) -> str:
@@ -56,12 +64,16 @@ def share(part: float, whole: float) -> str:
 
 def console(*, stderr: bool = False) -> Console:
     """Colour and boxes on a terminal, plain text in a pipe; NO_COLOR and COLUMNS are honoured by rich."""
+    from rich.console import Console
+
     file = sys.stderr if stderr else sys.stdout
     return Console(file=file, width=None if file.isatty() else 110, highlight=False)
 
 
 def plain_table(*headers: str) -> Table:
     """A table without boxes; columns after the first are aligned to the right, the last to the left."""
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for place, header in enumerate(headers):
         last = place == len(headers) - 1
@@ -72,6 +84,8 @@ def plain_table(*headers: str) -> Table:
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """A spinner on stderr while something takes its time; nothing where stderr is not a terminal."""
+    from rich.console import Console
+
     stderr = Console(stderr=True)
     with stderr.status(what) if stderr.is_terminal else nullcontext():
         yield

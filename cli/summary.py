@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from memtrace.cli.failure import NO_STACK, print_failure
@@ -11,6 +11,7 @@ from memtrace.cli.output import (
     console,
     counted,
     duration,
+    escape,
     open_traces,
     plain_table,
     print_json,
@@ -18,8 +19,9 @@ from memtrace.cli.output import (
     size,
     working,
 )
-from rich.console import Console
-from rich.markup import escape
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @click.command("summary")

@@ -20,9 +20,6 @@ VOCABULARIES = {
     ("labels", "category"): schema.CATEGORIES,
 }
 MAX_DEVICES = 127
-# Null throughout where there is no GPU: not worth a look at every row.
-_OFTEN_EMPTY = ("stream", "pool", "device_free")
-_NOTHING = np.zeros(0, np.int64)
 
 
 def strings(values: Sequence[str | None]) -> pa.Array:
@@ -83,14 +80,20 @@ def _table(name: str, batch: Batch) -> pa.Table:
     if name == "names":
         return _names(batch["names"])
     target = schema.arrow_schema(name)
-    columns = {column: np.frombuffer(batch[f"{name}.{column}"], dtype) for column, dtype in COLUMN_DTYPES[name].items()}
+    columns = {
+        column: np.frombuffer(batch[f"{name}.{column}"], dtype)
+        for column, dtype in COLUMN_DTYPES[name].items()
+        if f"{name}.{column}" in batch
+    }
+    if name == "events":
+        columns.setdefault("allocated_size", columns["size"])
     arrays = []
     num_rows = len(columns[target[0].name])
     for field in target:
-        values = columns.get(field.name, _NOTHING)
-        if field.name not in columns or (field.name in _OFTEN_EMPTY and (values == -1).all()):
+        if field.name not in columns:
             arrays.append(pa.nulls(num_rows, field.type))
             continue
+        values = columns[field.name]
         if field.name == "device":
             arrays.append(_text(values, device_names()[: int(values.max(initial=0)) + 1]))
         elif (name, field.name) in VOCABULARIES:

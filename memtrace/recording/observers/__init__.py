@@ -26,7 +26,8 @@ COLUMN_DTYPES: Final[dict[str, dict[str, str]]] = {
     "device_times": {"op": "i8", "device": "i1", "start_ns": "i8", "duration_ns": "i8"},
 }  # fmt: skip
 """Columns and numpy dtypes of a batch. Kinds, phases and categories are indices into the tuples of memtrace.schema,
-``device`` is 0 for the CPU and 1 + i for cuda:i, -1 stands for null."""
+``device`` is 0 for the CPU and 1 + i for cuda:i, -1 stands for null. A batch of the CPU alone may leave out ``pool``
+and ``device_free``, which are null then, and ``allocated_size``, which is ``size``."""
 
 CudaRow = tuple[int, int, int, int, int, int, int, int]
 """An event of CUDA's allocator told from outside: kind, number of the device, address (of an oom what the device had

@@ -142,8 +142,9 @@ bool put_tables(PyObject* out, const Tables& tables) {
   const DeviceTimeColumns& d = tables.device_times;
   return put(out, "events.time_ns", e.time_ns) && put(out, "events.kind", e.kind) && put(out, "events.device", e.device) &&
          put(out, "events.block", e.block) && put(out, "events.size", e.size) && put(out, "events.address", e.address) &&
-         put(out, "events.allocated_size", e.allocated_size) && put(out, "events.pool", e.pool) &&
-         put(out, "events.device_free", e.device_free) && put(out, "events.op", e.op) &&
+         (!e.has_cuda || (put(out, "events.allocated_size", e.allocated_size) && put(out, "events.pool", e.pool) &&
+                          put(out, "events.device_free", e.device_free))) &&
+         put(out, "events.op", e.op) &&
          put(out, "events.stream", e.stream) && put(out, "events.thread", e.thread) &&
          put(out, "ops.op", o.op) && put(out, "ops.name", o.name) && put(out, "ops.start_ns", o.start_ns) &&
          put(out, "ops.duration_ns", o.duration_ns) && put(out, "ops.thread", o.thread) && put(out, "ops.module", o.module) &&

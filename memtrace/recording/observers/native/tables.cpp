@@ -52,6 +52,7 @@ void Resolver::row(const Event& event, EventKind kind, const Live& block, EventC
   out.time_ns.push_back(event.time_ns);
   out.kind.push_back(static_cast<int8_t>(kind));
   out.device.push_back(block.device);
+  out.has_cuda |= block.device > 0;
   out.block.push_back(block.block);
   out.size.push_back(access ? kNone : block.size);
   out.allocated_size.push_back(access ? kNone : block.allocated_size);

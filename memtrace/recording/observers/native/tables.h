@@ -12,6 +12,7 @@ struct EventColumns {
   std::vector<int64_t> time_ns, block, size, allocated_size, address, op, stream, pool, device_free;
   std::vector<int16_t> thread;
   std::vector<int8_t> kind, device;
+  bool has_cuda = false;   // without it nobody needs allocated_size (it is size), pool and device_free
 
   void reserve(size_t rows) {
     for (auto* column : {&time_ns, &block, &size, &allocated_size, &address, &op, &stream, &pool, &device_free})
