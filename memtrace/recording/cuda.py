@@ -92,11 +92,6 @@ class TorchDriver:
         torch.cuda.memory._record_memory_history(None)
 
 
-def cuda_is_built() -> bool:
-    """Whether the installed torch can use CUDA devices (or AMD's, by the same names)."""
-    return torch.version.cuda is not None or torch.version.hip is not None
-
-
 class CudaSide:
     """What a recording knows of CUDA beside the observer's events; settings and notes go into its ``manifest``."""
 
@@ -160,9 +155,21 @@ class CudaSide:
         with self._lock:
             self._counters.extend(rows)
 
-    def replayed(self) -> None:
-        """A CUDA graph is replayed."""
-        self._num_replays += 1
+    def watch_graphs(self) -> Callable[[], None]:
+        """Count the replays of CUDA graphs from now on; the function that ends it."""
+        graph: Any = torch.cuda.CUDAGraph
+        original = graph.replay
+
+        def replay(replayed: Any) -> None:
+            self._num_replays += 1
+            original(replayed)
+
+        def restore() -> None:
+            if graph.replay is replay:
+                graph.replay = original
+
+        graph.replay = replay
+        return restore
 
     def stop(self) -> None:
         """Read what is left at the end; call before the observer stops."""
@@ -299,32 +306,3 @@ class History:
         """Leave torch as it was."""
         if self._is_ours:
             self._driver.drop_history()
-
-
-def make_cuda_side(observer: Observer, manifest: dict[str, Any]) -> CudaSide | None:
-    """The CUDA side of a recording; None where torch is not built for CUDA."""
-    return CudaSide(observer, TorchDriver(), manifest) if cuda_is_built() else None
-
-
-def watch_graphs(side: CudaSide) -> Callable[[], None]:
-    """Have ``side`` hear of replays of CUDA graphs; the function that undoes it."""
-    graph: Any = torch.cuda.CUDAGraph
-    original = graph.replay
-
-    def replay(self: Any) -> None:
-        side.replayed()
-        original(self)
-
-    def restore() -> None:
-        if graph.replay is replay:
-            graph.replay = original
-
-    graph.replay = replay
-    return restore
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on a device or in torch's CPU allocator."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
-    )

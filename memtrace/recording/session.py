@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import torch
 
@@ -17,7 +17,6 @@ from memtrace import schema
 from memtrace.errors import MemtraceError
 from memtrace.recording import hooks
 from memtrace.recording.clock import ClockAligner
-from memtrace.recording.cuda import CudaSide, is_out_of_memory, make_cuda_side, watch_graphs
 from memtrace.recording.labels import Labeller
 from memtrace.recording.manifest import new_manifest
 from memtrace.recording.observers import Observer
@@ -26,6 +25,9 @@ from memtrace.recording.older import keep_older_trace
 from memtrace.recording.pipelining import Direction, action_text, mark_action
 from memtrace.recording.steps import StepFinder
 from memtrace.recording.writer import FLUSH_SECONDS, Writer, write_manifest
+
+if TYPE_CHECKING:
+    from memtrace.recording.cuda import CudaSide
 
 logger = logging.getLogger("memtrace")
 
@@ -116,6 +118,22 @@ def make_observer(kind: ObserverKind) -> tuple[Observer, list[str]]:
         note = f"recorded in pure Python, several times slower: {error}"
         logger.warning("memtrace: %s", note)
         return DispatchObserver(), [note]
+
+
+def make_cuda_side(observer: Observer, manifest: dict[str, Any]) -> CudaSide | None:
+    """The CUDA side of a recording; None where torch is built neither for CUDA nor for ROCm (of the same names)."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return None
+    from memtrace.recording.cuda import CudaSide, TorchDriver  # some MB that no other recording needs
+
+    return CudaSide(observer, TorchDriver(), manifest)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on a device or in torch's CPU allocator."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    )
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -329,7 +347,7 @@ class Recording:
             self._manifest["t0_epoch_ns"] = time.time_ns() - observer.now()
             self._hooks = hooks.install(observer, self._labeller, self._steps.optimizer_stepped)
             if self._cuda is not None:
-                self._hooks.callback(watch_graphs(self._cuda))
+                self._hooks.callback(self._cuda.watch_graphs())
                 self._cuda.start()
             for name, model in self._models.items():
                 self._labeller.adopt(model, name)
