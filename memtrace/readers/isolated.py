@@ -98,7 +98,14 @@ def _fork(path: Path, folder: Path, limits: Limits) -> int:
 
 def _reap() -> None:
     """Take leave of children that have ended since."""
-    _LEAVING[:] = [child for child in _LEAVING if os.waitpid(child, os.WNOHANG) == (0, 0)]
+    _LEAVING[:] = [child for child in _LEAVING if not _has_ended(child)]
+
+
+def _has_ended(child: int) -> bool:
+    try:
+        return os.waitpid(child, os.WNOHANG) != (0, 0)
+    except ChildProcessError:
+        return True  # the program around us waits for its children, and took this for one
 
 
 def _be_silent() -> None:
