@@ -84,10 +84,12 @@ def plain_table(*headers: str) -> Table:
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """A spinner on stderr while something takes its time; nothing where stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
     from rich.console import Console
 
-    stderr = Console(stderr=True)
-    with stderr.status(what) if stderr.is_terminal else nullcontext():
+    with Console(stderr=True).status(what):
         yield
 
 

@@ -17,6 +17,7 @@ from memtrace.readers.tables import Array
 
 # No machine has more; and sums of a million such sizes still fit 64 bits.
 MAX_BYTES: Final = 1 << 48
+_STRETCH: Final = 256
 _WORD: Final = 1 << 64
 _INT64_MAX: Final = (1 << 63) - 1
 Row = Mapping[str, Any]
@@ -35,6 +36,30 @@ def rows_of(value: object, what: str) -> Sequence[Row]:
         other = next(kind.__name__ for kind in kinds if kind is not dict)
         raise FieldError(f"an entry of {what} is no record but of type {other}")
     return value
+
+
+def columns(rows: Sequence[Row], keys: Sequence[str], what: str) -> dict[str, list[Any]]:
+    """The values under each of ``keys``, None for a row that lacks it. ``what`` names the rows: "the history".
+
+    A stretch of rows is asked for every key before the next, while it is in the processor's cache: that takes two
+    thirds of the time of a pass over a million rows for each key. FieldError where a row is no dict.
+    """
+    found: dict[str, list[Any]] = {key: [] for key in keys}
+    nothing = [None] * _STRETCH
+    asked = [(key, itemgetter(key), values) for key, values in found.items()]
+    for start in range(0, len(rows), _STRETCH):
+        stretch = rows[start : start + _STRETCH]
+        if set(map(type, stretch)) != {dict}:
+            rows_of(rows, what)
+        for key, get, values in asked:
+            try:
+                values += list(map(get, stretch))
+            except KeyError:
+                if any(map(contains, stretch, repeat(key))):
+                    values += [row.get(key) for row in stretch]
+                else:
+                    values += nothing[: len(stretch)]
+    return found
 
 
 def column(rows: Sequence[Row], key: str, what: str) -> list[Any]:
@@ -83,6 +108,8 @@ def addresses(values: Sequence[Any], key: str, what: str) -> Array:
         return integers(values, key, what)
     except FieldError:
         wrong = next((place for place, value in enumerate(values) if not _is_word(value)), None)
+        if wrong is not None and values[wrong] is None:
+            raise
         if wrong is not None:
             raise FieldError(f"{what.format(wrong)} has {key} {_spell(values[wrong])}, which is no address") from None
         return np.fromiter((value % _WORD for value in values), np.uint64, len(values)).view(np.int64)
@@ -93,7 +120,9 @@ def _is_word(value: object) -> bool:
 
 
 def _not_a_number(values: Sequence[Any], key: str, what: str, fits: Callable[[Any], bool]) -> FieldError:
-    wrong = next(place for place, value in enumerate(values) if not fits(value))
+    wrong = next(place for place, value in enumerate(values) if value is None or not fits(value))
+    if values[wrong] is None:
+        return FieldError(f"{what.format(wrong)} has no {key!r}")
     return FieldError(f"{what.format(wrong)} has {key} {_spell(values[wrong])}, which no allocator writes")
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, repeat
-from operator import contains, itemgetter
 from typing import Any, Final
 
 import numpy as np
 
 from memtrace.readers.annotations import Range
-from memtrace.readers.fields import FieldError, Row, addresses, column, integers, optional, rows_of, sizes
+from memtrace.readers.fields import FieldError, Row, addresses, column, columns, integers, rows_of, sizes
 from memtrace.readers.tables import Array
 from memtrace.schema import EVENT_KINDS
 
@@ -31,6 +30,9 @@ _ACTIONS: Final = {
 }
 # Actions that say nothing of memory: notes of the program.
 _REMARKS: Final = frozenset({"annotate", "user_defined"})
+# What is kept of an entry as the file has it.
+_AS_THEY_ARE: Final = ("frames", "forward_frames", "user_metadata", "compile_context")
+_KEYS: Final = ("action", "addr", "size", "stream", "time_us", "pool_id", *_AS_THEY_ARE)
 NS_PER_US: Final = 1000
 MAX_DEVICES: Final = 127
 _YEARS_US: Final = 30 * 365 * 86_400 * 1_000_000
@@ -38,9 +40,12 @@ _YEARS_US: Final = 30 * 365 * 86_400 * 1_000_000
 
 @dataclass(frozen=True)
 class Entries:
-    """The entries of all devices, one a row. ``rows`` are the entries themselves, in the same order."""
+    """The entries of all devices, one a row. What an entry does not say of itself is None in the four lists."""
 
-    rows: Sequence[Row]
+    frames: list[Any]
+    forward_frames: list[Any]
+    user_metadata: list[Any]
+    compile_context: list[Any]
     kind: Array
     device: Array
     address: Array
@@ -73,63 +78,57 @@ def read_entries(traces: object) -> Entries:
 
 
 def _device_entries(trace: object, device: int) -> Entries:
+    history = f"the history of device {device}"
     what = f"entry {{}} of device {device}"
     if not isinstance(trace, list | tuple):
-        rows_of(trace, f"the history of device {device}")
-    everything: Sequence[Row] = trace  # type: ignore[assignment]
-    kind = _kinds(everything, device)
-    notes = _unknown_actions(everything, kind)
+        rows_of(trace, history)
+    rows: Sequence[Row] = trace  # type: ignore[assignment]
+    said = columns(rows, _KEYS, history)
+    kind, notes = _kinds(said["action"], device)
     keep = kind >= 0
-    rows = everything if bool(keep.all()) else list(compress(everything, keep.tolist()))
-    kind = kind[keep]
-    placeless = np.isin(kind, [KIND["oom"], KIND["snapshot"]])
+    if not keep.all():
+        chosen = keep.tolist()
+        rows = list(compress(rows, chosen))
+        said = {key: list(compress(values, chosen)) for key, values in said.items()}
+        kind = kind[keep]
+    placed = ~np.isin(kind, [KIND["oom"], KIND["snapshot"]])
     address = np.zeros(len(rows), np.int64)
-    placed = rows if not placeless.any() else list(compress(rows, (~placeless).tolist()))
-    address[~placeless] = addresses(column(placed, "addr", what), "addr", what)
+    address[placed] = addresses(list(compress(said["addr"], placed.tolist())), "addr", what)
     return Entries(
-        rows=rows,
+        **{key: said[key] for key in _AS_THEY_ARE},
         kind=kind,
         device=np.full(len(rows), device, np.int16),
         address=address,
-        size=sizes(column(rows, "size", what), "size", what),
-        stream=_streams(rows, what),
+        size=sizes(said["size"], "size", what),
+        stream=_streams(said["stream"], what),
         device_free=_device_free(rows, kind, what),
-        pool=_entry_pools(rows, kind),
-        time_us=_times(rows, what),
-        notes=tuple(notes),
+        pool=_entry_pools(said["pool_id"], kind),
+        time_us=_times(said["time_us"], what),
+        notes=notes,
     )
 
 
-def _kinds(rows: Sequence[Row], device: int) -> Array:
-    """The kind of each entry, -1 for an action that is none of the allocator's."""
+def _kinds(actions: Sequence[Any], device: int) -> tuple[Array, tuple[str, ...]]:
+    """The kind of each entry, -1 for an action that is none of the allocator's, and a note of what was left out."""
     try:
-        return np.fromiter(map(_ACTIONS.get, map(itemgetter("action"), rows), repeat(-1)), np.int8, len(rows))
-    except KeyError:
-        raise FieldError(f"an entry of device {device} has no 'action'") from None
+        kind = np.fromiter(map(_ACTIONS.get, actions, repeat(-1)), np.int8, len(actions))
     except TypeError:
-        rows_of(rows, f"the history of device {device}")  # looks at every row, and says which is none
         raise FieldError(f"an entry of device {device} has an action that is no text") from None
-
-
-def _unknown_actions(rows: Sequence[Row], kind: Array) -> list[str]:
-    names = {rows[place]["action"] for place in np.flatnonzero(kind < 0).tolist()}
+    names = {actions[place] for place in np.flatnonzero(kind < 0).tolist()}
+    if None in names:
+        raise FieldError(f"an entry of device {device} has no 'action'")
     unknown = sorted(ascii(name)[:40] for name in names - _REMARKS)
-    if not unknown:
-        return []
-    return [f"entries of unknown actions left out: {', '.join(unknown[:5])}"]
+    return kind, (f"entries of unknown actions left out: {', '.join(unknown[:5])}",) if unknown else ()
 
 
-def _streams(rows: Sequence[Row], what: str) -> Array:
+def _streams(values: Sequence[Any], what: str) -> Array:
     try:
-        distinct = set(map(itemgetter("stream"), rows))
-    except (KeyError, TypeError):
+        distinct = set(values)
+    except TypeError:
         distinct = set()
     if len(distinct) == 1:
-        # One stream, as in most programs: no need to keep that of every entry.
-        return np.full(len(rows), addresses([distinct.pop() or 0], "stream", what)[0])
-    values = optional(rows, "stream")
-    if values is None:
-        return np.zeros(len(rows), np.int64)
+        # One stream, as in most programs: no need to look at that of every entry.
+        return np.full(len(values), addresses([distinct.pop() or 0], "stream", what)[0])
     return addresses([value or 0 for value in values], "stream", what)
 
 
@@ -141,14 +140,13 @@ def _device_free(rows: Sequence[Row], kind: Array, what: str) -> Array:
     return free
 
 
-def _entry_pools(rows: Sequence[Row], kind: Array) -> Array:
+def _entry_pools(values: Sequence[Any], kind: Array) -> Array:
     """The pools of what begins or ends a block or a segment. Free entries repeat what their alloc said."""
-    pool = np.full(len(rows), -1, np.int64)
-    if not any(map(contains, rows, repeat("pool_id"))):
-        return pool
-    telling = ~np.isin(kind, [KIND["free_requested"], KIND["free"], KIND["snapshot"]])
-    chosen = list(compress(rows, telling.tolist()))
-    pool[telling] = pools(optional(chosen, "pool_id"), len(chosen))
+    pool = np.full(len(values), -1, np.int64)
+    if any(values):
+        telling = ~np.isin(kind, [KIND["free_requested"], KIND["free"], KIND["snapshot"]])
+        chosen = list(compress(values, telling.tolist()))
+        pool[telling] = pools(chosen, len(chosen))
     return pool
 
 
@@ -172,19 +170,10 @@ def _pool(pair: object) -> int:
     return 2 * number if owner == 0 else 2 * owner + 1 if number == 0 else -1
 
 
-def _times(rows: Sequence[Row], what: str) -> Array | None:
-    try:
-        values = list(map(itemgetter("time_us"), rows))
-    except KeyError:
+def _times(values: Sequence[Any], what: str) -> Array | None:
+    if not values or None in values:
         return None
-    try:
-        times = integers(values, "time_us", what)
-    except FieldError:
-        if None in values:
-            return None
-        raise
-    if not len(times):
-        return None
+    times = integers(values, "time_us", what)
     return times if int(times.max()) - int(times.min()) < _YEARS_US else None
 
 
@@ -201,9 +190,9 @@ def _merged(parts: list[Entries]) -> Entries:
         together = together[order]
         if int(together.max()) - int(together.min()) >= _YEARS_US:
             together = None
-    rows = [row for part in parts for row in part.rows]
+    said = {key: [value for part in parts for value in getattr(part, key)] for key in _AS_THEY_ARE}
     return Entries(
-        rows=[rows[place] for place in order.tolist()],
+        **{key: [values[place] for place in order.tolist()] for key, values in said.items()},
         time_us=together,
         notes=tuple(note for part in parts for note in part.notes),
         **{name: _joined(parts, name)[order] for name in _COLUMNS},

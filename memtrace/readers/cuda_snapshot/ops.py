@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -14,7 +13,7 @@ from memtrace.readers.annotations import Range
 from memtrace.readers.cuda_snapshot.entries import KIND, Entries
 from memtrace.readers.cuda_snapshot.phases import without_stack
 from memtrace.readers.cuda_snapshot.stacks import Stacks
-from memtrace.readers.fields import FieldError, Row, optional
+from memtrace.readers.fields import FieldError
 from memtrace.readers.frames import BACKWARD, OPTIMIZER
 from memtrace.readers.tables import Array, Known, Names, Text, make_table
 from memtrace.schema import PHASES
@@ -69,14 +68,19 @@ def read_ops(
     Entries within a range of ``optimizer_steps`` are of that phase where their stack does not tell another.
     """
     chosen = np.isin(entries.kind, _WITH_STACK)
-    rows = list(compress(entries.rows, chosen.tolist()))
-    place = stacks.intern(optional(rows, "frames") or [None] * len(rows))
-    printed = optional(rows, "forward_frames")
-    if printed is not None:
-        forward = stacks.intern_printed(printed)
+    selectors = chosen.tolist()
+    place = stacks.intern(list(compress(entries.frames, selectors)))
+    num_chosen = len(place)
+    if any(entries.forward_frames):
+        forward = stacks.intern_printed(list(compress(entries.forward_frames, selectors)))
         place = np.where(forward > 0, forward, place)
     live_place = stacks.intern(live_frames)
-    context = np.concatenate([_contexts(rows, names), np.full(len(live_frames), -1, np.int64)])
+    said = [
+        _texts(list(compress(entries.user_metadata, selectors)), "user_metadata", ("",)),
+        _texts(list(compress(entries.compile_context, selectors)), "compile_context", _NO_COMPILE_CONTEXT),
+    ]
+    context = np.full(len(place) + len(live_frames), -1, np.int64)
+    context[:num_chosen] = _contexts([texts for texts in said if texts is not None], num_chosen, names)
     place = np.concatenate([place, live_place])
     phase = np.array([stack.phase for stack in stacks.distinct], np.int64)[place]
     within = np.concatenate([_within(times[chosen], optimizer_steps), np.zeros(len(live_frames), bool)])
@@ -88,18 +92,18 @@ def read_ops(
 
     def of_entries(values: Array, otherwise: int) -> Array:
         column = np.full(len(entries), otherwise, values.dtype)
-        column[chosen] = values[: len(rows)]
+        column[chosen] = values[:num_chosen]
         return column
 
     category = np.array([stack.category for stack in stacks.distinct], np.int8)[place]
     return Ops(
         table=table,
         of_entry=of_entries(op, -1),
-        of_live=op[len(rows) :],
+        of_live=op[num_chosen:],
         has_stack=of_entries(place > 0, False),
         phase=of_entries(phase, -1),
         category=of_entries(category, -1),
-        live_category=category[len(rows) :],
+        live_category=category[num_chosen:],
         num_taken=len(taken),
     )
 
@@ -141,27 +145,17 @@ def _with_node(names: Names, context: int, node: str) -> int:
     return names.text("range", f"{told}; {node}" if told else node)
 
 
-def _contexts(rows: Sequence[Row], names: Names) -> Array:
+def _contexts(columns: Sequence[list[str]], num_rows: int, names: Names) -> Array:
     """What the program (user metadata) and the compiler (the frame it compiled) said, as ids of names; -1: nothing."""
-    said = [_texts(rows, "user_metadata", ("",)), _texts(rows, "compile_context", _NO_COMPILE_CONTEXT)]
-    columns = [values for values in said if values is not None]
     if not columns:
-        return np.full(len(rows), -1, np.int64)
-    pairs = list(zip(*columns, strict=True))
-    ids = {pair: names.text("range", "; ".join(filter(None, pair))) if any(pair) else -1 for pair in set(pairs)}
-    return np.fromiter((ids[pair] for pair in pairs), np.int64, len(pairs))
+        return np.full(num_rows, -1, np.int64)
+    together = list(zip(*columns, strict=True))
+    ids = {texts: names.text("range", "; ".join(filter(None, texts))) if any(texts) else -1 for texts in set(together)}
+    return np.fromiter((ids[texts] for texts in together), np.int64, num_rows)
 
 
-def _texts(rows: Sequence[Row], key: str, empty: tuple[str, ...]) -> list[str] | None:
-    """The texts under ``key``, "" for none; None where no row says anything."""
-    try:
-        if set(map(itemgetter(key), rows)) <= {None, *empty}:
-            return None
-    except (KeyError, TypeError):
-        pass  # not in every row, or no text: looked at below
-    values = optional(rows, key)
-    if values is None:
-        return None
+def _texts(values: list[Any], key: str, empty: tuple[str, ...]) -> list[str] | None:
+    """The texts among ``values``, "" for none; None where no row says anything."""
     try:
         distinct = set(values)
     except TypeError:
