@@ -45,21 +45,24 @@ def columns(rows: Sequence[Row], keys: Sequence[str], what: str) -> dict[str, li
     thirds of the time of a pass over a million rows for each key. FieldError where a row is no dict.
     """
     found: dict[str, list[Any]] = {key: [] for key in keys}
-    nothing = [None] * _STRETCH
     asked = [(key, itemgetter(key), values) for key, values in found.items()]
     for start in range(0, len(rows), _STRETCH):
         stretch = rows[start : start + _STRETCH]
         if set(map(type, stretch)) != {dict}:
             rows_of(rows, what)
         for key, get, values in asked:
-            try:
-                values += list(map(get, stretch))
-            except KeyError:
-                if any(map(contains, stretch, repeat(key))):
-                    values += [row.get(key) for row in stretch]
-                else:
-                    values += nothing[: len(stretch)]
+            values += _under(key, get, stretch)
     return found
+
+
+def _under(key: str, get: Callable[[Row], Any], rows: Sequence[Row]) -> list[Any]:
+    try:
+        return list(map(get, rows))
+    except KeyError:
+        pass
+    if any(map(contains, rows, repeat(key))):
+        return [row.get(key) for row in rows]
+    return [None] * len(rows)
 
 
 def column(rows: Sequence[Row], key: str, what: str) -> list[Any]:
@@ -107,11 +110,8 @@ def addresses(values: Sequence[Any], key: str, what: str) -> Array:
     try:
         return integers(values, key, what)
     except FieldError:
-        wrong = next((place for place, value in enumerate(values) if not _is_word(value)), None)
-        if wrong is not None and values[wrong] is None:
-            raise
-        if wrong is not None:
-            raise FieldError(f"{what.format(wrong)} has {key} {_spell(values[wrong])}, which is no address") from None
+        if not all(map(_is_word, values)):
+            raise _not_a_number(values, key, what, _is_word, "which is no address") from None
         return np.fromiter((value % _WORD for value in values), np.uint64, len(values)).view(np.int64)
 
 
@@ -119,11 +119,13 @@ def _is_word(value: object) -> bool:
     return isinstance(value, int) and -_WORD // 2 <= value < _WORD
 
 
-def _not_a_number(values: Sequence[Any], key: str, what: str, fits: Callable[[Any], bool]) -> FieldError:
+def _not_a_number(
+    values: Sequence[Any], key: str, what: str, fits: Callable[[Any], bool], why: str = "which no allocator writes"
+) -> FieldError:
     wrong = next(place for place, value in enumerate(values) if value is None or not fits(value))
     if values[wrong] is None:
         return FieldError(f"{what.format(wrong)} has no {key!r}")
-    return FieldError(f"{what.format(wrong)} has {key} {_spell(values[wrong])}, which no allocator writes")
+    return FieldError(f"{what.format(wrong)} has {key} {_spell(values[wrong])}, {why}")
 
 
 def _spell(value: object) -> str:

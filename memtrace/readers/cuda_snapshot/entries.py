@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, repeat
+from itertools import chain, compress, repeat
 from typing import Any, Final
 
 import numpy as np
@@ -31,8 +31,8 @@ _ACTIONS: Final = {
 # Actions that say nothing of memory: notes of the program.
 _REMARKS: Final = frozenset({"annotate", "user_defined"})
 # What is kept of an entry as the file has it.
-_AS_THEY_ARE: Final = ("frames", "forward_frames", "user_metadata", "compile_context")
-_KEYS: Final = ("action", "addr", "size", "stream", "time_us", "pool_id", *_AS_THEY_ARE)
+SAID: Final = ("frames", "forward_frames", "user_metadata", "compile_context")
+_KEYS: Final = ("action", "addr", "size", "stream", "time_us", "pool_id", *SAID)
 NS_PER_US: Final = 1000
 MAX_DEVICES: Final = 127
 _YEARS_US: Final = 30 * 365 * 86_400 * 1_000_000
@@ -40,12 +40,10 @@ _YEARS_US: Final = 30 * 365 * 86_400 * 1_000_000
 
 @dataclass(frozen=True)
 class Entries:
-    """The entries of all devices, one a row. What an entry does not say of itself is None in the four lists."""
+    """The entries of all devices, one a row."""
 
-    frames: list[Any]
-    forward_frames: list[Any]
-    user_metadata: list[Any]
-    compile_context: list[Any]
+    said: Mapping[str, list[Any]]
+    """Frames, forward_frames, user_metadata, compile_context as the file has them; None where an entry has none."""
     kind: Array
     device: Array
     address: Array
@@ -95,7 +93,7 @@ def _device_entries(trace: object, device: int) -> Entries:
     address = np.zeros(len(rows), np.int64)
     address[placed] = addresses(list(compress(said["addr"], placed.tolist())), "addr", what)
     return Entries(
-        **{key: said[key] for key in _AS_THEY_ARE},
+        said={key: said[key] for key in SAID},
         kind=kind,
         device=np.full(len(rows), device, np.int16),
         address=address,
@@ -190,9 +188,9 @@ def _merged(parts: list[Entries]) -> Entries:
         together = together[order]
         if int(together.max()) - int(together.min()) >= _YEARS_US:
             together = None
-    said = {key: [value for part in parts for value in getattr(part, key)] for key in _AS_THEY_ARE}
+    said = {key: list(chain.from_iterable(part.said[key] for part in parts)) for key in SAID}
     return Entries(
-        **{key: [values[place] for place in order.tolist()] for key, values in said.items()},
+        said={key: [values[place] for place in order.tolist()] for key, values in said.items()},
         time_us=together,
         notes=tuple(note for part in parts for note in part.notes),
         **{name: _joined(parts, name)[order] for name in _COLUMNS},

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from memtrace.readers.annotations import Range
-from memtrace.readers.cuda_snapshot.entries import KIND, Entries
+from memtrace.readers.cuda_snapshot.entries import KIND, SAID, Entries
 from memtrace.readers.cuda_snapshot.phases import without_stack
 from memtrace.readers.cuda_snapshot.stacks import Stacks
 from memtrace.readers.fields import FieldError
@@ -69,16 +69,14 @@ def read_ops(
     """
     chosen = np.isin(entries.kind, _WITH_STACK)
     selectors = chosen.tolist()
-    place = stacks.intern(list(compress(entries.frames, selectors)))
+    frames, printed, metadata, compiled = (list(compress(entries.said[key], selectors)) for key in SAID)
+    place = stacks.intern(frames)
     num_chosen = len(place)
-    if any(entries.forward_frames):
-        forward = stacks.intern_printed(list(compress(entries.forward_frames, selectors)))
+    if any(printed):
+        forward = stacks.intern_printed(printed)
         place = np.where(forward > 0, forward, place)
     live_place = stacks.intern(live_frames)
-    said = [
-        _texts(list(compress(entries.user_metadata, selectors)), "user_metadata", ("",)),
-        _texts(list(compress(entries.compile_context, selectors)), "compile_context", _NO_COMPILE_CONTEXT),
-    ]
+    said = [_texts(metadata, "user_metadata", ("",)), _texts(compiled, "compile_context", _NO_COMPILE_CONTEXT)]
     context = np.full(len(place) + len(live_frames), -1, np.int64)
     context[:num_chosen] = _contexts([texts for texts in said if texts is not None], num_chosen, names)
     place = np.concatenate([place, live_place])
