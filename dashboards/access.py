@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import plotly.graph_objects as go
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 MAX_VIOLIN: Final = 600
 MAX_POINTS: Final = 1500
 CURVE_POINTS: Final = 200
+_SIZES: Final = [32**power for power in range(9)]
 
 
 def intervals_figure(trace: Trace, device: str) -> go.Figure | None:
@@ -56,14 +57,11 @@ def intervals_figure(trace: Trace, device: str) -> go.Figure | None:
         mine = us[size_class == number]
         if len(mine):
             figure.add_trace(_violin(mine, name.replace("<", "below").replace(">=", "from"), "#8e98a3"), row=1, col=3)
-    low, high = np.floor(np.log10(us.min())), np.ceil(np.log10(us.max()))
-    decades = np.arange(low, high + 1)
-    ticks = {"tickvals": decades, "ticktext": [_time(10**decade) for decade in decades]}
-    figure.update_xaxes(type="log", row=1, col=1)
+    times = _decades(us)
+    figure.update_xaxes(type="log", **times, row=1, col=1)
     figure.update_yaxes(ticksuffix=" %", row=1, col=1)
     for column in (2, 3):
-        figure.update_yaxes(**ticks, row=1, col=column)
-    figure.update_xaxes(tickvals=10.0**decades, ticktext=[_time(10**decade) for decade in decades], row=1, col=1)
+        figure.update_yaxes(tickvals=np.log10(times["tickvals"]), ticktext=times["ticktext"], row=1, col=column)
     figure.update_layout(
         showlegend=False,
         violingap=0.1,
@@ -88,7 +86,7 @@ def outliers_figure(trace: Trace, device: str) -> go.Figure | None:
     rest = order[MAX_POINTS // 2 :]
     chosen = np.concatenate([order[: MAX_POINTS // 2], rest[:: max(1, -(-2 * len(rest) // MAX_POINTS))]])
     fits = np.isin(chosen, swappable(trace, PUBLISHED))
-    us, mib = found.ns[chosen] / 1e3, told.size[found.block[chosen]] / 2**20
+    us, size = found.ns[chosen] / 1e3, told.size[found.block[chosen]]
     category = told.category[found.block[chosen]]
     figure = go.Figure()
     for name in STACK_ORDER:
@@ -98,7 +96,8 @@ def outliers_figure(trace: Trace, device: str) -> go.Figure | None:
                 figure.add_trace(
                     go.Scatter(
                         x=us[mine],
-                        y=mib[mine],
+                        y=size[mine],
+                        customdata=[bytes_text(number) for number in size[mine].tolist()],
                         mode="markers",
                         name=CATEGORY_LABELS[name],
                         legendgroup=name,
@@ -109,27 +108,28 @@ def outliers_figure(trace: Trace, device: str) -> go.Figure | None:
                             "symbol": "circle" if passes else "x-thin-open",
                             "opacity": 0.8,
                         },
-                        hovertemplate="%{y:,.3f} MiB untouched for %{x:,.1f} µs",
+                        hovertemplate="%{customdata} untouched for %{x:,.1f} µs",
                     )
                 )
     span = np.geomspace(us.min(), us.max(), 100)
     per_byte = PUBLISHED.out.ns_per_byte + PUBLISHED.back.ns_per_byte
     start = PUBLISHED.out.start_ns + PUBLISHED.back.start_ns
     for label, overhead, dash in (("bandwidth alone", 0.0, "dot"), ("t = a + b·S", start, "solid")):
-        limit = np.maximum(span * 1e3 - overhead, 0) / per_byte / 2**20
-        limit[limit < mib.min() / 10] = np.nan
+        limit = np.maximum(span * 1e3 - overhead, 0) / per_byte
+        limit[limit < size.min() / 10] = np.nan
         figure.add_trace(
             go.Scatter(x=span, y=limit, name=label, mode="lines", line={"dash": dash, "color": "#8c9299"},
                        hoverinfo="skip")
         )  # fmt: skip
     held = int(told.size[np.unique(found.block[chosen[fits]])].sum())
     figure.update_layout(
-        xaxis={"type": "log", "dtick": 1, "tickformat": ",~g", "title": {"text": "untouched for (µs)"}},
-        yaxis={"type": "log", "dtick": 1, "tickformat": "~g", "title": {"text": "size of the block (MiB)"}},
+        xaxis={"type": "log", "title": {"text": "untouched for"}, **_decades(us)},
+        yaxis={"type": "log", "title": {"text": "size of the block"}, "tickvals": _SIZES,
+               "ticktext": [bytes_text(number) for number in _SIZES]},
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
         meta={"note": f"{len(chosen):,} of {len(here):,} intervals, half of them those of most bytes and time; "
               f"{int(fits.sum()):,} (dots, blocks of {bytes_text(held)}) lie below the line at the "
-              f"{PUBLISHED.out.gb_per_s:.1f} and {PUBLISHED.back.gb_per_s:.1f} GB/s of {PUBLISHED.source}."},
+              f"{PUBLISHED.out.gb_per_s:.2f} and {PUBLISHED.back.gb_per_s:.2f} GB/s of {PUBLISHED.source}."},
     )  # fmt: skip
     return figure
 
@@ -149,6 +149,12 @@ def _violin(us: Array, name: str, color: str) -> go.Violin:
 
 def _quantiles(values: Array, count: int) -> Array:
     return np.quantile(values, np.linspace(0, 1, count))
+
+
+def _decades(us: Array) -> dict[str, Any]:
+    """Ticks at 1 µs, 10 µs, 100 µs, 1 ms ..."""
+    decades = 10.0 ** np.arange(np.floor(np.log10(us.min())), np.ceil(np.log10(us.max())) + 1)
+    return {"tickvals": decades, "ticktext": [_time(decade) for decade in decades]}
 
 
 def _time(us: float) -> str:
