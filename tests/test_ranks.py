@@ -23,7 +23,7 @@ from memtrace.analysis.blocks import CATEGORY, blocks
 from memtrace.analysis.ranks import ranks, ranks_table
 from memtrace.errors import TraceError
 from memtrace.recording.clock import ClockAligner, ClockExchange
-from memtrace.recording.older import keep_older_trace
+from memtrace.recording.place import keep_older_trace
 from memtrace.trace import Trace
 
 PROGRAM = Path(__file__).parent / "ranks_program.py"

@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -305,10 +307,12 @@ def test_fake_tensors_trace_a_model_larger_than_the_machine(tmp_path):
     assert bytes_of(trace, "parameter") == 8 * 65536**2 * 4
 
 
-def test_a_killed_process_leaves_a_trace_that_opens(tmp_path):
+@contextmanager
+def endless_recording(path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that records into ``path`` until it is killed; it has written something already."""
     program = (
         "import memtrace, torch, sys\n"
-        f"with memtrace.record({str(tmp_path / 'run.memtrace')!r}, flush_seconds=0.2):\n"
+        f"with memtrace.record({str(path)!r}, flush_seconds=0.2):\n"
         "    while True:\n"
         "        torch.randn(1000).mul(2); print('.', flush=True)\n"
     )
@@ -316,14 +320,59 @@ def test_a_killed_process_leaves_a_trace_that_opens(tmp_path):
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as process:
         deadline = time.time() + 60
-        while not list(tmp_path.glob("run.memtrace/rank=0/events-*.parquet")):
+        while not list(path.glob("rank=0/events-*.parquet")):
             assert time.time() < deadline
             assert process.stdout is not None
             process.stdout.read(100)
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_killed_process_leaves_a_trace_that_opens(tmp_path):
+    with endless_recording(tmp_path / "run.memtrace") as process:
         os.kill(process.pid, signal.SIGKILL)
     trace = memtrace.load(tmp_path / "run.memtrace")
     assert not trace.coverage.finished
     assert trace.coverage.num_events > 0
+
+
+def test_a_trace_that_another_process_is_writing_stays_where_it_is(tmp_path, capsys):
+    path = tmp_path / "run.memtrace"
+    with endless_recording(path):
+        for _ in range(2):
+            with memtrace.record(path) as beside:
+                mlp()()
+            assert beside.path == tmp_path / "run-2.memtrace"
+            assert "another process is recording" in capsys.readouterr().err
+        assert not memtrace.load(path).coverage.finished
+    with memtrace.record(path) as after:
+        mlp()()
+    assert after.path == path
+    assert memtrace.load(path).coverage.finished
+    kept = {folder.name: memtrace.load(folder).coverage.finished for folder in tmp_path.iterdir()}
+    assert kept == {
+        "run.memtrace": True, "run-old1.memtrace": False, "run-2.memtrace": True, "run-2-old1.memtrace": True,
+    }  # fmt: skip
+
+
+def test_children_forked_meanwhile_do_not_keep_the_place(tmp_path):
+    path = tmp_path / "run.memtrace"
+    asked, answer = os.pipe()
+    with memtrace.record(path):
+        mlp()()
+        child = os.fork()
+        if child == 0:
+            os.read(asked, 1)
+            os._exit(0)
+    try:
+        with memtrace.record(path) as again:
+            mlp()()
+        assert again.path == path
+    finally:
+        os.write(answer, b".")
+        os.waitpid(child, 0)
 
 
 def test_a_full_disk_ends_the_recording_and_not_the_training(tmp_path, monkeypatch, caplog):

@@ -21,8 +21,8 @@ from memtrace.recording.labels import Labeller
 from memtrace.recording.manifest import new_manifest
 from memtrace.recording.observers import Observer
 from memtrace.recording.observers.build import BuildError
-from memtrace.recording.older import keep_older_trace
 from memtrace.recording.pipelining import Direction, action_text, mark_action
+from memtrace.recording.place import Place, take_place
 from memtrace.recording.steps import StepFinder
 from memtrace.recording.writer import FLUSH_SECONDS, Writer, write_manifest
 
@@ -175,6 +175,7 @@ class Recording:
         self._stage: tuple[int, int] | None = None
         self._manifest: dict[str, Any] = {}
         self._folder = path
+        self._place: Place | None = None
 
     def __enter__(self) -> Recording:
         global _running
@@ -190,6 +191,7 @@ class Recording:
         except BaseException:
             _running = None
             self._hooks.close()
+            self._leave_place()
             raise
         return self
 
@@ -311,15 +313,15 @@ class Recording:
             notes.append("no device times: they need the native observer, built with CUDA's headers")
             logger.warning("memtrace: %s", notes[-1])
         rank, world_size = rank_and_world()
-        self._folder = self.path / f"rank={rank}"
         self._manifest = new_manifest(self._observer, self._options, notes, rank, world_size)
         try:
-            keep_older_trace(self._folder, world_size if rank == 0 else None)
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._place = take_place(self.path, rank, world_size)
+            self.path, self._folder = self._place.trace, self._place.folder
             write_manifest(self._folder, self._manifest)
         except (OSError, MemtraceError) as error:
             logger.warning("memtrace: nothing is recorded, the program goes on: %s", error)
             self._observer = None
+            self._leave_place()
             return
         self._begin_to_observe(self._observer)
 
@@ -406,3 +408,9 @@ class Recording:
             self._is_written = True
         except OSError as error:
             logger.warning("memtrace: the trace %s is incomplete: %s", self.path, error)
+        self._leave_place()
+
+    def _leave_place(self) -> None:
+        if self._place is not None:
+            self._place.leave()
+            self._place = None
