@@ -177,8 +177,9 @@ def _print_steps(out: Console, steps: dict[str, Any]) -> None:
         return
     wait = steps["data_wait_share"]
     waits = share(wait, 1) if wait is not None else UNKNOWN
+    found = " found in the events alone" if steps["source"] == "events" else ""
     out.print(
-        f"[bold]steps[/]: {steps['count']}, median {duration(steps['median_duration_ns'])}, "
+        f"[bold]steps[/]: {steps['count']}{found}, median {duration(steps['median_duration_ns'])}, "
         f"peak {size(steps['median_peak_bytes'])} (highest {size(steps['max_peak_bytes'])}), "
         f"allocates {size(steps['median_allocated_bytes'])} in {steps['median_allocations']:,} blocks, "
         f"waits for data {waits}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from memtrace.analysis.attribution import KIND, SPAN, StepRows, detected_step_rows, step_rows
+from memtrace.analysis.attribution import KIND, StepRows, detected_step_rows, step_rows, steps_are_marked
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.detection import Detection, detect
 from memtrace.analysis.roles import WARM_UP_STEPS, middle_by, role_text, roles
@@ -105,7 +105,8 @@ def _warm_up(num_steps: int) -> int:
 
 
 def _median(values: Array) -> float | None:
-    return float(np.median(values)) if len(values) else None
+    """None for a single step: it has no others to match."""
+    return float(np.median(values)) if len(values) > 1 else None
 
 
 def _differences(
@@ -170,7 +171,7 @@ def step_pattern(trace: Trace, from_events: bool = False) -> StepPattern:
     ``source``: 'marks', 'events' or 'none'. Boundaries are equal when only frees lie between them.
     """
     detection = detect(trace)
-    marked = bool((trace.columns("spans", "kind")["kind"] == SPAN["step"]).any())
+    marked = steps_are_marked(trace)
     agreement = _agreement(trace, step_rows(trace).end_row, detection) if marked else None
     if marked and not from_events:
         return StepPattern("marks", step_rows(trace), detection, agreement)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from memtrace.analysis.access import swappable_at_peak
+from memtrace.analysis.attribution import steps_are_marked
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.findings import findings
 from memtrace.analysis.fragmentation import fragmentation
@@ -29,7 +30,8 @@ MAX_PATTERN_EVENTS = 500_000
 def summary(trace: Trace) -> dict[str, Any]:
     """What held the memory, when and where from, as plain JSON values; unknown is None. Bytes and ns.
 
-    ``coverage`` (see ``Coverage``); ``source`` (kind, observer, command); ``steps``: count, median_duration_ns,
+    ``coverage`` (see ``Coverage``); ``source`` (kind, observer, command); ``steps``: count, source ("marks", "events":
+    found in the events alone, None: no steps), median_duration_ns,
     median_peak_bytes, max_peak_bytes, median_allocated_bytes, data_wait_share, growth_bytes_per_step and
     growth_sources (None with too few steps); ``devices``: a list of device, peak (requested_bytes, allocated_bytes,
     reserved_bytes, time_ns, step, phase, by_category, top_sites, top_modules, top_blocks), baseline_requested_bytes,
@@ -85,6 +87,7 @@ def _steps(trace: Trace) -> dict[str, Any]:
     total = int(columns["duration_ns"].sum())
     return {
         "count": len(columns["step"]),
+        "source": ("marks" if steps_are_marked(trace) else "events") if len(columns["step"]) else None,
         "median_duration_ns": _median(columns["duration_ns"]),
         "median_peak_bytes": _median(columns["peak_bytes"]),
         "max_peak_bytes": int(columns["peak_bytes"].max()) if len(columns["step"]) else None,

@@ -6,7 +6,6 @@ import json
 import pickle
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner
 from making import Maker
 from memtrace.cli import cli
@@ -21,21 +20,21 @@ def said(*arguments: object) -> str:
     return found.output
 
 
-@pytest.fixture
-def three_steps(tmp_path: Path) -> Path:
-    """A snapshot whose annotations name three steps of an optimizer and no wait for data."""
+def optimizer_steps(folder: Path, count: int) -> Path:
+    """A snapshot whose annotations name steps of an optimizer and no wait for data."""
     maker, ranges = Maker(), []
-    for _ in range(3):
+    for _ in range(count):
         maker.free(maker.alloc(1000))
         for stage in ("START", "END"):
             maker.clock_us += 1
             ranges.append({"name": "Optimizer.step#SGD.step", "stage": stage, "device": 0, "time_us": maker.clock_us})
-    path = tmp_path / "snapshot.pickle"
+    path = folder / "steps.pickle"
     path.write_bytes(pickle.dumps(maker.snapshot() | {"external_annotations": ranges}))
     return path
 
 
-def test_a_file_that_names_no_waits_for_data_is_not_said_to_have_none(three_steps: Path) -> None:
+def test_a_file_that_names_no_waits_for_data_is_not_said_to_have_none(tmp_path: Path) -> None:
+    three_steps = optimizer_steps(tmp_path, 3)
     assert "waits for data unknown" in " ".join(said("summary", three_steps).split())
     assert "0.0 %" not in (text := said("stalls", three_steps)) and "3 steps" in text
     told = json.loads(said("stalls", three_steps, "--json"))
@@ -44,3 +43,23 @@ def test_a_file_that_names_no_waits_for_data_is_not_said_to_have_none(three_step
     assert said("stalls", three_steps, "--csv").splitlines()[1].endswith(",")
     figure = steps_figure(memtrace.load(three_steps), "cuda:0")
     assert figure is not None and [trace.name for trace in figure.data if trace.type == "bar"] == ["duration"]
+
+
+def test_a_single_step_is_not_said_to_match_others(tmp_path: Path) -> None:
+    path = optimizer_steps(tmp_path, 1)
+    told = json.loads(said("summary", path, "--json"))
+    assert told["steps"]["count"] == 1 and told["steps"]["source"] == "marks"
+    assert told["patterns"]["stability_bytes"] is None
+    assert "matches the others" not in said("summary", path) + said("steps", path)
+
+
+def test_steps_found_in_the_events_are_said_to_be(tmp_path: Path) -> None:
+    maker = Maker()
+    for _ in range(12):
+        for size in (1000, 2000, 3000, 500, 700, 900, 1100, 40, 60):
+            maker.free(maker.alloc(size))
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps(maker.snapshot()))
+    assert json.loads(said("summary", path, "--json"))["steps"]["source"] == "events"
+    assert "found in the events alone" in " ".join(said("summary", path).split())
+    assert "found in the events alone" not in said("summary", optimizer_steps(tmp_path, 3))
