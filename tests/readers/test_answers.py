@@ -12,6 +12,7 @@ from memtrace.cli import cli
 from memtrace.dashboards.steps import steps_figure
 
 import memtrace
+from memtrace.analysis.ranks import working_ns
 
 
 def said(*arguments: object) -> str:
@@ -63,3 +64,21 @@ def test_steps_found_in_the_events_are_said_to_be(tmp_path: Path) -> None:
     assert json.loads(said("summary", path, "--json"))["steps"]["source"] == "events"
     assert "found in the events alone" in " ".join(said("summary", path).split())
     assert "found in the events alone" not in said("summary", optimizer_steps(tmp_path, 3))
+
+
+def test_operators_within_ranges_and_beside_each_other_work_once(tmp_path: Path) -> None:
+    """An event in a range alone makes the range a call; what runs in it is no more time of work."""
+
+    def row(name: str, ts: int, dur: int, tid: int, cat: str = "cpu_op") -> dict[str, object]:
+        return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur, "args": {}}
+
+    def memory(ts: int, tid: int) -> dict[str, object]:
+        arguments = {"Device Type": 0, "Device Id": -1, "Bytes": 64, "Addr": ts}
+        return {"ph": "i", "name": "[memory]", "pid": 1, "tid": tid, "ts": ts, "args": arguments}
+
+    events = [row("ProfilerStep#1", 0, 1000, 1, "user_annotation"), memory(0, 1), memory(15, 1), memory(35, 1)]
+    events += [row("forward", 10, 500, 1), row("aten::mm", 30, 300, 1), row("aten::add", 400, 200, 2), memory(450, 2)]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    working = working_ns(memtrace.load(path))
+    assert working is not None and working.tolist() == [590_000]
