@@ -16,9 +16,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+def moment(found: dict[str, Any]) -> str:
+    """When something was, by its ``time_ns``; by its ``event`` where the trace has no times."""
+    return f"at event {found['event']:,}" if found["time_ns"] is None else f"at {duration(found['time_ns'])}"
+
+
 def print_failure(out: Console, failure: dict[str, Any]) -> None:
     """Print one entry of ``out_of_memory`` of a summary."""
-    when = f"out of memory on {failure['device']} at {duration(failure['time_ns'])}"
+    when = f"out of memory on {failure['device']} {moment(failure)}"
     who = escape(failure["site"] or UNKNOWN)
     out.print(f"\n[bold]{when}[/]: {size(failure['asked_bytes'])} asked for by {who}")
     left = failure["device_free_bytes"]

@@ -48,7 +48,7 @@ def _print(out: Console, name: str, found: dict[str, Any]) -> None:
         )
         return
     bounds = found["boundaries_ns"]
-    lasts = sorted(b - a for a, b in pairwise(bounds))[found["num_steps"] // 2]
+    lasts = sorted(b - a for a, b in pairwise(bounds))[found["num_steps"] // 2] if bounds else None
     out.print(
         f"[bold]{escape(name)}[/]: {counted(found['num_steps'], 'step')}, {_SOURCES[found['source']]}; a usual one has "
         f"{found['period_events']:,} events and takes {duration(lasts)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
-from memtrace.cli.failure import NO_STACK, print_failure
+from memtrace.cli.failure import NO_STACK, moment, print_failure
 from memtrace.cli.output import (
     UNKNOWN,
     console,
@@ -86,9 +86,9 @@ def print_summary(out: Console, name: str, found: dict[str, Any]) -> None:
 def _print_coverage(out: Console, name: str, found: dict[str, Any]) -> None:
     told, source = found["coverage"], found["source"]
     first, last = told["first_event_ns"], told["last_event_ns"]
-    span = duration(last - first) if first is not None else UNKNOWN
+    span = f" in {duration(last - first)}" if first is not None else ""
     out.print(
-        f"[bold]{escape(name)}[/]  {_origin(source)}: {told['num_events']:,} events in {span}, "
+        f"[bold]{escape(name)}[/]  {_origin(source)}: {told['num_events']:,} events{span}, "
         f"{counted(told['num_steps'], 'step')}",
         soft_wrap=True,
     )
@@ -120,8 +120,8 @@ def _print_device(out: Console, device: dict[str, Any]) -> None:
     )
     on_cpu = device["device"] == "cpu"  # whose allocator keeps no segments
     reserved = "nothing reserved beyond that" if on_cpu else f"reserved {size(peak['reserved_bytes'])}"
-    at = f" at {duration(peak['time_ns'])}" if peak["time_ns"] is not None else " at the start"
-    out.print(f"\n[bold]{device['device']}: peak {size(total)}[/]{at}{f' ({where})' if where else ''}")
+    at = "at the start" if peak["event"] < 0 else moment(peak)
+    out.print(f"\n[bold]{device['device']}: peak {size(total)}[/] {at}{f' ({where})' if where else ''}")
     out.print(
         f"allocated {size(peak['allocated_bytes'])}, {reserved}; "
         f"live at the end {size(device['live_requested_bytes_at_end'])}"

@@ -121,6 +121,11 @@ class Trace:
         return self._source.notes()
 
     @property
+    def has_times(self) -> bool:
+        """Whether ``time_ns`` is a time. Where a file has none, it numbers the entries, and no duration can be told."""
+        return bool(self.manifest.get("coverage", {}).get("has_times", True))
+
+    @property
     def coverage(self) -> Coverage:
         """What the trace covers and what it cannot answer."""
         from memtrace.analysis.coverage import coverage

@@ -53,7 +53,7 @@ class OutOfMemory:
 
     device: str
     event: int
-    time_ns: int
+    time_ns: int | None
     asked_bytes: int
     stack: int
     """names.id of the stack that asked; -1: not taken."""
@@ -101,7 +101,7 @@ def _explain(trace: Trace, row: int) -> OutOfMemory:
     return OutOfMemory(
         device=trace.devices[code],
         event=row,
-        time_ns=int(events["time_ns"][row]),
+        time_ns=int(events["time_ns"][row]) if trace.has_times else None,
         asked_bytes=asked,
         stack=int(op_column(trace, events["op"][row : row + 1], "stack")[0]),
         device_free_bytes=device_free if device_free >= 0 else None,

@@ -138,7 +138,7 @@ def _summed(trace: Trace, number: int) -> RankRow:
         phase=found.phase,
         by_category={name: size for name, size, _ in by_category(trace, found.live) if name is not None},
         end_bytes=found.end_bytes,
-        step_ns=int(np.median(duration)) if len(duration) else None,
+        step_ns=int(np.median(duration)) if len(duration) and trace.has_times else None,
         working_ns=int(np.median(working)) if working is not None and len(working) else None,
     )
 

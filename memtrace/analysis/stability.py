@@ -189,7 +189,8 @@ def _agreement(trace: Trace, ends: Array, detection: Detection) -> float:
 def pattern_as_dict(trace: Trace, from_events: bool = False) -> dict[str, Any]:
     """What ``memtrace steps --json`` prints. Times in ns, shares from 0 to 1, unknown None.
 
-    ``source``, ``iterative``, ``num_steps``, ``boundaries_ns`` (each step's start, and the last one's end),
+    ``source``, ``iterative``, ``num_steps``, ``boundaries_ns`` (each step's start, and the last one's end; none
+    without times),
     ``period_events`` (median events of a step), ``confidence`` (of the detection; 1 for marks), ``method``,
     ``agreement`` (see ``StepPattern``), ``stability`` (the usual share of events, bytes and roles, and by step; of
     the marked steps where there are marks), ``differences`` (see ``Difference``), ``law`` (see ``Law``).
@@ -207,7 +208,7 @@ def pattern_as_dict(trace: Trace, from_events: bool = False) -> dict[str, Any]:
         "source": found.source,
         "iterative": bool(len(rows.number)),
         "num_steps": len(rows.number),
-        "boundaries_ns": [int(value) for value in boundaries],
+        "boundaries_ns": [int(value) for value in boundaries] if trace.has_times else [],
         "period_events": period,
         "confidence": 1.0 if found.source == "marks" else found.detection.confidence,
         "method": found.detection.method,

@@ -72,7 +72,7 @@ def stalls(trace: Trace) -> Stalls:
         steps=tuple(map(StepWait, number, duration, wait if told else [None] * len(number))),
         share=sum(wait) / sum(duration) if told and sum(duration) else None,
         median_wait_ns=int(np.median(wait)) if told and wait else None,
-        median_duration_ns=int(np.median(duration)) if duration else None,
+        median_duration_ns=int(np.median(duration)) if duration and trace.has_times else None,
     )
 
 

@@ -30,18 +30,17 @@ MAX_PATTERN_EVENTS = 500_000
 def summary(trace: Trace) -> dict[str, Any]:
     """What held the memory, when and where from, as plain JSON values; unknown is None. Bytes and ns.
 
-    ``coverage`` (see ``Coverage``); ``source`` (kind, observer, command); ``steps``: count, source ("marks", "events":
-    found in the events alone, None: no steps), median_duration_ns,
-    median_peak_bytes, max_peak_bytes, median_allocated_bytes, data_wait_share, growth_bytes_per_step and
-    growth_sources (None with too few steps); ``devices``: a list of device, peak (requested_bytes, allocated_bytes,
-    reserved_bytes, time_ns, step, phase, by_category, top_sites, top_modules, top_blocks), baseline_requested_bytes,
-    live_requested_bytes_at_end, reserved_bytes_at_end, fragmentation (see ``Fragmentation``; None without segments);
-    ``patterns``: iterative, stability_bytes (share of a
-    usual step's bytes that match the others), swappable_bytes_at_peak, leak_bytes_per_step, leak_site, finding (the
-    ``Finding`` whose mending would save most);
-    ``out_of_memory``: a list (see ``OutOfMemory``, with ``site`` for each stack). Requested is what the program asked
-    for, allocated what the allocator counts; each has its own maximum over time. What is grouped is live at the
-    requested peak (where requests are not told, at the peak of the blocks' own sizes, and in those).
+    ``coverage`` (see ``Coverage``); ``source`` (kind, observer, command); ``steps``: count, source ("marks",
+    "events": found in the events alone, None: no steps), median_duration_ns, median_peak_bytes, max_peak_bytes,
+    median_allocated_bytes, data_wait_share, growth_bytes_per_step and growth_sources (None with too few steps);
+    ``devices``: a list of device, peak (requested_bytes, allocated_bytes, reserved_bytes, time_ns, event (row of
+    events; -1: the start), step, phase, by_category, top_sites, top_modules, top_blocks), baseline_requested_bytes,
+    live_requested_bytes_at_end, reserved_bytes_at_end, fragmentation (see ``Fragmentation``; None without
+    segments); ``patterns``: iterative, stability_bytes (share of a usual step's bytes that match the others),
+    swappable_bytes_at_peak, leak_bytes_per_step, leak_site, finding (the ``Finding`` whose mending would save
+    most); ``out_of_memory``: a list (see ``OutOfMemory``, with ``site`` for each stack). Requested is what the
+    program asked for, allocated what the allocator counts; each has its own maximum over time. What is grouped is
+    live at the requested peak (where requests are not told, at the peak of the blocks' own sizes, and in those).
     """
     manifest = trace.manifest
     return {
@@ -88,7 +87,7 @@ def _steps(trace: Trace) -> dict[str, Any]:
     return {
         "count": len(columns["step"]),
         "source": ("marks" if steps_are_marked(trace) else "events") if len(columns["step"]) else None,
-        "median_duration_ns": _median(columns["duration_ns"]),
+        "median_duration_ns": _median(columns["duration_ns"]) if trace.has_times else None,
         "median_peak_bytes": _median(columns["peak_bytes"]),
         "max_peak_bytes": int(columns["peak_bytes"].max()) if len(columns["step"]) else None,
         "median_allocated_bytes": _median(columns["allocated_bytes"]),
@@ -109,6 +108,7 @@ def _device(trace: Trace, found: Peak) -> dict[str, Any]:
             "allocated_bytes": found.allocated.bytes if found.allocated else None,
             "reserved_bytes": found.reserved.bytes if found.reserved else None,
             "time_ns": found.time_ns,
+            "event": found.requested.event,
             "step": found.step,
             "phase": found.phase,
             "by_category": {name: categories[name] for name in CATEGORIES if name in categories},

@@ -6,9 +6,11 @@ import json
 import pickle
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 from making import Maker
 from memtrace.cli import cli
+from memtrace.dashboards.page import render
 from memtrace.dashboards.steps import steps_figure
 
 import memtrace
@@ -82,3 +84,30 @@ def test_operators_within_ranges_and_beside_each_other_work_once(tmp_path: Path)
     path.write_text(json.dumps({"traceEvents": events}))
     working = working_ns(memtrace.load(path))
     assert working is not None and working.tolist() == [590_000]
+
+
+@pytest.mark.parametrize("lacking", ["times", "history"])
+def test_without_times_no_time_is_told(tmp_path: Path, lacking: str) -> None:
+    """Torch before 2.2 wrote none: the number of an entry is no nanosecond."""
+    maker = Maker()
+    maker.alloc(1000)
+    maker.alloc(9000)
+    maker.out_of_memory(1 << 40, 0)
+    value = maker.snapshot()
+    for entry in value["device_traces"][0]:
+        del entry["time_us"]
+    if lacking == "history":
+        value["device_traces"] = []
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps(value))
+    told = json.loads(said("summary", path, "--json"))
+    (device,) = told["devices"]
+    assert device["peak"]["requested_bytes"] == 10_000
+    assert device["peak"]["event"] == (2 if lacking == "times" else -1)
+    times = [told["coverage"]["first_event_ns"], told["coverage"]["last_event_ns"], device["peak"]["time_ns"]]
+    times += [device["fragmentation"]["time_ns"], *(failure["time_ns"] for failure in told["out_of_memory"])]
+    assert times == [None] * (5 if lacking == "times" else 4)
+    text = said("summary", path)
+    assert "0 us" not in text and " ns" not in text and ("at event 2" in text) == (lacking == "times")
+    assert ("out of memory on cuda:0 at event 3" in text) == (lacking == "times")
+    assert "At the fullest moment 2" in render(memtrace.load(path))

@@ -13,13 +13,13 @@ from memtrace.readers.cuda_snapshot.ops import Ops
 from memtrace.readers.tables import Array, amount
 
 # The history of one moment is only torch's own check point.
-_ONE_MOMENT: Final = 1
+ONE_MOMENT: Final = 1
 
 
 def notes_on(found: Snapshot, ops: Ops, *, overflowed: bool, frees_at_request: bool) -> list[str]:
     """Sentences on what is missing and what is wrong, the gravest first."""
     notes = [*_contradictions(found), *_beginning(found, overflowed=overflowed), *found.entries.notes]
-    if len(found.entries) > _ONE_MOMENT:
+    if len(found.entries) > ONE_MOMENT:
         notes += _missing(found, ops)
         if frees_at_request:
             notes.append("it holds no completed frees: a block counts as free from the request on")
@@ -35,7 +35,7 @@ def notes_on(found: Snapshot, ops: Ops, *, overflowed: bool, frees_at_request: b
 def _beginning(found: Snapshot, *, overflowed: bool) -> Iterator[str]:
     """How far back the history reaches."""
     entries = found.entries
-    if len(entries) <= _ONE_MOMENT:
+    if len(entries) <= ONE_MOMENT:
         yield "it holds no history, only the state at the dump: no peak and no order of allocations can be told"
         return
     if not len(found.segments):
