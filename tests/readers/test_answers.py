@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from making import Maker
+from making import Maker, frame
 from memtrace.cli import cli
 from memtrace.dashboards.page import render
 from memtrace.dashboards.steps import steps_figure
@@ -46,6 +46,16 @@ def test_a_file_that_names_no_waits_for_data_is_not_said_to_have_none(tmp_path: 
     assert said("stalls", three_steps, "--csv").splitlines()[1].endswith(",")
     figure = steps_figure(memtrace.load(three_steps), "cuda:0")
     assert figure is not None and [trace.name for trace in figure.data if trace.type == "bar"] == ["duration"]
+
+
+def test_a_name_cannot_turn_the_line_around(tmp_path: Path) -> None:
+    """Marks of direction make a terminal show what is not there."""
+    maker = Maker()
+    maker.alloc(1000, [frame("me/\u202eyp.niart\u2066.py", 1, "f")])
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps(maker.snapshot()))
+    text = said("summary", path)
+    assert "me/\ufffdyp.niart\ufffd.py:1" in text and "\u202e" not in text + said("summary", path, "--json")
 
 
 def test_a_single_step_is_not_said_to_match_others(tmp_path: Path) -> None:
