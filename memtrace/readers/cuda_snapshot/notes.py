@@ -77,11 +77,8 @@ def _missing(found: Snapshot, ops: Ops) -> Iterator[str]:
     if bare == total > 0:
         yield "its allocations have no stacks: which line made a block cannot be told"
     elif bare:
-        yield (
-            f"{bare} of its {total} allocations have no stack; {ops.num_taken} of them are taken for the backward's, "
-            "whose "
-            "threads run no Python"
-        )
+        taken = f"; {ops.num_taken} of them are taken for the backward's, whose threads run no Python"
+        yield f"{bare} of its {total} allocations have no stack{taken if ops.num_taken else ''}"
 
 
 def _contradictions(found: Snapshot) -> Iterator[str]:
