@@ -164,7 +164,7 @@ def _fragmentation_line(told: dict[str, Any]) -> str:
 
 _NOWHERE = {
     "site": NO_STACK,
-    "module": "(outside of every module call)",
+    "module": "(in no module call, or not told)",
 }
 
 
