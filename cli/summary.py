@@ -177,11 +177,13 @@ def _print_steps(out: Console, steps: dict[str, Any]) -> None:
         return
     wait = steps["data_wait_share"]
     waits = share(wait, 1) if wait is not None else UNKNOWN
+    allocations = steps["median_allocations"]
+    blocks = UNKNOWN if allocations is None else f"{allocations:,}"
     found = " found in the events alone" if steps["source"] == "events" else ""
     out.print(
         f"[bold]steps[/]: {steps['count']}{found}, median {duration(steps['median_duration_ns'])}, "
         f"peak {size(steps['median_peak_bytes'])} (highest {size(steps['max_peak_bytes'])}), "
-        f"allocates {size(steps['median_allocated_bytes'])} in {steps['median_allocations']:,} blocks, "
+        f"allocates {size(steps['median_allocated_bytes'])} in {blocks} blocks, "
         f"waits for data {waits}"
     )
     growth = steps["growth_bytes_per_step"]

@@ -126,6 +126,11 @@ class Trace:
         return bool(self.manifest.get("coverage", {}).get("has_times", True))
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether its blocks are the program's. A file of totals has one a category, made anew at every change."""
+        return bool(self.manifest.get("coverage", {}).get("has_blocks", True))
+
+    @property
     def coverage(self) -> Coverage:
         """What the trace covers and what it cannot answer."""
         from memtrace.analysis.coverage import coverage

@@ -58,7 +58,7 @@ def summary(trace: Trace) -> dict[str, Any]:
 
 
 def _patterns(trace: Trace) -> dict[str, Any]:
-    small = trace.num_rows("events") <= MAX_PATTERN_EVENTS
+    small = trace.num_rows("events") <= MAX_PATTERN_EVENTS and trace.has_blocks
     grows = leaks(trace, with_outliving=False)
     return {
         "iterative": bool(len(step_columns(trace)["step"])),
@@ -83,6 +83,7 @@ def _median(values: Array) -> int | None:
 
 def _steps(trace: Trace) -> dict[str, Any]:
     columns, grows = step_columns(trace), growth(trace)
+    made = {name: _median(columns[name]) if trace.has_blocks else None for name in ("allocated_bytes", "num_allocs")}
     total = int(columns["duration_ns"].sum())
     return {
         "count": len(columns["step"]),
@@ -90,8 +91,8 @@ def _steps(trace: Trace) -> dict[str, Any]:
         "median_duration_ns": _median(columns["duration_ns"]) if trace.has_times else None,
         "median_peak_bytes": _median(columns["peak_bytes"]),
         "max_peak_bytes": int(columns["peak_bytes"].max()) if len(columns["step"]) else None,
-        "median_allocated_bytes": _median(columns["allocated_bytes"]),
-        "median_allocations": _median(columns["num_allocs"]),
+        "median_allocated_bytes": made["allocated_bytes"],
+        "median_allocations": made["num_allocs"],
         "data_wait_share": int(columns["data_wait_ns"].sum()) / total if total and tells_waits(trace) else None,
         "growth_bytes_per_step": grows.bytes_per_step if grows else None,
         "growth_sources": [{"site": text, "bytes_per_step": size} for text, size in grows.sources] if grows else None,

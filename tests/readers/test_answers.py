@@ -58,6 +58,28 @@ def test_a_name_cannot_turn_the_line_around(tmp_path: Path) -> None:
     assert "me/\ufffdyp.niart\ufffd.py:1" in text and "\u202e" not in text + said("summary", path, "--json")
 
 
+def test_totals_have_no_allocations(tmp_path: Path) -> None:
+    """``export_memory_timeline`` to JSON: each category is one block, made anew whenever its total changes."""
+    levels = [[0, 2**20, 0, 0, size, 0, 0, 0, 0] for size in (0, 4096, 2**22, 2**21, 2**10) * 8]
+    path = tmp_path / "timeline.json"
+    path.write_text(json.dumps([list(range(1000, 1000 + len(levels))), levels]))
+    told = json.loads(said("summary", path, "--json"))
+    assert told["steps"]["count"] and told["devices"][0]["peak"]["requested_bytes"] == 5 << 20
+    assert told["steps"]["median_allocated_bytes"] is None and told["steps"]["median_allocations"] is None
+    assert told["patterns"]["stability_bytes"] is None
+    assert "allocates unknown in unknown blocks" in " ".join(said("summary", path).split())
+
+
+def test_only_allocations_taken_for_the_backward_are_said_to_be(tmp_path: Path) -> None:
+    maker = Maker()
+    maker.alloc(1000)
+    maker.alloc(1000, [frame("train.py", 1, "step")])
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps(maker.snapshot()))
+    notes = memtrace.load(path).coverage.notes
+    assert "1 of its 2 allocations have no stack" in notes
+
+
 def test_a_single_step_is_not_said_to_match_others(tmp_path: Path) -> None:
     path = optimizer_steps(tmp_path, 1)
     told = json.loads(said("summary", path, "--json"))
