@@ -80,6 +80,23 @@ def test_only_allocations_taken_for_the_backward_are_said_to_be(tmp_path: Path) 
     assert "1 of its 2 allocations have no stack" in notes
 
 
+def test_segments_that_cannot_be_are_a_contradiction(tmp_path: Path) -> None:
+    maker = Maker()
+    maker.alloc(1000)
+    sound, short, twice = (maker.snapshot() for _ in range(3))
+    short["segments"][0]["total_size"] = 10
+    twice["segments"] *= 2
+
+    def notes(value: object) -> str:
+        path = tmp_path / "snapshot.pickle"
+        path.write_bytes(pickle.dumps(value))
+        return " ".join(memtrace.load(path).coverage.notes)
+
+    assert "contradicts" not in notes(sound)
+    assert "contradicts itself" in notes(short) and "1 segments of another size than their blocks" in notes(short)
+    assert "contradicts itself" in notes(twice) and "1 segments that lie within others" in notes(twice)
+
+
 def test_a_single_step_is_not_said_to_match_others(tmp_path: Path) -> None:
     path = optimizer_steps(tmp_path, 1)
     told = json.loads(said("summary", path, "--json"))

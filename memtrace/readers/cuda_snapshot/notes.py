@@ -89,6 +89,8 @@ def _contradictions(found: Snapshot) -> Iterator[str]:
         (int((lives.again).sum()), "frees of what was free"),
         (int((lives.size_changed).sum()), "blocks freed with another size than they were allocated with"),
         (_outside(found), "allocations outside of every segment"),
+        (found.segments.num_unfilled, "segments of another size than their blocks add up to"),
+        (_overlapping(found), "segments that lie within others"),
         (_resized(found), "live blocks whose size differs between history and segments"),
     ]
     faults = [f"{count} {what}" for count, what in wrong if count]
@@ -122,6 +124,13 @@ def _resized(found: Snapshot) -> int:
     joined = (found.blocks.live >= 0) & (found.blocks.lifetime >= 0)
     rows = found.lives.first_row[found.blocks.lifetime[joined]]
     return int((found.entries.size[rows] != found.live.requested[found.blocks.live[joined]]).sum())
+
+
+def _overlapping(found: Snapshot) -> int:
+    segments = found.segments
+    order = np.lexsort((segments.address, segments.device))
+    device, start, size = segments.device[order], segments.address[order], segments.size[order]
+    return int(((device[1:] == device[:-1]) & (start[1:] < start[:-1] + size[:-1])).sum())
 
 
 def _outside(found: Snapshot) -> int:
