@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +16,18 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+def moment(found: dict[str, Any]) -> str:
+    """When something was, by its ``time_ns``; by its ``event`` where the trace has no times."""
+    return f"at event {found['event']:,}" if found["time_ns"] is None else f"at {duration(found['time_ns'])}"
+
+
 def print_failure(out: Console, failure: dict[str, Any]) -> None:
     """Print one entry of ``out_of_memory`` of a summary."""
-    when = f"out of memory on {failure['device']} at {duration(failure['time_ns'])}"
+    when = f"out of memory on {failure['device']} {moment(failure)}"
     who = escape(failure["site"] or UNKNOWN)
     out.print(f"\n[bold]{when}[/]: {size(failure['asked_bytes'])} asked for by {who}")
-    out.print(f"{size(failure['live_bytes'])} were live, the device had {size(failure['device_free_bytes'])} left")
+    left = failure["device_free_bytes"]
+    out.print(f"{size(failure['live_bytes'])} were live{'' if left is None else f', the device had {size(left)} left'}")
     if failure["room"] is not None:
         _print_room(out, failure["room"])
     table = plain_table("size", "blocks", "held by")
@@ -39,7 +48,24 @@ def _print_room(out: Console, room: dict[str, Any]) -> None:
 
 
 def explain_failure(folder: Path) -> None:
-    """Print, on stderr, why the last allocation that failed in a rank's trace did so. Says nothing where none did."""
+    """Print, on stderr, why the last allocation that failed in a rank's trace did so. Says nothing where none did.
+
+    A process of its own works it out: this one may have no memory left to do that in.
+    """
+    command = [sys.executable, "-c", "from memtrace.cli.failure import main; main()", str(folder)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    subprocess.run(command, check=False, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+def main() -> None:
+    """The work of that process: the folder is its argument."""
+    try:
+        _explain(Path(sys.argv[1]))
+    except Exception as trouble:
+        print(f"memtrace: why memory ran out cannot be told: {trouble}", file=sys.stderr)
+
+
+def _explain(folder: Path) -> None:
     from memtrace.analysis.oom import out_of_memory
     from memtrace.analysis.summary import failure_as_dict
     from memtrace.trace import load

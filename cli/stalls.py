@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
-from memtrace.cli.output import UNKNOWN, console, duration, open_traces, plain_table, print_json, share
+from memtrace.cli.output import UNKNOWN, console, counted, duration, open_traces, plain_table, print_json, share
 from memtrace.cli.tabular import print_csv
 
 from memtrace.errors import MemtraceError
@@ -60,13 +60,17 @@ def _print(found: Stalls, parts: Split | None) -> None:
     if not found.steps:
         out.print("steps: none found; mark them with rec.step() or rec.steps(loader)")
         return
+    if found.median_wait_ns is None:
+        out.print(f"{counted(len(found.steps), 'step')}, a usual one takes {duration(found.median_duration_ns)}; "
+                  "the file names no waits for data, as a DataLoader's are: record the job with memtrace")  # fmt: skip
+        return
     waits = UNKNOWN if found.share is None else share(found.share, 1)
     out.print(f"[bold]{len(found.steps):,} steps wait {waits} of their time for data[/], a usual one "
               f"{duration(found.median_wait_ns)} of {duration(found.median_duration_ns)}")  # fmt: skip
     table = plain_table("step", "takes", "waits", "share")
-    for row in sorted(found.steps, key=lambda row: -row.data_wait_ns)[:_ROWS]:
+    for row in sorted(found.steps, key=lambda row: -(row.data_wait_ns or 0))[:_ROWS]:
         table.add_row(str(row.step), duration(row.duration_ns), duration(row.data_wait_ns),
-                      share(row.data_wait_ns, row.duration_ns))  # fmt: skip
+                      share(row.data_wait_ns or 0, row.duration_ns))  # fmt: skip
     out.print(table)
     if parts is not None:
         out.print(f"a usual step: synthetic {duration(parts.synthetic_ns)}, cached {duration(parts.cached_ns)}, "

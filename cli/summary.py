@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
-from memtrace.cli.failure import NO_STACK, print_failure
+from memtrace.cli.failure import NO_STACK, moment, print_failure
 from memtrace.cli.output import (
     UNKNOWN,
     console,
@@ -86,9 +86,9 @@ def print_summary(out: Console, name: str, found: dict[str, Any]) -> None:
 def _print_coverage(out: Console, name: str, found: dict[str, Any]) -> None:
     told, source = found["coverage"], found["source"]
     first, last = told["first_event_ns"], told["last_event_ns"]
-    span = duration(last - first) if first is not None else UNKNOWN
+    span = f" in {duration(last - first)}" if first is not None else ""
     out.print(
-        f"[bold]{escape(name)}[/]  {_origin(source)}: {told['num_events']:,} events in {span}, "
+        f"[bold]{escape(name)}[/]  {_origin(source)}: {told['num_events']:,} events{span}, "
         f"{counted(told['num_steps'], 'step')}",
         soft_wrap=True,
     )
@@ -120,8 +120,8 @@ def _print_device(out: Console, device: dict[str, Any]) -> None:
     )
     on_cpu = device["device"] == "cpu"  # whose allocator keeps no segments
     reserved = "nothing reserved beyond that" if on_cpu else f"reserved {size(peak['reserved_bytes'])}"
-    at = f" at {duration(peak['time_ns'])}" if peak["time_ns"] is not None else " at the start"
-    out.print(f"\n[bold]{device['device']}: peak {size(total)}[/]{at}{f' ({where})' if where else ''}")
+    at = "at the start" if peak["event"] < 0 else moment(peak)
+    out.print(f"\n[bold]{device['device']}: peak {size(total)}[/] {at}{f' ({where})' if where else ''}")
     out.print(
         f"allocated {size(peak['allocated_bytes'])}, {reserved}; "
         f"live at the end {size(device['live_requested_bytes_at_end'])}"
@@ -164,7 +164,7 @@ def _fragmentation_line(told: dict[str, Any]) -> str:
 
 _NOWHERE = {
     "site": NO_STACK,
-    "module": "(outside of every module call)",
+    "module": "(in no module call, or not told)",
 }
 
 
@@ -177,10 +177,13 @@ def _print_steps(out: Console, steps: dict[str, Any]) -> None:
         return
     wait = steps["data_wait_share"]
     waits = share(wait, 1) if wait is not None else UNKNOWN
+    allocations = steps["median_allocations"]
+    blocks = UNKNOWN if allocations is None else f"{allocations:,}"
+    found = " found in the events alone" if steps["source"] == "events" else ""
     out.print(
-        f"[bold]steps[/]: {steps['count']}, median {duration(steps['median_duration_ns'])}, "
+        f"[bold]steps[/]: {steps['count']}{found}, median {duration(steps['median_duration_ns'])}, "
         f"peak {size(steps['median_peak_bytes'])} (highest {size(steps['max_peak_bytes'])}), "
-        f"allocates {size(steps['median_allocated_bytes'])} in {steps['median_allocations']:,} blocks, "
+        f"allocates {size(steps['median_allocated_bytes'])} in {blocks} blocks, "
         f"waits for data {waits}"
     )
     growth = steps["growth_bytes_per_step"]

@@ -78,7 +78,8 @@ def _coverage(trace: Trace) -> dict[str, Any]:
 
 def _cards(trace: Trace, found: Peak) -> list[dict[str, Any]]:
     total = found.requested.bytes
-    when = time_text(found.time_ns) if found.time_ns is not None else "the start"
+    when = time_text(found.time_ns) if found.time_ns is not None else f"event {found.requested.event:,}"
+    when = when if found.requested.event >= 0 else "the start"
     cards: list[dict[str, Any]] = [
         {"label": "peak requested", "value": bytes_text(total), "hint": f"at {when}, {_where(found)}"},
     ]

@@ -37,8 +37,9 @@ def fragmentation_table(trace: Trace, device: str) -> Table | None:
              f"{row.num_blocks:,}", bytes_text(int(row.pin_bytes)), name_text(site(trace, int(row.pin_stack)) or "–")))  # noqa: RUF001
         for row in segments.head(MAX_ROWS).itertuples(index=False)
     )  # fmt: skip
+    when = "" if told.time_ns is None else f" ({time_text(told.time_ns)})"
     note = (
-        f"At {time_text(told.time_ns)}, the fullest moment, {bytes_text(told.reserved_bytes)} are reserved in "
+        f"At the fullest moment{when} {bytes_text(told.reserved_bytes)} are reserved in "
         f"{told.num_segments:,} segments: {bytes_text(told.requested_bytes)} asked for, {bytes_text(told.waste_bytes)} "
         f"of rounding, {bytes_text(told.free_bytes)} free, of which {bytes_text(told.releasable_bytes)} could be given "
         f"back. The largest request that fits is {bytes_text(told.largest_fit_bytes)}. The {len(rows)} of "

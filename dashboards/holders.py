@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MAX_NODES: Final = 3000
 MAX_ROWS: Final = 25
 MAX_FRAMES: Final = 40
-_OUTSIDE: Final = "outside of every module call"
+_OUTSIDE: Final = "in no module call, or not told"
 
 
 def modules_figure(trace: Trace, device: str) -> go.Figure | None:

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from memtrace.dashboards.text import byte_unit, time_unit
 from plotly.subplots import make_subplots
 
-from memtrace.analysis.steps import step_columns
+from memtrace.analysis.steps import step_columns, tells_waits
 
 if TYPE_CHECKING:
     from memtrace.trace import Trace
@@ -47,10 +47,10 @@ def steps_figure(trace: Trace, device: str) -> go.Figure | None:
             col=1,
         )
     wait = columns["data_wait_ns"]
-    for values, label, color in (
-        (columns["duration_ns"] - wait, "working", "#8e98a3"),
-        (wait, "waiting for data", "#cc79a7"),
-    ):
+    bars = [(columns["duration_ns"] - wait, "working", "#8e98a3"), (wait, "waiting for data", "#cc79a7")]
+    if not tells_waits(trace):
+        bars = [(columns["duration_ns"], "duration", "#8e98a3")]
+    for values, label, color in bars:
         figure.add_trace(
             go.Bar(
                 x=number,

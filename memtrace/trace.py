@@ -121,6 +121,16 @@ class Trace:
         return self._source.notes()
 
     @property
+    def has_times(self) -> bool:
+        """Whether ``time_ns`` is a time. Where a file has none, it numbers the entries, and no duration can be told."""
+        return bool(self.manifest.get("coverage", {}).get("has_times", True))
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether its blocks are the program's. A file of totals has one a category, made anew at every change."""
+        return bool(self.manifest.get("coverage", {}).get("has_blocks", True))
+
+    @property
     def coverage(self) -> Coverage:
         """What the trace covers and what it cannot answer."""
         from memtrace.analysis.coverage import coverage

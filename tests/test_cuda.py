@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -327,6 +329,27 @@ def test_running_out_of_memory_is_explained_and_the_exception_goes_on(
     where = site(trace, failure.stack)
     assert where is not None and "test_running_out_of_memory" in where
     assert trace.coverage.stop_reason == "RuntimeError left the recorded block"
+
+
+EXHAUSTED = """
+import resource, sys
+import memtrace, torch
+with memtrace.record(sys.argv[1]):
+    size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + (400 << 20),) * 2)
+    held = []
+    while True:
+        held.append(torch.empty(16 << 20, dtype=torch.uint8))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="by Linux's limit on address space")
+def test_the_explanation_needs_nothing_of_a_process_without_memory(tmp_path: Path) -> None:
+    """The exception's frames hold everything until the program ends: nothing is free for the analysis."""
+    command = [sys.executable, "-c", EXHAUSTED, str(tmp_path / "run.memtrace")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "can't allocate memory" in done.stderr.splitlines()[-1]
+    assert "out of memory on cpu" in done.stderr and "were live\n" in done.stderr, done.stderr
 
 
 def test_an_explanation_that_fails_does_not_hide_the_exception(

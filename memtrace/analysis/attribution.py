@@ -48,6 +48,11 @@ class StepRows:
         return np.where(inside, self.number[place], -1)
 
 
+def steps_are_marked(trace: Trace) -> bool:
+    """Whether the trace tells its steps; if not, they are those found in the events."""
+    return bool((trace.columns("spans", "kind")["kind"] == SPAN["step"]).any())
+
+
 def step_rows(trace: Trace) -> StepRows:
     """The steps, half-open [start, start + duration): the spans of kind step, else those found in the events.
 

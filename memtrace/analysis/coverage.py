@@ -28,13 +28,14 @@ def coverage(trace: Trace) -> Coverage:
     manifest, found = trace.manifest, blocks(trace)
     told = manifest.get("coverage", {})
     time = trace.columns("events", "time_ns")["time_ns"]
+    timed = len(time) > 0 and trace.has_times
     unattributed = 0
     for device in trace.devices:
         live = peak(trace, device).live
         unattributed += int(found.size[live[found.category[live] == CATEGORY["unknown"]]].sum())
     return Coverage(
-        first_event_ns=int(time[0]) if len(time) else None,
-        last_event_ns=int(time[-1]) if len(time) else None,
+        first_event_ns=int(time[0]) if timed else None,
+        last_event_ns=int(time[-1]) if timed else None,
         num_events=len(time),
         num_steps=len(step_rows(trace).number),
         lost_events=told.get("lost_events"),

@@ -23,7 +23,7 @@ class Fragmentation:
     """A device at one moment. Bytes but for ``num_segments``; the first three sum up to what is reserved."""
 
     device: str
-    time_ns: int
+    time_ns: int | None
     event: int
     """Row of events after which it is so; -1: the start."""
     requested_bytes: int
@@ -70,7 +70,7 @@ def measure(trace: Trace, device: str, state: DeviceState) -> Fragmentation:
     time = trace.columns("events", "time_ns")["time_ns"]
     return Fragmentation(
         device=device,
-        time_ns=int(time[max(state.row, 0)]) if len(time) else 0,
+        time_ns=int(time[max(state.row, 0)]) if len(time) and trace.has_times else None,
         event=state.row,
         requested_bytes=requested,
         waste_bytes=allocated - requested,

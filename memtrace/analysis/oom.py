@@ -10,7 +10,7 @@ import numpy as np
 from memtrace.analysis.attribution import KIND, op_column
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.device_state import ROUNDING_BYTES, SMALL_BYTES, DeviceState, state_at
-from memtrace.analysis.fragmentation import Fragmentation, largest_fit, measure
+from memtrace.analysis.fragmentation import Fragmentation, measure
 from memtrace.arrays import Array
 from memtrace.trace import Trace
 
@@ -37,9 +37,9 @@ class Room:
     segment_bytes: int
     """What the allocator wanted from the device to serve it."""
     largest_fit_bytes: int
-    """The largest request its stream could have had without more from the device."""
+    """The largest free block where the request could look."""
     free_same_stream_bytes: int
-    """Reserved and unused where the request could look: its stream, the default pool, segments of its size."""
+    """Reserved and unused where the request could look: its stream, its pool, segments of its size."""
     free_elsewhere_bytes: int
     """Reserved and unused on other streams, in other pools and in segments for other sizes."""
     lacking_bytes: int
@@ -53,7 +53,7 @@ class OutOfMemory:
 
     device: str
     event: int
-    time_ns: int
+    time_ns: int | None
     asked_bytes: int
     stack: int
     """names.id of the stack that asked; -1: not taken."""
@@ -90,33 +90,34 @@ def segment_size(requested: int) -> int:
 
 
 def _explain(trace: Trace, row: int) -> OutOfMemory:
-    events = trace.columns("events", "time_ns", "device", "size", "stream", "op", "device_free")
+    events = trace.columns("events", "time_ns", "device", "size", "stream", "pool", "op", "device_free")
     code = int(events["device"][row])
     asked, device_free = int(events["size"][row]), int(events["device_free"][row])
     state = state_at(trace, code, row)
     room = None
     if len(state.segments):
-        room = _room(trace, state, asked, max(int(events["stream"][row]), 0), max(device_free, 0))
+        pool, stream = max(int(events["pool"][row]), 0), max(int(events["stream"][row]), 0)
+        room = _room(trace, state, asked, pool, stream, max(device_free, 0))
     return OutOfMemory(
         device=trace.devices[code],
         event=row,
-        time_ns=int(events["time_ns"][row]),
+        time_ns=int(events["time_ns"][row]) if trace.has_times else None,
         asked_bytes=asked,
         stack=int(op_column(trace, events["op"][row : row + 1], "stack")[0]),
         device_free_bytes=device_free if device_free >= 0 else None,
         live_bytes=int(state.live.requested.sum()),
         room=room,
         holders=_holders(trace, state),
-        advice=tuple(_advice(trace, asked, room)),
+        advice=tuple(_advice(trace, asked, room, device_free)),
     )
 
 
-def _room(trace: Trace, state: DeviceState, asked: int, stream: int, device_free: int) -> Room:
-    free_here = int(state.free.size[_reachable(state, asked, stream)].sum())
-    free_all = int(state.free.size.sum())
+def _room(trace: Trace, state: DeviceState, asked: int, pool: int, stream: int, device_free: int) -> Room:
+    reachable = state.free.size[_reachable(state, asked, pool, stream)]
+    free_here, free_all = int(reachable.sum()), int(state.free.size.sum())
     return Room(
         segment_bytes=segment_size(asked),
-        largest_fit_bytes=largest_fit(state, 0, stream),
+        largest_fit_bytes=int(reachable.max(initial=0)),
         free_same_stream_bytes=free_here,
         free_elsewhere_bytes=free_all - free_here,
         lacking_bytes=max(asked - free_all - device_free, 0),
@@ -124,10 +125,10 @@ def _room(trace: Trace, state: DeviceState, asked: int, stream: int, device_free
     )
 
 
-def _reachable(state: DeviceState, asked: int, stream: int) -> Array:
-    """Which free blocks a request in the default pool could look at."""
+def _reachable(state: DeviceState, asked: int, pool: int, stream: int) -> Array:
+    """Which free blocks a request could look at."""
     segments, owner = state.segments, state.free.segment
-    same_place = (segments.pool[owner] == 0) & (segments.stream[owner] == stream)
+    same_place = (segments.pool[owner] == pool) & (segments.stream[owner] == stream)
     reachable: Array = same_place & (segments.small[owner] == (asked <= SMALL_BYTES))
     return reachable
 
@@ -141,7 +142,7 @@ def _holders(trace: Trace, state: DeviceState) -> tuple[Holder, ...]:
     return tuple(Holder(int(stacks[at]), int(held[at]), int(count[at])) for at in order)
 
 
-def _advice(trace: Trace, asked: int, room: Room | None) -> list[str]:
+def _advice(trace: Trace, asked: int, room: Room | None, device_free: int) -> list[str]:
     """What would have helped, by the numbers."""
     if room is None:
         return [HOLD_LESS]
@@ -149,7 +150,18 @@ def _advice(trace: Trace, asked: int, room: Room | None) -> list[str]:
     expandable = bool(settings.get("expandable_segments"))
     state = room.state
     advice = []
-    if room.lacking_bytes:
+    if device_free >= room.segment_bytes:
+        advice.append(
+            f"The device had {amount(device_free)} left, enough for the {amount(room.segment_bytes)} wanted from it: "
+            "look for what limits this process (torch.cuda.set_per_process_memory_fraction), or for another that "
+            "needed the memory only for a moment."
+        )
+    if 0 <= device_free < asked - state.reserved_bytes:
+        advice.append(
+            f"Ask for less: even with nothing else of this process on the device, {amount(asked)} are more than the "
+            f"{amount(state.reserved_bytes + device_free)} that there would be. Is the shape what you meant?"
+        )
+    elif room.lacking_bytes:
         advice.append(
             f"Hold {amount(room.lacking_bytes)} less at this moment: even without any fragmentation the request does "
             "not fit. Try a smaller batch, activation checkpointing, or a cheaper optimizer: see what holds the memory."

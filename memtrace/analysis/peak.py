@@ -158,7 +158,7 @@ def _peak(trace: Trace, device: str) -> Peak:
         requested=top,
         allocated=_allocated(trace, device, found),
         reserved=_maximum(reserved) if reserved is not None else None,
-        time_ns=int(trace.columns("events", "time_ns")["time_ns"][top.event]) if top.event >= 0 else None,
+        time_ns=_time_of(trace, top.event),
         step=step if step >= 0 else None,
         phase=_phase_at(trace, row) if top.event >= 0 else None,
         live=live_after(found, trace.devices.index(device), top.event),
@@ -166,6 +166,10 @@ def _peak(trace: Trace, device: str) -> Peak:
         end_bytes=_end_bytes(trace, device, live),
         reserved_end=_last(reserved) if reserved is not None else None,
     )
+
+
+def _time_of(trace: Trace, event: int) -> int | None:
+    return int(trace.columns("events", "time_ns")["time_ns"][event]) if event >= 0 and trace.has_times else None
 
 
 def _last(live: LiveBytes) -> int:

@@ -138,7 +138,7 @@ def _summed(trace: Trace, number: int) -> RankRow:
         phase=found.phase,
         by_category={name: size for name, size, _ in by_category(trace, found.live) if name is not None},
         end_bytes=found.end_bytes,
-        step_ns=int(np.median(duration)) if len(duration) else None,
+        step_ns=int(np.median(duration)) if len(duration) and trace.has_times else None,
         working_ns=int(np.median(working)) if working is not None and len(working) else None,
     )
 
@@ -150,7 +150,10 @@ def fullest(trace: Trace) -> Peak | None:
 
 
 def working_ns(trace: Trace) -> Array | None:
-    """Time of every step in operators, those of torch.distributed left out; None where durations are not known."""
+    """Time of every step in operators, those of torch.distributed left out; None where durations are not known.
+
+    What runs on several threads at once, or within another (ranges of a Chrome trace), counts once.
+    """
     steps = step_columns(trace)
     ops = trace.columns("ops", "start_ns", "duration_ns", "name")
     if not len(ops["duration_ns"]) or (ops["duration_ns"] < 0).all():
@@ -160,7 +163,9 @@ def working_ns(trace: Trace) -> Array | None:
     computes = (ops["duration_ns"] > 0) & ~np.isin(ops["name"], communicates)
     order = np.argsort(ops["start_ns"][computes], kind="stable")
     starts = ops["start_ns"][computes][order]
-    total = np.concatenate([[0], np.cumsum(ops["duration_ns"][computes][order])])
+    ends = starts + ops["duration_ns"][computes][order]
+    reached = np.concatenate([starts[:1], np.maximum.accumulate(ends)[:-1]])
+    total = np.concatenate([[0], np.cumsum(np.maximum(ends - np.maximum(starts, reached), 0))])
     begin, end = steps["start_ns"], steps["start_ns"] + steps["duration_ns"]
     worked: Array = total[np.searchsorted(starts, end)] - total[np.searchsorted(starts, begin)]
     return worked

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from memtrace.analysis.attribution import KIND, SPAN, StepRows, detected_step_rows, step_rows
+from memtrace.analysis.attribution import KIND, StepRows, detected_step_rows, step_rows, steps_are_marked
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.detection import Detection, detect
 from memtrace.analysis.roles import WARM_UP_STEPS, middle_by, role_text, roles
@@ -105,7 +105,8 @@ def _warm_up(num_steps: int) -> int:
 
 
 def _median(values: Array) -> float | None:
-    return float(np.median(values)) if len(values) else None
+    """None for a single step: it has no others to match."""
+    return float(np.median(values)) if len(values) > 1 else None
 
 
 def _differences(
@@ -170,7 +171,7 @@ def step_pattern(trace: Trace, from_events: bool = False) -> StepPattern:
     ``source``: 'marks', 'events' or 'none'. Boundaries are equal when only frees lie between them.
     """
     detection = detect(trace)
-    marked = bool((trace.columns("spans", "kind")["kind"] == SPAN["step"]).any())
+    marked = steps_are_marked(trace)
     agreement = _agreement(trace, step_rows(trace).end_row, detection) if marked else None
     if marked and not from_events:
         return StepPattern("marks", step_rows(trace), detection, agreement)
@@ -188,7 +189,8 @@ def _agreement(trace: Trace, ends: Array, detection: Detection) -> float:
 def pattern_as_dict(trace: Trace, from_events: bool = False) -> dict[str, Any]:
     """What ``memtrace steps --json`` prints. Times in ns, shares from 0 to 1, unknown None.
 
-    ``source``, ``iterative``, ``num_steps``, ``boundaries_ns`` (each step's start, and the last one's end),
+    ``source``, ``iterative``, ``num_steps``, ``boundaries_ns`` (each step's start, and the last one's end; none
+    without times),
     ``period_events`` (median events of a step), ``confidence`` (of the detection; 1 for marks), ``method``,
     ``agreement`` (see ``StepPattern``), ``stability`` (the usual share of events, bytes and roles, and by step; of
     the marked steps where there are marks), ``differences`` (see ``Difference``), ``law`` (see ``Law``).
@@ -206,7 +208,7 @@ def pattern_as_dict(trace: Trace, from_events: bool = False) -> dict[str, Any]:
         "source": found.source,
         "iterative": bool(len(rows.number)),
         "num_steps": len(rows.number),
-        "boundaries_ns": [int(value) for value in boundaries],
+        "boundaries_ns": [int(value) for value in boundaries] if trace.has_times else [],
         "period_events": period,
         "confidence": 1.0 if found.source == "marks" else found.detection.confidence,
         "method": found.detection.method,

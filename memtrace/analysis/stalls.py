@@ -12,23 +12,23 @@ from typing import Any
 import numpy as np
 
 from memtrace.analysis.diff import usual_steps
-from memtrace.analysis.steps import step_columns
+from memtrace.analysis.steps import step_columns, tells_waits
 from memtrace.errors import TraceError
 from memtrace.trace import Trace
 
 
 @dataclass(frozen=True)
 class StepWait:
-    """One step: how long it took and how long of that it waited for data. ns."""
+    """One step: how long it took and how long of that it waited for data. ns; None: the trace tells of no waits."""
 
     step: int
     duration_ns: int
-    data_wait_ns: int
+    data_wait_ns: int | None
 
 
 @dataclass(frozen=True)
 class Stalls:
-    """The waits of one recording; the shares are of the steps' time. None: there are no steps."""
+    """The waits of one recording; the share is of the steps' time. None: there are no steps, or no waits are told."""
 
     steps: tuple[StepWait, ...]
     share: float | None
@@ -66,14 +66,13 @@ class Split:
 def stalls(trace: Trace) -> Stalls:
     """The waits for data of a single-rank trace, step by step."""
     columns = step_columns(trace)
-    rows = zip(*(columns[name].tolist() for name in ("step", "duration_ns", "data_wait_ns")), strict=True)
-    total = int(columns["duration_ns"].sum())
-    known = len(columns["step"]) > 0
+    number, duration, wait = (columns[name].tolist() for name in ("step", "duration_ns", "data_wait_ns"))
+    told = tells_waits(trace)
     return Stalls(
-        steps=tuple(StepWait(*row) for row in rows),
-        share=int(columns["data_wait_ns"].sum()) / total if total else None,
-        median_wait_ns=int(np.median(columns["data_wait_ns"])) if known else None,
-        median_duration_ns=int(np.median(columns["duration_ns"])) if known else None,
+        steps=tuple(map(StepWait, number, duration, wait if told else [None] * len(number))),
+        share=sum(wait) / sum(duration) if told and sum(duration) else None,
+        median_wait_ns=int(np.median(wait)) if told and wait else None,
+        median_duration_ns=int(np.median(duration)) if duration and trace.has_times else None,
     )
 
 

@@ -34,6 +34,12 @@ def steps(trace: Trace) -> pd.DataFrame:
     return frame
 
 
+def tells_waits(trace: Trace) -> bool:
+    """A recording sees every wait for data; another tool's file those that it names, and may name none."""
+    told = trace.columns("spans", "kind")["kind"] == SPAN["data_wait"]
+    return trace.manifest.get("source", {}).get("kind") == "recording" or bool(told.any())
+
+
 def _compute(trace: Trace) -> dict[str, Array]:
     found = step_rows(trace)
     kind = trace.columns("events", "kind")["kind"]

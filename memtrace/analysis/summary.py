@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from memtrace.analysis.access import swappable_at_peak
+from memtrace.analysis.attribution import steps_are_marked
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.findings import findings
 from memtrace.analysis.fragmentation import fragmentation
@@ -16,9 +17,9 @@ from memtrace.analysis.oom import OutOfMemory, out_of_memory
 from memtrace.analysis.peak import Peak, by_category, by_module_pattern, by_site, peak
 from memtrace.analysis.sites import site
 from memtrace.analysis.stability import stability
-from memtrace.analysis.steps import step_columns
+from memtrace.analysis.steps import step_columns, tells_waits
 from memtrace.arrays import Array
-from memtrace.schema import CATEGORIES, SPAN_KINDS
+from memtrace.schema import CATEGORIES
 from memtrace.trace import Trace
 
 TOP = 8
@@ -29,17 +30,17 @@ MAX_PATTERN_EVENTS = 500_000
 def summary(trace: Trace) -> dict[str, Any]:
     """What held the memory, when and where from, as plain JSON values; unknown is None. Bytes and ns.
 
-    ``coverage`` (see ``Coverage``); ``source`` (kind, observer, command); ``steps``: count, median_duration_ns,
-    median_peak_bytes, max_peak_bytes, median_allocated_bytes, data_wait_share, growth_bytes_per_step and
-    growth_sources (None with too few steps); ``devices``: a list of device, peak (requested_bytes, allocated_bytes,
-    reserved_bytes, time_ns, step, phase, by_category, top_sites, top_modules, top_blocks), baseline_requested_bytes,
-    live_requested_bytes_at_end, reserved_bytes_at_end, fragmentation (see ``Fragmentation``; None without segments);
-    ``patterns``: iterative, stability_bytes (share of a
-    usual step's bytes that match the others), swappable_bytes_at_peak, leak_bytes_per_step, leak_site, finding (the
-    ``Finding`` whose mending would save most);
-    ``out_of_memory``: a list (see ``OutOfMemory``, with ``site`` for each stack). Requested is what the program asked
-    for, allocated what the allocator counts; each has its own maximum over time. What is grouped is live at the
-    requested peak (where requests are not told, at the peak of the blocks' own sizes, and in those).
+    ``coverage`` (see ``Coverage``); ``source`` (kind, observer, command); ``steps``: count, source ("marks",
+    "events": found in the events alone, None: no steps), median_duration_ns, median_peak_bytes, max_peak_bytes,
+    median_allocated_bytes, data_wait_share, growth_bytes_per_step and growth_sources (None with too few steps);
+    ``devices``: a list of device, peak (requested_bytes, allocated_bytes, reserved_bytes, time_ns, event (row of
+    events; -1: the start), step, phase, by_category, top_sites, top_modules, top_blocks), baseline_requested_bytes,
+    live_requested_bytes_at_end, reserved_bytes_at_end, fragmentation (see ``Fragmentation``; None without
+    segments); ``patterns``: iterative, stability_bytes (share of a usual step's bytes that match the others),
+    swappable_bytes_at_peak, leak_bytes_per_step, leak_site, finding (the ``Finding`` whose mending would save
+    most); ``out_of_memory``: a list (see ``OutOfMemory``, with ``site`` for each stack). Requested is what the
+    program asked for, allocated what the allocator counts; each has its own maximum over time. What is grouped is
+    live at the requested peak (where requests are not told, at the peak of the blocks' own sizes, and in those).
     """
     manifest = trace.manifest
     return {
@@ -57,7 +58,7 @@ def summary(trace: Trace) -> dict[str, Any]:
 
 
 def _patterns(trace: Trace) -> dict[str, Any]:
-    small = trace.num_rows("events") <= MAX_PATTERN_EVENTS
+    small = trace.num_rows("events") <= MAX_PATTERN_EVENTS and trace.has_blocks
     grows = leaks(trace, with_outliving=False)
     return {
         "iterative": bool(len(step_columns(trace)["step"])),
@@ -82,24 +83,20 @@ def _median(values: Array) -> int | None:
 
 def _steps(trace: Trace) -> dict[str, Any]:
     columns, grows = step_columns(trace), growth(trace)
+    made = {name: _median(columns[name]) if trace.has_blocks else None for name in ("allocated_bytes", "num_allocs")}
     total = int(columns["duration_ns"].sum())
     return {
         "count": len(columns["step"]),
-        "median_duration_ns": _median(columns["duration_ns"]),
+        "source": ("marks" if steps_are_marked(trace) else "events") if len(columns["step"]) else None,
+        "median_duration_ns": _median(columns["duration_ns"]) if trace.has_times else None,
         "median_peak_bytes": _median(columns["peak_bytes"]),
         "max_peak_bytes": int(columns["peak_bytes"].max()) if len(columns["step"]) else None,
-        "median_allocated_bytes": _median(columns["allocated_bytes"]),
-        "median_allocations": _median(columns["num_allocs"]),
-        "data_wait_share": int(columns["data_wait_ns"].sum()) / total if total and _tells_waits(trace) else None,
+        "median_allocated_bytes": made["allocated_bytes"],
+        "median_allocations": made["num_allocs"],
+        "data_wait_share": int(columns["data_wait_ns"].sum()) / total if total and tells_waits(trace) else None,
         "growth_bytes_per_step": grows.bytes_per_step if grows else None,
         "growth_sources": [{"site": text, "bytes_per_step": size} for text, size in grows.sources] if grows else None,
     }
-
-
-def _tells_waits(trace: Trace) -> bool:
-    """A recording sees every wait for data; another tool's file those that it names, and may name none."""
-    waits = trace.columns("spans", "kind")["kind"] == SPAN_KINDS.index("data_wait")
-    return trace.manifest.get("source", {}).get("kind") == "recording" or bool(waits.any())
 
 
 def _device(trace: Trace, found: Peak) -> dict[str, Any]:
@@ -112,6 +109,7 @@ def _device(trace: Trace, found: Peak) -> dict[str, Any]:
             "allocated_bytes": found.allocated.bytes if found.allocated else None,
             "reserved_bytes": found.reserved.bytes if found.reserved else None,
             "time_ns": found.time_ns,
+            "event": found.requested.event,
             "step": found.step,
             "phase": found.phase,
             "by_category": {name: categories[name] for name in CATEGORIES if name in categories},

@@ -82,7 +82,7 @@ class Content:
 
 def _claimed_size(file: BinaryIO, packed: int) -> int:
     """The last four bytes of gzip hold the size modulo 2**32. They may lie, so they are capped at what is usual."""
-    file.seek(-4, os.SEEK_END)
+    file.seek(-min(packed, 4), os.SEEK_END)
     return min(int.from_bytes(file.read(4), "little"), _USUAL_BYTES + _USUAL_EXPANSION * packed)
 
 

@@ -147,6 +147,7 @@ def _of_totals(time: Array, totals: Array, content: Content) -> Rank:
         category=_CODES[category[kind == ALLOC]],
         t0=int(time[0]),
     )
+    manifest["coverage"]["has_blocks"] = False
     manifest["coverage"]["notes"].append(
         "it holds totals by category and no blocks: each category stands as one block, made anew whenever its total "
         "changes"

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 MAX_TEXT: Final = 4096
-# Escape sequences in a file name would reach the user's terminal; tabs and newlines separate our own fields.
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+# Escape sequences in a file name would reach the user's terminal, marks of direction would turn its line around; tabs
+# and newlines separate our own fields.
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @dataclass(frozen=True)

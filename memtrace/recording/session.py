@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("memtrace")
 
 DEVICE_TIME_MIN_BYTES: Final = 1 << 20
+# Address space kept, untouched, so that the last part can be written where the program left none: Arrow dies of that.
+RESERVE_BYTES: Final = 256 << 20
 Batch = TypeVar("Batch")
 ObserverKind = Literal["auto", "native", "dispatch"]
 _running: Recording | None = None
@@ -164,6 +167,7 @@ class Recording:
         self._optimizers = optimizers
         self._is_written = False
         self._ran_out_of_memory = False
+        self._reserve: mmap.mmap | None = None
         self._outer: Recording | None = None
         self._hooks = ExitStack()
         self._observer: Observer | None = None
@@ -308,6 +312,8 @@ class Recording:
     # Start and end.
 
     def _start(self) -> None:
+        with suppress(OSError, ValueError):
+            self._reserve = mmap.mmap(-1, RESERVE_BYTES)
         self._observer, notes = make_observer(self._options["observer"])
         if self._options["device_time_min_bytes"] >= 0 and not self._observer.times_devices():
             notes.append("no device times: they need the native observer, built with CUDA's headers")
@@ -383,6 +389,8 @@ class Recording:
 
     def _stop(self, reason: str | None) -> None:
         self._hooks.close()
+        if self._reserve is not None:
+            self._reserve.close()
         observer, writer = self._observer, self._writer
         if observer is None or writer is None:
             return

@@ -186,11 +186,45 @@ def test_no_advice_to_set_what_is_set(tmp_path: Path) -> None:
 def test_a_failure_for_want_of_memory_says_how_much(tmp_path: Path) -> None:
     maker = Maker()
     maker.alloc(18 * MIB)
+    maker.out_of_memory(21 * MIB, 2 * MIB)
+    (failure,) = out_of_memory(read_here(tmp_path / "a", maker.snapshot()))
+    assert failure.room is not None and failure.room.lacking_bytes == 17 * MIB
+    assert failure.advice[0].startswith("Hold 17.0 MiB less")
+    assert not any("expandable" in sentence for sentence in failure.advice)
+
+
+def test_a_request_larger_than_the_device_is_not_told_to_hold_less(tmp_path: Path) -> None:
+    maker = Maker()
+    maker.alloc(18 * MIB)
     maker.out_of_memory(100 * MIB, 2 * MIB)
     (failure,) = out_of_memory(read_here(tmp_path / "a", maker.snapshot()))
-    assert failure.room is not None and failure.room.lacking_bytes == 96 * MIB
-    assert failure.advice[0].startswith("Hold 96.0 MiB less")
-    assert not any("expandable" in sentence for sentence in failure.advice)
+    assert failure.advice[0].startswith("Ask for less") and "100.0 MiB are more than the 22.0 MiB" in failure.advice[0]
+    assert not any("Hold" in sentence for sentence in failure.advice)
+
+
+def test_a_failure_on_a_device_with_room_is_one_of_a_limit(tmp_path: Path) -> None:
+    """``set_per_process_memory_fraction``: the driver has memory left that the process may not have."""
+    maker = Maker()
+    maker.alloc(18 * MIB)
+    maker.out_of_memory(30 * MIB, 900 * MIB)
+    (failure,) = out_of_memory(read_here(tmp_path / "a", maker.snapshot()))
+    assert "set_per_process_memory_fraction" in failure.advice[0] and "900.0 MiB left" in failure.advice[0]
+
+
+def test_a_failure_looks_where_its_request_could(tmp_path: Path) -> None:
+    """A small request finds nothing in large segments, and one in a private pool nothing outside of it."""
+    maker = Maker()
+    maker.free(maker.alloc(8 * MIB))
+    maker.alloc(4 * MIB)
+    maker.out_of_memory(1000, 0)
+    maker.out_of_memory(12 * MIB, 0)
+    maker.entries[-1]["pool_id"] = (3, 0)
+    maker.out_of_memory(18 * MIB, 0)
+    small, private, usual = out_of_memory(read_here(tmp_path / "a", maker.snapshot()))
+    for failure, fit in ((small, 0), (private, 0), (usual, 16 * MIB)):
+        room = failure.room
+        assert room is not None and room.largest_fit_bytes == room.free_same_stream_bytes == fit
+        assert room.free_elsewhere_bytes == 16 * MIB - fit
 
 
 def test_the_summary_tells_of_both(tmp_path: Path) -> None:

@@ -190,6 +190,9 @@ def test_a_profile_of_this_torch(profiled: Path) -> None:
     rows = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
     trace = memtrace.load(profiled / "trace.json")
     assert trace.devices == ("cpu",)
+    # The parameters are older: nothing in the file tells of them.
+    assert any("before (parameters, say)" in note for note in trace.coverage.notes)
+    assert any("lines are those on which functions begin" in note for note in trace.coverage.notes)
     kinds = trace.events["kind"]
     assert (kinds != "baseline").sum() == len(rows)
     assert trace.events.loc[kinds == "alloc", "size"].sum() == sum(max(row["args"]["Bytes"], 0) for row in rows)

@@ -153,6 +153,7 @@ CASES: dict[str, Case] = {
     "pickle cut off": Case(_bytes(pickle.dumps({"segments": list(range(1000))}, protocol=4)[:-300]), "is truncated"),
     "pickle without an end": Case(_bytes(pickle.dumps([1, 2, 3], protocol=2)[:-1]), "is truncated"),
     "gzip cut off": Case(_bytes(gzip.compress(os.urandom(5000))[:3000]), "gzip stream has no end"),
+    "gzip cut off within its header": Case(_bytes(b"\x1f\x8b\x08"), "gzip stream has no end"),
     "gzip damaged": Case(_bytes(gzip.compress(b"[" * 9000)[:12] + b"\xff" * 40), "does not unzip"),
     "gzip in gzip": Case(_bytes(gzip.compress(gzip.compress(b"[]"))), "gzip within gzip"),
     "gzip of zeros, 4 GiB": Case(_gzip_bomb(b"\0" * MIB, 4096), "is of no kind"),

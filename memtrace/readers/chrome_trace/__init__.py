@@ -58,6 +58,8 @@ def chrome_tables(found: Collector, about: Mapping[str, Any], content: Content) 
         notes.append("it holds no operators: which one made a block cannot be told")
     elif not len(found.functions.names):
         notes.append("it holds no Python functions (record with_stack=True): lines and modules cannot be told")
+    else:
+        notes.append("its lines are those on which functions begin: which line within allocated is not told")
     manifest["coverage"]["notes"] = notes
     return manifest, empty_tables() | {
         "events": events,

@@ -153,7 +153,10 @@ def _unseen(memory: MemoryEvents, older: Array, notes: list[str]) -> tuple[Array
             notes.append(f"the total allocated on {name} jumps at {jumps} places: events are missing there")
         before = int(totals[0] - signed[0])
         if name == _CPU:
-            # torch counts the CPU's total from the beginning of the recording.
+            notes.append(
+                "torch counts the CPU's total from the beginning of the recording: what was allocated before "
+                "(parameters, say) and not freed in it is unknown, and in no figure"
+            )
             continue
         if before > known:
             devices.append(number)

@@ -17,7 +17,7 @@ from memtrace.readers.content import Content
 from memtrace.readers.cuda_snapshot.blocks import Snapshot, number_blocks
 from memtrace.readers.cuda_snapshot.entries import KIND, NS_PER_US, read_entries, read_ranges, times_ns, with_frees
 from memtrace.readers.cuda_snapshot.events import events_table, labels_table, segment_stacks, segments_table
-from memtrace.readers.cuda_snapshot.notes import notes_on
+from memtrace.readers.cuda_snapshot.notes import ONE_MOMENT, notes_on
 from memtrace.readers.cuda_snapshot.ops import read_ops
 from memtrace.readers.cuda_snapshot.phases import phase_spans
 from memtrace.readers.cuda_snapshot.segments import read_segments
@@ -117,6 +117,7 @@ def _tables(parts: _Parts, file: str) -> Rank:
     found = Snapshot(entries, segments, live, lives, blocks, parts.settings)
     manifest = new_manifest("cuda_snapshot", file, None if t0_us is None else t0_us * NS_PER_US)
     manifest["allocator_settings"] = plain_settings(parts.settings)
+    manifest["coverage"]["has_times"] = t0_us is not None and len(entries) > ONE_MOMENT
     manifest["coverage"]["notes"] = [
         *notes_on(found, ops, overflowed=parts.overflowed, frees_at_request=frees_at_request),
         *(["its history of pinned host memory is not read"] if parts.has_host else []),

@@ -13,13 +13,13 @@ from memtrace.readers.cuda_snapshot.ops import Ops
 from memtrace.readers.tables import Array, amount
 
 # The history of one moment is only torch's own check point.
-_ONE_MOMENT: Final = 1
+ONE_MOMENT: Final = 1
 
 
 def notes_on(found: Snapshot, ops: Ops, *, overflowed: bool, frees_at_request: bool) -> list[str]:
     """Sentences on what is missing and what is wrong, the gravest first."""
     notes = [*_contradictions(found), *_beginning(found, overflowed=overflowed), *found.entries.notes]
-    if len(found.entries) > _ONE_MOMENT:
+    if len(found.entries) > ONE_MOMENT:
         notes += _missing(found, ops)
         if frees_at_request:
             notes.append("it holds no completed frees: a block counts as free from the request on")
@@ -35,7 +35,7 @@ def notes_on(found: Snapshot, ops: Ops, *, overflowed: bool, frees_at_request: b
 def _beginning(found: Snapshot, *, overflowed: bool) -> Iterator[str]:
     """How far back the history reaches."""
     entries = found.entries
-    if len(entries) <= _ONE_MOMENT:
+    if len(entries) <= ONE_MOMENT:
         yield "it holds no history, only the state at the dump: no peak and no order of allocations can be told"
         return
     if not len(found.segments):
@@ -77,11 +77,8 @@ def _missing(found: Snapshot, ops: Ops) -> Iterator[str]:
     if bare == total > 0:
         yield "its allocations have no stacks: which line made a block cannot be told"
     elif bare:
-        yield (
-            f"{bare} of its {total} allocations have no stack; {ops.num_taken} of them are taken for the backward's, "
-            "whose "
-            "threads run no Python"
-        )
+        taken = f"; {ops.num_taken} of them are taken for the backward's, whose threads run no Python"
+        yield f"{bare} of its {total} allocations have no stack{taken if ops.num_taken else ''}"
 
 
 def _contradictions(found: Snapshot) -> Iterator[str]:
@@ -92,6 +89,8 @@ def _contradictions(found: Snapshot) -> Iterator[str]:
         (int((lives.again).sum()), "frees of what was free"),
         (int((lives.size_changed).sum()), "blocks freed with another size than they were allocated with"),
         (_outside(found), "allocations outside of every segment"),
+        (found.segments.num_unfilled, "segments of another size than their blocks add up to"),
+        (_overlapping(found), "segments that lie within others"),
         (_resized(found), "live blocks whose size differs between history and segments"),
     ]
     faults = [f"{count} {what}" for count, what in wrong if count]
@@ -125,6 +124,13 @@ def _resized(found: Snapshot) -> int:
     joined = (found.blocks.live >= 0) & (found.blocks.lifetime >= 0)
     rows = found.lives.first_row[found.blocks.lifetime[joined]]
     return int((found.entries.size[rows] != found.live.requested[found.blocks.live[joined]]).sum())
+
+
+def _overlapping(found: Snapshot) -> int:
+    segments = found.segments
+    order = np.lexsort((segments.address, segments.device))
+    device, start, size = segments.device[order], segments.address[order], segments.size[order]
+    return int(((device[1:] == device[:-1]) & (start[1:] < start[:-1] + size[:-1])).sum())
 
 
 def _outside(found: Snapshot) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final
 
@@ -33,6 +33,8 @@ class Segments:
     expandable: Array
     """1, 0, or -1: not told."""
     frames: Sequence[Any]
+    num_unfilled: int = 0
+    """How many of them are not exactly as long as their blocks, which torch's allocator always keeps so."""
 
     def __len__(self) -> int:
         return len(self.size)
@@ -65,7 +67,9 @@ def read_segments(value: object) -> tuple[Segments, LiveBlocks]:
     segments = _segments(rows)
     blocks = list(chain.from_iterable(block_lists))
     owner = np.repeat(np.arange(len(rows)), np.array(list(map(len, block_lists)), np.int64))
-    return segments, _live_blocks(blocks, owner, segments)
+    live = _live_blocks(blocks, owner, segments)
+    filled = np.bincount(owner, [block["size"] for block in blocks], minlength=len(segments))
+    return replace(segments, num_unfilled=int((filled != segments.size).sum())), live
 
 
 def _segments(rows: Sequence[Row]) -> Segments:
