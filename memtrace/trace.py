@@ -342,8 +342,8 @@ class Trace:
 def load(path: str | Path, *others: str | Path) -> Trace:
     """Open a trace: a ``*.memtrace`` folder, the folder of one rank, or a file of another tool.
 
-    Several files of other tools are the ranks of one job (see ``memtrace.readers.read_job``). Raises TraceError where
-    there is nothing to read, and where what is there is damaged, foreign or too new.
+    Several of them are the ranks of one job (see ``memtrace.readers.number_ranks``). Raises TraceError where there is
+    nothing to read, and where what is there is damaged, foreign or too new.
     """
     path = Path(path)
     if others:
@@ -361,11 +361,15 @@ def load(path: str | Path, *others: str | Path) -> Trace:
 def _load_job(paths: list[Path]) -> Trace:
     from memtrace import readers
 
-    folder = next((path for path in paths if path.is_dir()), None)
-    if folder is not None:
-        raise TraceError(f"{folder} is a folder: a trace folder holds all its ranks already, give it alone.")
-    ranks = readers.read_job(paths)
-    return Trace(None, {manifest["rank"]: MemoryTables(manifest, tables) for manifest, tables in ranks})
+    found: list[tuple[Path, Source]] = []
+    for path in paths:
+        if path.is_dir():
+            found += [(path, folder) for folder in open_folder(path).values()]
+        else:
+            found += [(path, MemoryTables(manifest, tables)) for manifest, tables in readers.read(path)]
+    readers.number_ranks([(path, source.manifest) for path, source in found])
+    ranks = {int(source.manifest["rank"]): source for _, source in found}
+    return Trace(None, dict(sorted(ranks.items())))
 
 
 def _present(pairs: Iterable[tuple[int, T | None]]) -> Iterable[tuple[int, T]]:

@@ -190,15 +190,15 @@ def pattern_as_dict(trace: Trace, from_events: bool = False) -> dict[str, Any]:
     """What ``memtrace steps --json`` prints. Times in ns, shares from 0 to 1, unknown None.
 
     ``source``, ``iterative``, ``num_steps``, ``boundaries_ns`` (each step's start, and the last one's end; none
-    without times),
-    ``period_events`` (median events of a step), ``confidence`` (of the detection; 1 for marks), ``method``,
-    ``agreement`` (see ``StepPattern``), ``stability`` (the usual share of events, bytes and roles, and by step; of
-    the marked steps where there are marks), ``differences`` (see ``Difference``), ``law`` (see ``Law``).
+    without times), ``boundaries_events`` (the same as rows of events), ``period_events`` (median events of a step),
+    ``confidence`` (of the detection; 1 for marks), ``method``, ``agreement`` (see ``StepPattern``), ``stability`` (the
+    usual share of events, bytes and roles, and by step; of the marked steps where there are marks), ``differences``
+    (see ``Difference``), ``law`` (see ``Law``).
     """
     found, even = step_pattern(trace, from_events), stability(trace)
     rows, grows = found.rows, law(trace)
     ends = rows.start_ns + rows.duration_ns
-    boundaries = np.append(rows.start_ns, ends[-1:]).tolist()
+    boundaries = np.append(rows.start_ns, ends[-1:])
     period = int(np.median(rows.end_row - rows.first_row)) if len(rows.number) else None
     by_step = [
         {"step": int(number), "events": float(e), "bytes": float(b), "roles": float(r)}
@@ -208,7 +208,8 @@ def pattern_as_dict(trace: Trace, from_events: bool = False) -> dict[str, Any]:
         "source": found.source,
         "iterative": bool(len(rows.number)),
         "num_steps": len(rows.number),
-        "boundaries_ns": [int(value) for value in boundaries] if trace.has_times else [],
+        "boundaries_ns": boundaries.tolist() if trace.has_times else [],
+        "boundaries_events": np.append(rows.first_row, rows.end_row[-1:]).tolist(),
         "period_events": period,
         "confidence": 1.0 if found.source == "marks" else found.detection.confidence,
         "method": found.detection.method,

@@ -10,6 +10,6 @@ group ``memtrace.readers`` (see ``memtrace.readers.registry.Reader``).
 
 from __future__ import annotations
 
-from memtrace.readers.job import read, read_job
+from memtrace.readers.job import number_ranks, read, read_job
 
-__all__ = ["read", "read_job"]
+__all__ = ["number_ranks", "read", "read_job"]

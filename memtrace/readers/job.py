@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,26 +29,37 @@ def read(path: str | Path, *, limits: Limits | None = None) -> list[Rank]:
 
 
 def read_job(paths: Sequence[str | Path]) -> list[Rank]:
-    """The ranks in several files of one job, in order of rank.
-
-    A file's rank is what it says itself; where not all say, what their names say (``rank3``); else their order here.
-    """
+    """The ranks in several files of one job, in order of rank, numbered by ``number_ranks``."""
     found = [(Path(path), rank) for path in paths for rank in read(path)]
+    number_ranks([(path, manifest) for path, (manifest, _) in found])
+    return sorted((rank for _, rank in found), key=lambda rank: int(rank[0]["rank"]))
+
+
+def number_ranks(found: Sequence[tuple[Path, dict[str, Any]]]) -> None:
+    """Give each manifest its rank in the job that all of them together are; paths say where they are from.
+
+    A rank is what the file or the trace says itself; where not all say, what their names say (``rank3``); else their
+    order here. TraceError where two say the same.
+    """
     ranks, how = _numbers(found)
-    for (path, (manifest, _)), number in zip(found, ranks, strict=True):
+    for (path, manifest), number in zip(found, ranks, strict=True):
         manifest["rank"] = number
         manifest["world_size"] = max(len(found), max(ranks) + 1, int(manifest.get("world_size") or 1))
         if len(found) > 1:
-            manifest["coverage"]["notes"].append(f"rank {number} is {path.name}, {how}")
-    order = sorted(range(len(found)), key=ranks.__getitem__)
-    return [found[place][1] for place in order]
+            manifest.setdefault("coverage", {}).setdefault("notes", []).append(f"rank {number} is {path.name}, {how}")
 
 
-def _numbers(found: Sequence[tuple[Path, Rank]]) -> tuple[list[int], str]:
+def _says(manifest: Mapping[str, Any]) -> int | None:
+    """The rank of a manifest; None where it is only what a process without a job calls itself."""
+    knows = manifest.get("rank_told") or int(manifest.get("world_size") or 1) > 1
+    return int(manifest["rank"]) if knows else None
+
+
+def _numbers(found: Sequence[tuple[Path, dict[str, Any]]]) -> tuple[list[int], str]:
     """The ranks and how they were told."""
     if not found:
         raise TraceError("No file was given to read.")
-    told = [manifest["rank"] if manifest.get("rank_told") else None for _, (manifest, _) in found]
+    told = [_says(manifest) for _, manifest in found]
     sure = [number for number in told if number is not None]
     if len(sure) == len(found):
         if len(set(sure)) < len(sure):

@@ -161,9 +161,28 @@ def test_ranks_as_the_files_say(tmp_path: Path) -> None:
         readers.read_job([paths[1], paths[1]])
 
 
-def test_a_folder_among_files_is_refused(tmp_path: Path, files: list[Path]) -> None:
-    with pytest.raises(TraceError, match="holds all its ranks already"):
-        memtrace.load(files[0], tmp_path)
+def test_folders_and_files_together_are_the_ranks_of_a_job(tmp_path: Path, files: list[Path]) -> None:
+    kept = [tmp_path / "a.memtrace", tmp_path / "b.memtrace"]
+    for file, folder in zip(files, kept, strict=True):
+        keep(readers.read_job([file]), folder)
+    for paths in ([kept[0], kept[1]], [kept[0], files[1]], [files[0], kept[1]]):
+        job = memtrace.load(*paths)
+        assert job.ranks == (0, 1)
+        for number, file in enumerate(files):
+            assert job.rank(number).events.equals(memtrace.load(file).events)
+            assert job.rank(number).manifest["world_size"] == 2
+        assert "by the order" in job.rank(1).coverage.notes[-1]
+    for number, file in enumerate(files):
+        keep(readers.read_job([file]), tmp_path / f"rank{5 - number}.memtrace")
+    named = memtrace.load(tmp_path / "rank5.memtrace", tmp_path / "rank4.memtrace")
+    assert named.ranks == (4, 5)
+    assert named.rank(5).events.equals(memtrace.load(files[0]).events)
+
+
+def test_two_jobs_are_not_one(tmp_path: Path, files: list[Path]) -> None:
+    keep(readers.read_job(files), tmp_path / "job.memtrace")
+    with pytest.raises(TraceError, match=r"job.memtrace and job.memtrace are both of rank 0"):
+        memtrace.load(tmp_path / "job.memtrace", tmp_path / "job.memtrace")
 
 
 class Foreign:
