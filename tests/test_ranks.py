@@ -172,6 +172,16 @@ def test_the_slowest_is_who_works_longest_in_a_step():
     assert found.slowest == found.look_at == 1
 
 
+def test_the_first_of_several_deaths_is_to_blame():
+    """The agent of a job kills the other ranks when one dies."""
+    killed, culprit = rank_of(100), rank_of(100)
+    for dead, begun in ((killed, 2000), (culprit, 1000)):
+        dead.manifest.update(finished=False, t0_epoch_ns=begun)
+    found = ranks(job(killed, rank_of(100), culprit))
+    assert found.look_at == 2
+    assert found.rows[0].ended_epoch_ns - found.rows[2].ended_epoch_ns == 1000
+
+
 def test_out_of_memory_comes_before_a_death_and_that_before_imbalance():
     dead, oom = rank_of(100), rank_of(50, events=[event("oom", None, 95, 1000)])
     dead.manifest["finished"] = False
