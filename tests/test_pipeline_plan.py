@@ -214,6 +214,11 @@ def test_costs_that_cannot_be_read(tmp_path: Path, content: str, message: str) -
     [
         ({"forward_s": -1}, "forward_s must be a number >= 0"),
         ({"forward_s": "fast"}, "forward_s must be a number"),
+        ({"forward_s": None}, "forward_s must be a number >= 0, not None"),
+        ({"forward_s": float("nan")}, "forward_s must be a number"),
+        ({"forward_s": 1e300}, "forward_s must be at most"),
+        ({"parameter_bytes": 10**25}, "parameter_bytes must be at most"),
+        ({"activation_bytes": 10**400}, "activation_bytes must be at most"),
         ({"activation_bytes": 1.5}, "counts bytes and must be whole"),
         ({"weight_backward_s": 9.0}, "weight_backward_s is more than backward_s"),
         ({"colour": 3}, "which memtrace does not know"),

@@ -58,6 +58,9 @@ class Layer:
     """Alive within the optimizer's step only; adds up over the layers of a worker."""
 
 
+MOST_SECONDS: Final = 1e9
+MOST_BYTES: Final = 1e13
+"""Of one layer. Sums over layers, micro-batches and versions of weights then stay far within 64 bits."""
 _NUMBERS: Final = tuple(field.name for field in dataclasses.fields(Layer) if field.name != "name")
 _REQUIRED: Final = tuple(field.name for field in dataclasses.fields(Layer) if field.default is dataclasses.MISSING)
 
@@ -89,7 +92,8 @@ def _layer(entry: Any, where: str) -> Layer:
     unknown = [name for name in entry if name != "name" and name not in _NUMBERS]
     if unknown:
         raise MemtraceError(f"{where} has {', '.join(map(str, unknown))}, which memtrace does not know")
-    values = {name: _number(entry[name], name, where) for name in _NUMBERS if entry.get(name) is not None}
+    given = [name for name in _NUMBERS if name in _REQUIRED or entry.get(name) is not None]
+    values = {name: _number(entry[name], name, where) for name in given}
     layer = Layer(name=str(entry["name"]), **values)
     if (layer.weight_backward_s or 0) > layer.backward_s:
         raise MemtraceError(f"{where}: weight_backward_s is more than backward_s")
@@ -100,8 +104,11 @@ def _layer(entry: Any, where: str) -> Layer:
 
 def _number(value: Any, name: str, where: str) -> Any:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0:
+    if not number or not 0 <= value < math.inf:
         raise MemtraceError(f"{where}: {name} must be a number >= 0, not {value!r}")
+    most = MOST_SECONDS if name.endswith("_s") else MOST_BYTES
+    if value > most:
+        raise MemtraceError(f"{where}: {name} must be at most {most:g}, not {value!r}")
     if name.endswith("_s"):
         return float(value)
     if int(value) != value:
