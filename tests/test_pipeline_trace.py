@@ -13,15 +13,21 @@ from torch import nn
 
 import memtrace
 from memtrace.errors import TraceError
+from memtrace.planning.pipeline.costs import stage_costs
 from memtrace.planning.pipeline.from_trace import TraceCosts, trace_costs
 
 BATCH, LENGTH, WIDTH = 3, 32, 64
 
 
 def record(
-    path: Path, model: nn.Module, step: Callable[[torch.optim.Optimizer], None], steps: int = 4
+    path: Path,
+    model: nn.Module,
+    step: Callable[[torch.optim.Optimizer], None],
+    steps: int = 4,
+    *,
+    foreach: bool = False,
 ) -> memtrace.Trace:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=foreach)
     with memtrace.record(path / "run.memtrace", model=model, optimizer=optimizer, stacks=False):
         for _ in range(steps):
             step(optimizer)
@@ -135,6 +141,31 @@ def test_a_sequential_model_is_cut_between_its_parts(tmp_path: Path) -> None:
     # Batch norm's running statistics are buffers: no gradient, no optimizer state.
     norm = measured.layers[1]
     assert norm.gradient_bytes == 2 * 32 * 4 and norm.parameter_bytes == 4 * 32 * 4 + 8
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_temporaries_of_the_optimizer(tmp_path: Path, foreach: bool) -> None:
+    """One parameter after another: a worker needs room for its largest; all at once: for all that it has."""
+    model = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(2, 64)).sum().backward()
+        optimizer.step()
+
+    layers = trace_costs(record(tmp_path, model, step, foreach=foreach)).layers
+    needed = [stage_costs(layers[begin:]) for begin in (0, 3)]
+    whole = [sum(p.nbytes for p in model[begin:].parameters()) for begin in (0, 3)]
+    if foreach:
+        assert all(stage.largest_optimizer_temporary_bytes == 0 for stage in needed)
+        assert needed[1].optimizer_temporary_bytes == pytest.approx(
+            needed[0].optimizer_temporary_bytes * whole[1] / whole[0], abs=len(layers)
+        )
+    else:
+        # AdamW's denominator and the square root that it is made of, for the largest weight; beside them little of others.
+        assert [stage.optimizer_temporary_bytes for stage in needed] == [0, 0]
+        for stage, largest in zip(needed, (4 * 64 * 1024, 4 * 64 * 64), strict=True):
+            assert stage.largest_optimizer_temporary_bytes == pytest.approx(2 * largest, rel=0.01)
 
 
 def test_gradient_accumulation_gives_one_microbatch(tmp_path: Path) -> None:

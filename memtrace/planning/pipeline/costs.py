@@ -56,6 +56,8 @@ class Layer:
     """Of the last layer: what it hands to the loss and no backward keeps."""
     optimizer_temporary_bytes: int = 0
     """Alive within the optimizer's step only; adds up over the layers of a worker."""
+    largest_optimizer_temporary_bytes: int = 0
+    """Alive while the optimizer is at one parameter only: of the layers of a worker the largest counts."""
 
 
 MOST_SECONDS: Final = 1e9
@@ -141,6 +143,7 @@ class StageCosts:
     """The part of ``output_bytes`` that is not in ``activation_bytes``."""
     result_bytes: int = 0
     optimizer_temporary_bytes: int = 0
+    largest_optimizer_temporary_bytes: int = 0
 
     @property
     def backward_s(self) -> float:
@@ -180,6 +183,7 @@ def stage_costs(layers: Sequence[Layer], input_bytes: int = 0) -> StageCosts:
         unsaved_output_bytes=layers[-1].unsaved_output_bytes if layers else 0,
         result_bytes=layers[-1].result_bytes if layers else 0,
         optimizer_temporary_bytes=sum(layer.optimizer_temporary_bytes for layer in layers),
+        largest_optimizer_temporary_bytes=max((layer.largest_optimizer_temporary_bytes for layer in layers), default=0),
         forward_temporary_bytes=_forward_excess(layers),
         backward_temporary_bytes=_backward_excess(layers, fresh_gradients=False),
         input_backward_temporary_bytes=max(

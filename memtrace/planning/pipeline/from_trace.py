@@ -69,6 +69,7 @@ def trace_costs(trace: Trace, layers: Sequence[str] = ()) -> TraceCosts:
             gradient_bytes=int(state.gradient_bytes[n]),
             optimizer_bytes=int(state.optimizer_bytes[n]),
             optimizer_temporary_bytes=int(state.optimizer_temporary_bytes[n]),
+            largest_optimizer_temporary_bytes=int(state.largest_optimizer_temporary_bytes[n]),
             largest_gradient_bytes=int(state.largest_gradient_bytes[n]),
             activation_bytes=int(kept[n]),
             output_bytes=int(output[n]),
