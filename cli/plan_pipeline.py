@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -96,6 +96,7 @@ def command(
     """
     from memtrace.planning.pipeline.plan import plan
 
+    _check(workers is not None, stages, microbatches, options["width"], batch, sizes)
     model_layers, model = _costs(trace, costs, layers, rank)
     setting = _setting(model, options)
     recompute = _RECOMPUTE[options["recompute"]]
@@ -131,6 +132,16 @@ def command(
         console().print("\n" + escape(str(result.predictions[0].schedule)), soft_wrap=True)
 
 
+def _check(
+    searching: bool, stages: int | None, microbatches: int | None, width: int, batch: int | None, sizes: tuple[int, ...]
+) -> None:
+    """What belongs to the search alone, or is searched for, is not given beside the other."""
+    if searching and (stages or microbatches or width > 1):
+        raise MemtraceError("--workers searches for --stages, --microbatches and --width: give it without them")
+    if not searching and (batch or sizes):
+        raise MemtraceError("--batch and --microbatch-size belong to --workers")
+
+
 def _costs(
     trace: str | None, costs: str | None, patterns: tuple[str, ...], rank: int | None
 ) -> tuple[list[Layer], MemoryModel]:
@@ -140,6 +151,8 @@ def _costs(
     if (trace is None) == (costs is None):
         raise MemtraceError("give a trace, or --costs with a JSON list of layers; one of them")
     if costs is not None:
+        if patterns or rank is not None:
+            raise MemtraceError("--layer and --rank choose from a trace, not from --costs")
         return read_layers(costs), PAPER
     from memtrace.planning.pipeline.from_trace import trace_costs
     from memtrace.trace import load
@@ -248,8 +261,22 @@ def _print_schedules(result: Plan, capacity: int | None) -> None:
     out.print(table)
     if len(result.predictions) > _SHOWN:
         out.print(f"and {len(result.predictions) - _SHOWN} slower ones; --json has them all")
+    for note in _notes(result.predictions[:_SHOWN]):
+        out.print(escape(note), style="dim")
     for choice, reason in result.skipped:
         out.print(f"left out: {escape(str(choice))}: {escape(reason)}", style="dim")
+
+
+def _notes(shown: Sequence[Prediction]) -> list[str]:
+    """What the figures of some schedules rest on."""
+    notes = []
+    free = dict.fromkeys(_named(one) for one in shown if one.choice.family.free_running)
+    if free:
+        notes.append(f"{', '.join(free)}: each worker begins its next step when its own work is done")
+    inexact = dict.fromkeys(_named(one) for one in shown if not one.cut.exact)
+    if inexact:
+        notes.append(f"{', '.join(inexact)}: several stages share a worker, another cut may hold less")
+    return notes
 
 
 def _print_configurations(found: list[Configuration]) -> None:
