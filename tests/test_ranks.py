@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -188,6 +189,16 @@ def test_out_of_memory_comes_before_a_death_and_that_before_imbalance():
     assert ranks(job(rank_of(100), dead, oom, rank_of(900))).look_at == 2
     assert ranks(job(rank_of(100), dead, rank_of(900))).look_at == 1
     assert ranks(job(rank_of(100), rank_of(900))).look_at == 1
+
+
+def test_a_rank_that_wrote_nothing_is_missing(ddp, tmp_path):
+    """Its disk was full, or it died before its manifest was written."""
+    path = tmp_path / "job.memtrace"
+    shutil.copytree(ddp, path)
+    (path / "rank=2" / "manifest.json").unlink()
+    found = ranks(memtrace.load(path))
+    assert [row.rank for row in found.rows] == [0, 1, 3]
+    assert found.missing == (2,)
 
 
 def test_missing_and_unreadable_ranks_are_named():

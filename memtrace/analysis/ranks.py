@@ -86,18 +86,23 @@ def ranks(trace: Trace) -> Ranks:
     Source: events, ops, spans and labels of every rank, and the manifests.
     """
     rows = tuple(_row(trace, number) for number in trace.ranks)
-    manifests = [trace.rank(number).manifest for number in trace.ranks]
-    world = max((int(manifest.get("world_size") or 1) for manifest in manifests), default=0)
     peaks = [row.peak_bytes for row in rows if row.peak_bytes is not None]
     look_at, why = _look_at(rows)
     return Ranks(
         rows,
-        tuple(sorted(set(range(world)) - set(trace.ranks))) if len(rows) < world else (),
+        missing_ranks(trace),
         max(peaks) / (sum(peaks) / len(peaks)) if peaks and sum(peaks) else None,
         _slowest(rows),
         look_at,
         why,
     )
+
+
+def missing_ranks(trace: Trace) -> tuple[int, ...]:
+    """Ranks of the job (its world size) that the trace does not have."""
+    manifests = [trace.rank(number).manifest for number in trace.ranks]
+    world = max((int(manifest.get("world_size") or 1) for manifest in manifests), default=0)
+    return tuple(sorted(set(range(world)) - set(trace.ranks))) if len(manifests) < world else ()
 
 
 def ranks_table(trace: Trace) -> pd.DataFrame:
