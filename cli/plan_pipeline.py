@@ -97,7 +97,7 @@ def command(
     from memtrace.planning.pipeline.plan import plan
 
     _check(workers is not None, stages, microbatches, options["width"], batch, sizes)
-    model_layers, model = _costs(trace, costs, layers, rank)
+    model_layers, model, notes = _costs(trace, costs, layers, rank)
     setting = _setting(model, options)
     recompute = _RECOMPUTE[options["recompute"]]
     if workers is not None:
@@ -112,8 +112,9 @@ def command(
             setting,
         )
         if as_json:
-            print_json({"configurations": [one.as_dict() for one in found]})
+            print_json({"configurations": [one.as_dict() for one in found], "notes": notes})
         else:
+            _print_notes(notes)
             _print_configurations(found)
         return
     if stages is None or microbatches is None:
@@ -124,8 +125,9 @@ def command(
         reasons = dict.fromkeys(reason for _, reason in result.skipped)
         raise MemtraceError("; ".join(reasons))
     if as_json:
-        print_json(result.as_dict())
+        print_json({**result.as_dict(), "notes": notes})
         return
+    _print_notes(notes)
     _print_stages(result)
     _print_schedules(result, setting.capacity_bytes)
     if show:
@@ -144,7 +146,7 @@ def _check(
 
 def _costs(
     trace: str | None, costs: str | None, patterns: tuple[str, ...], rank: int | None
-) -> tuple[list[Layer], MemoryModel]:
+) -> tuple[list[Layer], MemoryModel, tuple[str, ...]]:
     from memtrace.planning.pipeline.costs import read_layers
     from memtrace.planning.pipeline.memory import PAPER
 
@@ -153,14 +155,14 @@ def _costs(
     if costs is not None:
         if patterns or rank is not None:
             raise MemtraceError("--layer and --rank choose from a trace, not from --costs")
-        return read_layers(costs), PAPER
+        return read_layers(costs), PAPER, ()
     from memtrace.planning.pipeline.from_trace import trace_costs
     from memtrace.trace import load
 
     assert trace is not None
     opened = load(trace)
     measured = trace_costs(opened.rank(opened.ranks[0] if rank is None else rank), patterns)
-    return measured.layers, measured.model
+    return measured.layers, measured.model, measured.notes
 
 
 def _setting(model: MemoryModel, options: dict[str, Any]) -> Setting:
@@ -216,6 +218,11 @@ def _search(
 
 def _seconds(value: float) -> str:
     return duration(round(value * 1e9))
+
+
+def _print_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        console().print(f"note: {escape(note)}")
 
 
 def _print_stages(result: Plan) -> None:

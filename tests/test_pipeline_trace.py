@@ -10,6 +10,7 @@ import torch
 from cnn import CNN
 from gpt import GPT, synthetic_text, train_step
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memtrace
 from memtrace.errors import TraceError
@@ -166,6 +167,40 @@ def test_temporaries_of_the_optimizer(tmp_path: Path, foreach: bool) -> None:
         assert [stage.optimizer_temporary_bytes for stage in needed] == [0, 0]
         for stage, largest in zip(needed, (4 * 64 * 1024, 4 * 64 * 64), strict=True):
             assert stage.largest_optimizer_temporary_bytes == pytest.approx(2 * largest, rel=0.01)
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.middle, self.head = nn.Embedding(32, 8), nn.Linear(8, 8), nn.Linear(8, 32, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        hidden = self.head(self.middle(self.tokens(text)))
+        assert isinstance(hidden, torch.Tensor)
+        return hidden
+
+
+def tied_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
+    optimizer.step()
+
+
+def test_tied_weights_are_told(tmp_path: Path, measured: TraceCosts) -> None:
+    model = Tied()
+    (note,) = trace_costs(record(tmp_path, model, lambda optimizer: tied_step(model, optimizer))).notes
+    assert note.startswith("head reads 1,024 bytes of parameters of tokens")
+    assert not any("reads" in told for told in measured.notes)
+
+
+def test_seconds_of_fake_tensors_are_none(tmp_path: Path) -> None:
+    with FakeTensorMode():
+        model = Tied()
+        notes = trace_costs(record(tmp_path, model, lambda optimizer: tied_step(model, optimizer))).notes
+    assert any("rank no schedules" in note for note in notes)
 
 
 def test_gradient_accumulation_gives_one_microbatch(tmp_path: Path) -> None:

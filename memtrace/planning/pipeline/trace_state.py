@@ -98,6 +98,24 @@ def _first_readers(trace: Trace, one: Pass, begin: int, turn: int, count: int) -
     return first
 
 
+def tied_bytes(trace: Trace, one: Pass) -> dict[tuple[int, int], int]:
+    """Bytes of parameters that a layer (the second) reads though they are those of an earlier one (the first)."""
+    found = blocks(trace)
+    events = trace.columns("events", "kind", "block", "time_ns")
+    begin, end = (int(row) for row in rows_at(trace, np.array([one.starts_ns[0], one.model_end_ns])))
+    rows = np.arange(begin, end)
+    rows = rows[(events["kind"][rows] == KIND["read"]) & (events["block"][rows] >= 0)]
+    rows = rows[found.category[events["block"][rows]] == CATEGORY["parameter"]]
+    pairs = np.unique(np.stack([events["block"][rows], one.layers_at(events["time_ns"][rows])], axis=1), axis=0)
+    tied: dict[tuple[int, int], int] = {}
+    first: dict[int, int] = {}
+    for block, layer in pairs.tolist():
+        pair = first.setdefault(block, layer), layer
+        if pair[0] < layer:
+            tied[pair] = tied.get(pair, 0) + int(found.size[block])
+    return tied
+
+
 def _optimizer_temporary(trace: Trace, found: Blocks, end: int, step_end: int) -> tuple[int, int]:
     """The most bytes that the optimizer's own temporaries take at once after the backward, in how many blocks."""
     phases = phase_rows(trace)
