@@ -61,7 +61,8 @@ class RangeCosts:
         return self._seconds
 
     def _state(self, worker: WorkerProfile, index: int, at: Any = ...) -> Floats:
-        return worker.copies[index] * self._parameters[at] + worker.replicas[index] * self._other_state[at]
+        state: Floats = worker.copies[index] * self._parameters[at] + worker.replicas[index] * self._other_state[at]
+        return state
 
     def _activations(self, worker: WorkerProfile, index: int, load: Floats, at: Any = ...) -> Floats:
         kept: Floats = load[index] * self._kept[at] + load[len(worker.stages) + index] * self._weight_kept[at]
