@@ -11,6 +11,7 @@ from cnn import CNN
 from gpt import GPT, synthetic_text, train_step
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import memtrace
 from memtrace.errors import TraceError
@@ -167,6 +168,42 @@ def test_temporaries_of_the_optimizer(tmp_path: Path, foreach: bool) -> None:
         assert [stage.optimizer_temporary_bytes for stage in needed] == [0, 0]
         for stage, largest in zip(needed, (4 * 64 * 1024, 4 * 64 * 64), strict=True):
             assert stage.largest_optimizer_temporary_bytes == pytest.approx(2 * largest, rel=0.01)
+
+
+class Checkpointed(nn.Module):
+    """Blocks that keep their inputs and run again in the backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant, preserve_rng_state=False)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_blocks_are_no_micro_batch(tmp_path: Path, reentrant: bool) -> None:
+    model = Checkpointed(reentrant)
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(16, 32, requires_grad=True)).sum().backward()
+        optimizer.step()
+
+    found = trace_costs(record(tmp_path, model, step))
+    layers = found.layers
+    assert [layer.name for layer in layers] == [f"blocks.{n}" for n in range(3)]
+    assert [layer.gradient_bytes for layer in layers] == [layer.parameter_bytes for layer in layers]
+    # What a reentrant checkpoint runs has sequence numbers of its own.
+    assert any("told to be of blocks.0, blocks.1 " in note for note in found.notes) == reentrant
+    assert reentrant or all(layer.backward_s > 0 for layer in layers)
+    hidden, inner = 4 * 16 * 32, 4 * 16 * 256
+    # What a block keeps is the next one's input; what it makes again is there within its backward.
+    assert [layer.activation_bytes for layer in layers[:2]] == [hidden, hidden]
+    assert all(layer.backward_temporary_bytes >= inner for layer in layers[0 if not reentrant else 2 :])
 
 
 class Tied(nn.Module):

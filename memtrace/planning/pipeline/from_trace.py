@@ -82,11 +82,17 @@ def trace_costs(trace: Trace, layers: Sequence[str] = ()) -> TraceCosts:
         for n, name in enumerate(last.names)
     ]
     model = TORCH if state.fresh_gradients else MemoryModel(boundaries=True)
-    return TraceCosts(made, model, last.step, len(found), tuple(_notes(trace, last)))
+    return TraceCosts(made, model, last.step, len(found), tuple(_notes(trace, last, made)))
 
 
-def _notes(trace: Trace, one: Pass) -> Iterator[str]:
+def _notes(trace: Trace, one: Pass, layers: Sequence[Layer]) -> Iterator[str]:
     yield from trace.coverage.notes
+    untimed = [layer.name for layer in layers if layer.gradient_bytes and not layer.backward_s]
+    if untimed:
+        yield (
+            f"no operator of the backward could be told to be of {', '.join(untimed)} (reentrant checkpoints lose it): "
+            "its seconds are counted at later layers, so cuts and steps by time are not to be trusted"
+        )
     events = trace.columns("events", "kind", "address")
     if not (events["address"][events["kind"] == KIND["alloc"]] >= 0).any():
         yield "its tensors have no addresses: seconds are those of Python alone and rank no schedules"
