@@ -226,10 +226,13 @@ def tied_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_tied_weights_are_told(tmp_path: Path, measured: TraceCosts) -> None:
+def test_tied_weights_and_other_ranks_are_told(tmp_path: Path, measured: TraceCosts) -> None:
     model = Tied()
-    (note,) = trace_costs(record(tmp_path, model, lambda optimizer: tied_step(model, optimizer))).notes
+    trace = record(tmp_path, model, lambda optimizer: tied_step(model, optimizer)).rank(0)
+    (note,) = trace_costs(trace).notes
     assert note.startswith("head reads 1,024 bytes of parameters of tokens")
+    trace.manifest["world_size"] = 4
+    assert trace_costs(trace).notes[0].startswith("it is of one of 4 ranks")
     assert not any("reads" in told for told in measured.notes)
 
 

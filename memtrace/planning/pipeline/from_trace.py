@@ -87,6 +87,9 @@ def trace_costs(trace: Trace, layers: Sequence[str] = ()) -> TraceCosts:
 
 def _notes(trace: Trace, one: Pass, layers: Sequence[Layer]) -> Iterator[str]:
     yield from trace.coverage.notes
+    ranks = int(trace.manifest.get("world_size") or 1)
+    if ranks > 1:
+        yield f"it is of one of {ranks} ranks: what this one held (a shard, a stage) is taken for the whole model"
     untimed = [layer.name for layer in layers if layer.gradient_bytes and not layer.backward_s]
     if untimed:
         yield (
