@@ -42,6 +42,8 @@ def command(
     from memtrace.planning.pipeline.recorded import recorded_schedule
     from memtrace.trace import load
 
+    if predict is None and (schedule or cut or layers):
+        raise MemtraceError("--schedule, --cut and --layer are for --predict: give the trace to predict from")
     with working(f"reading {trace}"):
         found = measured(load(trace), capacity)
         against = None if predict is None else _compare(found, predict, schedule, cut, layers)
@@ -119,3 +121,5 @@ def _print_workers(out: Console, found: Measured, against: Comparison | None) ->
     out.print("\n[bold]workers[/]; bubbles are the idle share of one step")
     out.print(table)
     out.print(f"\nimbalance (highest peak over the mean): {found.imbalance:.2f}")
+    if found.missing:
+        out.print(f"[bold]missing[/]: rank {', '.join(map(str, found.missing))} of the job is not in the trace")

@@ -112,7 +112,9 @@ def _capacity_line(plan: DevicePlan) -> str:
     ends = None if plan.bracket is None else plan.bracket.ends
     if ends is None:
         return "capacity: the trace does not tell it; give --capacity to see what fits"
-    return f"capacity: between {size(ends[0])} and {size(ends[1])}, by what the device gave and what it refused"
+    estimate = plan.bracket.estimate if plan.bracket else None
+    told = "" if estimate is None else f"; about {size(estimate)}, by what was free when a request failed"
+    return f"capacity: between {size(ends[0])} and {size(ends[1])}, by what the device gave and what it refused{told}"
 
 
 def _table(plan: DevicePlan) -> Table:
@@ -162,13 +164,37 @@ def _advice(plan: DevicePlan) -> list[str]:
     lines = []
     if plan.failed_requests:
         failed = ", ".join(map(size, plan.failed_requests))
-        rescued = "; ".join(one.settings.name for one in plan.predictions if one.fits) or "none of these"
-        lines.append(f"requests that failed when it was recorded ({failed}) would have fitted under: {rescued}")
+        lines.append(f"requests that failed when it was recorded ({failed}) would have fitted under: {_rescuers(plan)}")
     best = plan.best
-    if best is None:
+    if best is None and not any(one.certainty for one in plan.predictions):
+        least = min(plan.predictions, key=lambda one: one.peak_reserved_bytes)
+        lines.append(
+            f"no setting tried here fits; {least.settings.name} takes least: {_mib(least.peak_reserved_bytes)}"
+        )
+    elif best is None:
         lines.append("no setting tried here gives more than its error bar: keep what you have")
-    elif not str(best.settings):
-        lines.append("to try: the defaults (unset PYTORCH_CUDA_ALLOC_CONF)")
     else:
-        lines.append(f"to try: {best.settings.ready_line}")
+        line = best.settings.ready_line if str(best.settings) else "the defaults (unset PYTORCH_CUDA_ALLOC_CONF)"
+        minds = "".join(f" ({mind})" for mind in _minds(best))
+        lines.append(f"to try: {line}{minds}")
+    if any(one.settings.garbage_collection_threshold and not one.settings.collects_garbage for one in plan.predictions):
+        lines.append("garbage_collection_threshold does nothing without per_process_memory_fraction: give both")
     return lines
+
+
+def _minds(best: Prediction) -> list[str]:
+    """What to know before pasting it."""
+    from memtrace.planning.allocator.settings import Settings
+
+    minds = []
+    if best.certainty == 1:
+        minds.append("it fits at the larger capacity only")
+    if best.settings.large_segment_bytes != Settings().large_segment_bytes:
+        minds.append("torch before 2.11 refuses large_segment_size_mb")
+    return minds
+
+
+def _rescuers(plan: DevicePlan) -> str:
+    sure = "; ".join(one.settings.name for one in plan.predictions if one.fits) or "none of these"
+    perhaps = "; ".join(one.settings.name for one in plan.predictions if one.certainty == 1)
+    return f"{sure}; at the larger capacity: {perhaps}" if perhaps else sure

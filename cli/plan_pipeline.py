@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -96,7 +96,8 @@ def command(
     """
     from memtrace.planning.pipeline.plan import plan
 
-    model_layers, model = _costs(trace, costs, layers, rank)
+    _check(workers is not None, stages, microbatches, options["width"], batch, sizes)
+    model_layers, model, notes = _costs(trace, costs, layers, rank)
     setting = _setting(model, options)
     recompute = _RECOMPUTE[options["recompute"]]
     if workers is not None:
@@ -111,8 +112,9 @@ def command(
             setting,
         )
         if as_json:
-            print_json({"configurations": [one.as_dict() for one in found]})
+            print_json({"configurations": [one.as_dict() for one in found], "notes": notes})
         else:
+            _print_notes(notes)
             _print_configurations(found)
         return
     if stages is None or microbatches is None:
@@ -123,31 +125,44 @@ def command(
         reasons = dict.fromkeys(reason for _, reason in result.skipped)
         raise MemtraceError("; ".join(reasons))
     if as_json:
-        print_json(result.as_dict())
+        print_json({**result.as_dict(), "notes": notes})
         return
+    _print_notes(notes)
     _print_stages(result)
     _print_schedules(result, setting.capacity_bytes)
     if show:
         console().print("\n" + escape(str(result.predictions[0].schedule)), soft_wrap=True)
 
 
+def _check(
+    searching: bool, stages: int | None, microbatches: int | None, width: int, batch: int | None, sizes: tuple[int, ...]
+) -> None:
+    """What belongs to the search alone, or is searched for, is not given beside the other."""
+    if searching and (stages or microbatches or width > 1):
+        raise MemtraceError("--workers searches for --stages, --microbatches and --width: give it without them")
+    if not searching and (batch or sizes):
+        raise MemtraceError("--batch and --microbatch-size belong to --workers")
+
+
 def _costs(
     trace: str | None, costs: str | None, patterns: tuple[str, ...], rank: int | None
-) -> tuple[list[Layer], MemoryModel]:
+) -> tuple[list[Layer], MemoryModel, tuple[str, ...]]:
     from memtrace.planning.pipeline.costs import read_layers
     from memtrace.planning.pipeline.memory import PAPER
 
     if (trace is None) == (costs is None):
         raise MemtraceError("give a trace, or --costs with a JSON list of layers; one of them")
     if costs is not None:
-        return read_layers(costs), PAPER
+        if patterns or rank is not None:
+            raise MemtraceError("--layer and --rank choose from a trace, not from --costs")
+        return read_layers(costs), PAPER, ()
     from memtrace.planning.pipeline.from_trace import trace_costs
     from memtrace.trace import load
 
     assert trace is not None
     opened = load(trace)
     measured = trace_costs(opened.rank(opened.ranks[0] if rank is None else rank), patterns)
-    return measured.layers, measured.model
+    return measured.layers, measured.model, measured.notes
 
 
 def _setting(model: MemoryModel, options: dict[str, Any]) -> Setting:
@@ -205,6 +220,11 @@ def _seconds(value: float) -> str:
     return duration(round(value * 1e9))
 
 
+def _print_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        console().print(f"note: {escape(note)}")
+
+
 def _print_stages(result: Plan) -> None:
     table = plain_table("stage", "layers", "forward", "backward", "parameters", "state", "activations", "from to")
     for stage in result.as_dict()["stages"]:
@@ -248,8 +268,22 @@ def _print_schedules(result: Plan, capacity: int | None) -> None:
     out.print(table)
     if len(result.predictions) > _SHOWN:
         out.print(f"and {len(result.predictions) - _SHOWN} slower ones; --json has them all")
+    for note in _notes(result.predictions[:_SHOWN]):
+        out.print(escape(note), style="dim")
     for choice, reason in result.skipped:
         out.print(f"left out: {escape(str(choice))}: {escape(reason)}", style="dim")
+
+
+def _notes(shown: Sequence[Prediction]) -> list[str]:
+    """What the figures of some schedules rest on."""
+    notes = []
+    free = dict.fromkeys(_named(one) for one in shown if one.choice.family.free_running)
+    if free:
+        notes.append(f"{', '.join(free)}: each worker begins its next step when its own work is done")
+    inexact = dict.fromkeys(_named(one) for one in shown if not one.cut.exact)
+    if inexact:
+        notes.append(f"{', '.join(inexact)}: several stages share a worker, another cut may hold less")
+    return notes
 
 
 def _print_configurations(found: list[Configuration]) -> None:

@@ -61,7 +61,12 @@ def sweep_section(trace: Trace, device: str) -> go.Figure | None:
     plan = plan_device(prepared.history)
     figure = _untitled(sweep_figure(settings_table([plan])))
     best, replay = plan.best, plan.replay
-    told = "No setting here gives more than its error bar." if best is None else f"To try: {best.settings.ready_line}."
+    if best is not None:
+        told = f"To try: {best.settings.ready_line}."
+    elif any(one.certainty for one in plan.predictions):
+        told = "No setting here gives more than its error bar."
+    else:
+        told = "No setting here fits."
     if replay is not None:
         told += f" {replay.allocations_exact:,} of {replay.allocations:,} allocations replay at their recorded address."
     figure.update_layout(meta={"note": " ".join((told, *(f"Mind: {note}." for note in plan.notes)))})

@@ -201,7 +201,9 @@ def open_folder(path: Path) -> dict[int, RankFolder]:
             f"{path} is not a memtrace trace: it holds neither rank=0, rank=1, ... nor {MANIFEST_NAME}. "
             "Give the folder that memtrace.record wrote (*.memtrace)."
         )
-    opened = [RankFolder(folder) for folder in folders]
+    # A rank that died, or whose disk was full, before it wrote anything is missing; it does not spoil the others.
+    begun = [folder for folder in folders if (folder / MANIFEST_NAME).exists()]
+    opened = [RankFolder(folder) for folder in begun or folders]
     ranks = {_rank_of(folder): folder for folder in opened}
     if len(ranks) < len(opened):
         raise TraceError(f"{path}: two folders are of the same rank. Keep one recording a folder.")

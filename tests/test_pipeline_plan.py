@@ -185,6 +185,16 @@ def test_text_names_the_best_and_shows_its_table(tmp_path: Path) -> None:
     assert parse(text[text.index("schedule gpipe") :]).name == "gpipe"
 
 
+def test_text_says_what_figures_rest_on(tmp_path: Path) -> None:
+    costs = write_costs(tmp_path / "costs.json")
+    common = ("--costs", costs, "--stages", 4, "--microbatches", 8)
+    text = " ".join(run(*common, "--schedule", "zb-h2", "--schedule", "interleaved", "--schedule", "dapple").split())
+    assert "zb-h2: each worker begins its next step when its own work is done" in text
+    assert "interleaved: several stages share a worker" in text
+    alone = run(*common, "--schedule", "dapple")
+    assert "share a worker" not in alone and "begins its next step" not in alone
+
+
 def test_search_by_command(tmp_path: Path) -> None:
     costs = write_costs(tmp_path / "costs.json")
     arguments = ("--costs", costs, "--workers", 4, "--batch", 16, "--microbatch-size", 1, "--microbatch-size", 2)
@@ -214,6 +224,11 @@ def test_costs_that_cannot_be_read(tmp_path: Path, content: str, message: str) -
     [
         ({"forward_s": -1}, "forward_s must be a number >= 0"),
         ({"forward_s": "fast"}, "forward_s must be a number"),
+        ({"forward_s": None}, "forward_s must be a number >= 0, not None"),
+        ({"forward_s": float("nan")}, "forward_s must be a number"),
+        ({"forward_s": 1e300}, "forward_s must be at most"),
+        ({"parameter_bytes": 10**25}, "parameter_bytes must be at most"),
+        ({"activation_bytes": 10**400}, "activation_bytes must be at most"),
         ({"activation_bytes": 1.5}, "counts bytes and must be whole"),
         ({"weight_backward_s": 9.0}, "weight_backward_s is more than backward_s"),
         ({"colour": 3}, "which memtrace does not know"),
@@ -233,6 +248,10 @@ def test_costs_with_wrong_values(tmp_path: Path, change: dict[str, Any], message
         (("--costs", "COSTS", "--stages", 3, "--microbatches", 2, "--schedule", "chimera"), "even number"),
         (("--costs", "COSTS", "--stages", 30, "--microbatches", 2), "8 layers cannot be cut into 30"),
         (("--costs", "COSTS", "--workers", 2), "needs --batch"),
+        (("--costs", "COSTS", "--workers", 2, "--batch", 4, "--stages", 2), "searches for --stages"),
+        (("--costs", "COSTS", "--workers", 2, "--batch", 4, "--width", 2), "searches for --stages"),
+        (("--costs", "COSTS", "--stages", 2, "--microbatches", 2, "--batch", 4), "belong to --workers"),
+        (("--costs", "COSTS", "--stages", 2, "--microbatches", 2, "--layer", "a"), "choose from a trace"),
         (("--costs", "nowhere.json", "--stages", 2, "--microbatches", 2), "cannot read the costs"),
         (("nowhere.memtrace", "--stages", 2, "--microbatches", 2), "does not exist"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from builders import event, op, trace_of
@@ -169,6 +171,26 @@ def test_what_is_no_pipeline_or_not_all_of_one_is_refused(tmp_path) -> None:
     assert "The pipeline on one clock" not in render(nonsense)
     shown = CliRunner().invoke(cli, ["pipeline", str(tmp_path / "nothing")])
     assert isinstance(shown.exception, TraceError)
+
+
+@pytest.mark.parametrize("cut", [[0, 2, 1, 3], [0, 1, 1, 2], [1, 2, 3, 4], [0, 1, 2, 9]])
+def test_a_cut_that_is_none_is_refused(cut: list[int]) -> None:
+    found = measured(unit_time("dapple", 4, 8, steps=2))
+    layers = [Layer(name="x", forward_s=1, backward_s=1, parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0,
+                    activation_bytes=1, output_bytes=1)] * 5  # fmt: skip
+    with pytest.raises(MemtraceError, match="must begin with 0 and rise, below the 5 layers"):
+        compare(found, TraceCosts(layers, PAPER, None, 1), cut=cut)
+
+
+def test_ranks_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    whole = unit_time("dapple", 4, 8, steps=2)
+    for rank in whole.ranks:
+        whole.rank(rank).manifest["world_size"] = 5
+    assert measured(whole).as_dict()["missing_ranks"] == [4]
+    monkeypatch.setattr("memtrace.trace.load", lambda path: whole)
+    assert "missing: rank 4 of the job" in CliRunner().invoke(cli, ["pipeline", str(tmp_path)]).output
+    refused = CliRunner().invoke(cli, ["pipeline", str(tmp_path), "--schedule", "gpipe"])
+    assert "are for --predict" in str(refused.exception)
 
 
 def test_the_cut_that_was_run_is_found_by_parameters() -> None:

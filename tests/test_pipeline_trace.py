@@ -10,18 +10,26 @@ import torch
 from cnn import CNN
 from gpt import GPT, synthetic_text, train_step
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import memtrace
 from memtrace.errors import TraceError
+from memtrace.planning.pipeline.costs import stage_costs
 from memtrace.planning.pipeline.from_trace import TraceCosts, trace_costs
 
 BATCH, LENGTH, WIDTH = 3, 32, 64
 
 
 def record(
-    path: Path, model: nn.Module, step: Callable[[torch.optim.Optimizer], None], steps: int = 4
+    path: Path,
+    model: nn.Module,
+    step: Callable[[torch.optim.Optimizer], None],
+    steps: int = 4,
+    *,
+    foreach: bool = False,
 ) -> memtrace.Trace:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=foreach)
     with memtrace.record(path / "run.memtrace", model=model, optimizer=optimizer, stacks=False):
         for _ in range(steps):
             step(optimizer)
@@ -135,6 +143,104 @@ def test_a_sequential_model_is_cut_between_its_parts(tmp_path: Path) -> None:
     # Batch norm's running statistics are buffers: no gradient, no optimizer state.
     norm = measured.layers[1]
     assert norm.gradient_bytes == 2 * 32 * 4 and norm.parameter_bytes == 4 * 32 * 4 + 8
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_temporaries_of_the_optimizer(tmp_path: Path, foreach: bool) -> None:
+    """One parameter after another: a worker needs room for its largest; all at once: for all that it has."""
+    model = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(2, 64)).sum().backward()
+        optimizer.step()
+
+    layers = trace_costs(record(tmp_path, model, step, foreach=foreach)).layers
+    needed = [stage_costs(layers[begin:]) for begin in (0, 3)]
+    whole = [sum(p.nbytes for p in model[begin:].parameters()) for begin in (0, 3)]
+    if foreach:
+        assert all(stage.largest_optimizer_temporary_bytes == 0 for stage in needed)
+        assert needed[1].optimizer_temporary_bytes == pytest.approx(
+            needed[0].optimizer_temporary_bytes * whole[1] / whole[0], abs=len(layers)
+        )
+    else:
+        # AdamW's denominator and the square root that it is made of, for the largest weight; beside them little of others.
+        assert [stage.optimizer_temporary_bytes for stage in needed] == [0, 0]
+        for stage, largest in zip(needed, (4 * 64 * 1024, 4 * 64 * 64), strict=True):
+            assert stage.largest_optimizer_temporary_bytes == pytest.approx(2 * largest, rel=0.01)
+
+
+class Checkpointed(nn.Module):
+    """Blocks that keep their inputs and run again in the backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant, preserve_rng_state=False)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_blocks_are_no_micro_batch(tmp_path: Path, reentrant: bool) -> None:
+    model = Checkpointed(reentrant)
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(16, 32, requires_grad=True)).sum().backward()
+        optimizer.step()
+
+    found = trace_costs(record(tmp_path, model, step))
+    layers = found.layers
+    assert [layer.name for layer in layers] == [f"blocks.{n}" for n in range(3)]
+    assert [layer.gradient_bytes for layer in layers] == [layer.parameter_bytes for layer in layers]
+    # What a reentrant checkpoint runs has sequence numbers of its own.
+    assert any("told to be of blocks.0, blocks.1 " in note for note in found.notes) == reentrant
+    assert reentrant or all(layer.backward_s > 0 for layer in layers)
+    hidden, inner = 4 * 16 * 32, 4 * 16 * 256
+    # What a block keeps is the next one's input; what it makes again is there within its backward.
+    assert [layer.activation_bytes for layer in layers[:2]] == [hidden, hidden]
+    assert all(layer.backward_temporary_bytes >= inner for layer in layers[0 if not reentrant else 2 :])
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.middle, self.head = nn.Embedding(32, 8), nn.Linear(8, 8), nn.Linear(8, 32, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        hidden = self.head(self.middle(self.tokens(text)))
+        assert isinstance(hidden, torch.Tensor)
+        return hidden
+
+
+def tied_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
+    optimizer.step()
+
+
+def test_tied_weights_and_other_ranks_are_told(tmp_path: Path, measured: TraceCosts) -> None:
+    model = Tied()
+    trace = record(tmp_path, model, lambda optimizer: tied_step(model, optimizer)).rank(0)
+    (note,) = trace_costs(trace).notes
+    assert note.startswith("head reads 1,024 bytes of parameters of tokens")
+    trace.manifest["world_size"] = 4
+    assert trace_costs(trace).notes[0].startswith("it is of one of 4 ranks")
+    assert not any("reads" in told for told in measured.notes)
+
+
+def test_seconds_of_fake_tensors_are_none(tmp_path: Path) -> None:
+    with FakeTensorMode():
+        model = Tied()
+        notes = trace_costs(record(tmp_path, model, lambda optimizer: tied_step(model, optimizer))).notes
+    assert any("rank no schedules" in note for note in notes)
 
 
 def test_gradient_accumulation_gives_one_microbatch(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -172,12 +173,32 @@ def test_the_slowest_is_who_works_longest_in_a_step():
     assert found.slowest == found.look_at == 1
 
 
+def test_the_first_of_several_deaths_is_to_blame():
+    """The agent of a job kills the other ranks when one dies."""
+    killed, culprit = rank_of(100), rank_of(100)
+    for dead, begun in ((killed, 2000), (culprit, 1000)):
+        dead.manifest.update(finished=False, t0_epoch_ns=begun)
+    found = ranks(job(killed, rank_of(100), culprit))
+    assert found.look_at == 2
+    assert found.rows[0].ended_epoch_ns - found.rows[2].ended_epoch_ns == 1000
+
+
 def test_out_of_memory_comes_before_a_death_and_that_before_imbalance():
     dead, oom = rank_of(100), rank_of(50, events=[event("oom", None, 95, 1000)])
     dead.manifest["finished"] = False
     assert ranks(job(rank_of(100), dead, oom, rank_of(900))).look_at == 2
     assert ranks(job(rank_of(100), dead, rank_of(900))).look_at == 1
     assert ranks(job(rank_of(100), rank_of(900))).look_at == 1
+
+
+def test_a_rank_that_wrote_nothing_is_missing(ddp, tmp_path):
+    """Its disk was full, or it died before its manifest was written."""
+    path = tmp_path / "job.memtrace"
+    shutil.copytree(ddp, path)
+    (path / "rank=2" / "manifest.json").unlink()
+    found = ranks(memtrace.load(path))
+    assert [row.rank for row in found.rows] == [0, 1, 3]
+    assert found.missing == (2,)
 
 
 def test_missing_and_unreadable_ranks_are_named():

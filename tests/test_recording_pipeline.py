@@ -85,6 +85,15 @@ def test_a_direction_that_does_not_exist_is_refused(tmp_path):
         pass
 
 
+def test_a_stage_inside_its_micro_batch_is_refused(tmp_path):
+    """The micro-batch would have been of the stage that the rank's number says."""
+    with memtrace.record(tmp_path / "t.memtrace") as rec:
+        with pytest.raises(MemtraceError, match="stands around"), rec.microbatch(0), rec.stage(1):
+            pass
+        with rec.stage(1), rec.microbatch(0):
+            pass
+
+
 def test_stages_that_are_imported_later_are_marked_and_left_as_they_were(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", LATE_IMPORT, str(tmp_path / "run.memtrace")], capture_output=True, text=True, check=False

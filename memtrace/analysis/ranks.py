@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -48,6 +49,8 @@ class RankRow:
     """By how much it had moved against rank 0's when the recording ended."""
     num_oom: int | None = None
     finished: bool | None = None
+    ended_epoch_ns: int | None = None
+    """Its last event, by the wall clock."""
     problem: str | None = None
     """Why the rank's recording ended early, or cannot be read."""
 
@@ -83,18 +86,23 @@ def ranks(trace: Trace) -> Ranks:
     Source: events, ops, spans and labels of every rank, and the manifests.
     """
     rows = tuple(_row(trace, number) for number in trace.ranks)
-    manifests = [trace.rank(number).manifest for number in trace.ranks]
-    world = max((int(manifest.get("world_size") or 1) for manifest in manifests), default=0)
     peaks = [row.peak_bytes for row in rows if row.peak_bytes is not None]
     look_at, why = _look_at(rows)
     return Ranks(
         rows,
-        tuple(sorted(set(range(world)) - set(trace.ranks))) if len(rows) < world else (),
+        missing_ranks(trace),
         max(peaks) / (sum(peaks) / len(peaks)) if peaks and sum(peaks) else None,
         _slowest(rows),
         look_at,
         why,
     )
+
+
+def missing_ranks(trace: Trace) -> tuple[int, ...]:
+    """Ranks of the job (its world size) that the trace does not have."""
+    manifests = [trace.rank(number).manifest for number in trace.ranks]
+    world = max((int(manifest.get("world_size") or 1) for manifest in manifests), default=0)
+    return tuple(sorted(set(range(world)) - set(trace.ranks))) if len(manifests) < world else ()
 
 
 def ranks_table(trace: Trace) -> pd.DataFrame:
@@ -117,6 +125,7 @@ def _summed(trace: Trace, number: int) -> RankRow:
     coverage = trace.coverage
     clock = trace.manifest.get("clock") or {}
     problem = coverage.stop_reason if coverage.stop_reason or coverage.finished else "died while recording"
+    begin, last = trace.manifest.get("t0_epoch_ns"), coverage.last_event_ns
     common: dict[str, Any] = {
         "rank": number,
         "num_steps": coverage.num_steps,
@@ -124,6 +133,7 @@ def _summed(trace: Trace, number: int) -> RankRow:
         "clock_drift_ns": clock.get("drift_ns"),
         "num_oom": int((trace.columns("events", "kind")["kind"] == KIND["oom"]).sum()),
         "finished": coverage.finished,
+        "ended_epoch_ns": None if begin is None or last is None else begin + last,
         "problem": problem,
     }
     found = fullest(trace)
@@ -190,7 +200,9 @@ def _look_at(rows: tuple[RankRow, ...]) -> tuple[int | None, str]:
         return worst.rank, "it ran out of memory"
     dead = [row for row in known if not row.finished and row.problem]
     if dead and len(dead) < len(rows):
-        return dead[0].rank, f"it ended before the others: {dead[0].problem}"
+        # Whoever starts a job ends its other ranks when one dies: the first to go is the one to blame.
+        first = min(dead, key=lambda row: math.inf if row.ended_epoch_ns is None else row.ended_epoch_ns)
+        return first.rank, f"it ended before the others: {first.problem}"
     peaks = [row.peak_bytes or 0 for row in known]
     fullest_row = max(known, key=lambda row: row.peak_bytes or 0)
     mean = sum(peaks) / len(peaks)

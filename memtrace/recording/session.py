@@ -177,6 +177,7 @@ class Recording:
         self._cuda: CudaSide | None = None
         self._clock: ClockAligner | None = None
         self._stage: tuple[int, int] | None = None
+        self._in_microbatch = False
         self._manifest: dict[str, Any] = {}
         self._folder = path
         self._place: Place | None = None
@@ -256,6 +257,8 @@ class Recording:
         torch.distributed.pipelining are marked by themselves.
         """
         recording = self._outer or self
+        if recording._in_microbatch:
+            raise MemtraceError("rec.stage(...) stands around rec.microbatch(...), not inside it")
         before, recording._stage = recording._stage, (number, pipeline)
         try:
             yield
@@ -271,8 +274,12 @@ class Recording:
         """
         recording = self._outer or self
         stage, pipeline = recording._stage or (recording._manifest.get("rank", 0), 0)
-        with recording.action(action_text(direction, stage, number, pipeline)):
-            yield
+        before, recording._in_microbatch = recording._in_microbatch, True
+        try:
+            with recording.action(action_text(direction, stage, number, pipeline)):
+                yield
+        finally:
+            recording._in_microbatch = before
 
     @contextmanager
     def action(self, text: str) -> Iterator[None]:

@@ -250,6 +250,34 @@ def test_the_command_names_what_would_have_fitted(invoke: Any) -> None:
     assert "to try: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in result.output
 
 
+def test_the_command_names_what_might_have_fitted(invoke: Any) -> None:
+    """Between the ends of the capacity that the trace tells: not sure, yet better than the recorded setting."""
+    result = invoke(recorded_tables(), "--setting", "expandable_segments:True")
+    assert "; about 69.0 MiB, by what was free when a request failed" in " ".join(result.output.split())
+    assert "fitted under: none of these; at the larger capacity: expandable_segments:True" in result.output
+    assert "expandable_segments:True (it fits at the larger capacity only)" in result.output
+
+
+def test_where_nothing_fits_nothing_is_to_be_kept(invoke: Any) -> None:
+    result = invoke(recorded_tables(), "--capacity", "30MiB")
+    assert "no setting tried here fits; " in result.output
+    assert "keep what you have" not in result.output
+
+
+def test_a_refusing_fraction_is_no_saving(invoke: Any) -> None:
+    """What does not fit is shown with what it would take, not with what it was allowed."""
+    result = invoke(recorded_tables(), "--capacity", "30MiB", "--json")
+    rows = {row["setting"]: row for row in json.loads(result.output)["devices"][0]["settings"]}
+    collected = rows["garbage_collection_threshold:0.6,per_process_memory_fraction:0.95"]
+    assert not collected["fits"] and collected["num_ooms"] > 0
+    assert collected["peak_reserved_bytes"] == rows["default"]["peak_reserved_bytes"]
+
+
+def test_minds_of_settings(invoke: Any) -> None:
+    result = invoke(cpu_trace(), "--setting", "garbage_collection_threshold:0.6")
+    assert "does nothing without per_process_memory_fraction" in result.output
+
+
 @pytest.mark.parametrize(
     "words", [("--setting", "max_split_size_mb:20"), ("--setting", "per_process_memory_fraction:0.5")]
 )

@@ -53,19 +53,19 @@ class DevicePlan:
 
     @property
     def best(self) -> Prediction | None:
-        """The setting to try: of those that fit the one with the lowest peak, if it saves more than its error
-        bar.
+        """The setting to try: of those that fit most surely the one with the lowest peak, if it saves more than its
+        error bar.
 
-        Where the recorded settings do not fit, any that does is better.
+        One that fits more surely than the recorded settings is better whatever it takes. None where nothing fits.
         """
         baseline = self.baseline
-        fitting = [one for one in self.predictions if one.fits is not False and one.num_ooms == 0]
-        if baseline is None or not fitting:
+        if baseline is None:
             return None
-        best = min(fitting, key=lambda one: one.peak_reserved_bytes + one.spread_bytes)
+        best = min(self.predictions, key=lambda one: (-one.certainty, one.peak_reserved_bytes + one.spread_bytes))
         saved = baseline.peak_reserved_bytes - best.peak_reserved_bytes - max(best.spread_bytes, baseline.spread_bytes)
-        rescues = baseline.fits is False and best.fits is True
-        return best if rescues or saved > MIN_SAVING * baseline.peak_reserved_bytes else None
+        rescues = best.certainty > baseline.certainty
+        helps = rescues or saved > MIN_SAVING * baseline.peak_reserved_bytes
+        return best if helps and best.certainty else None
 
     def as_dict(self) -> dict[str, Any]:
         """The documented shape of `memtrace plan allocator --json`; null for what is not known."""

@@ -158,7 +158,7 @@ def _read_bool(key: str, value: str) -> bool:
 
 
 def _read_mib(key: str, value: str) -> int:
-    if not value.isdigit():
+    if not value.isdecimal() or int(value) * MIB >= 1 << 63:
         raise SettingError(f"{key}:{value}: a whole number of MiB is needed")
     return int(value) * MIB
 
@@ -196,6 +196,8 @@ def _read_division_list(key: str, value: str) -> list[int]:
     """`[64:8,256:4,>:1]`: the first entry holds for smaller sizes too, `>` for all above the last."""
     divisions = [0] * NUM_ROUNDUP_INTERVALS
     last = 0
+    if not value.endswith("]"):
+        raise SettingError(f"{key}:{value}: the list lacks its closing bracket")
     for number, item in enumerate(part for part in value.strip("[]").split(",") if part):
         size, _, text = item.partition(":")
         count = 0 if text == "0" else _power_of_two(key, text)
@@ -210,7 +212,7 @@ def _read_division_list(key: str, value: str) -> list[int]:
 
 
 def _power_of_two(key: str, text: str) -> int:
-    number = int(text) if text.isdigit() else 0
+    number = int(text) if text.isdecimal() else 0
     if number == 0 or number & (number - 1):
         raise SettingError(f"{key}: {text!r} must be a power of two")
     return number

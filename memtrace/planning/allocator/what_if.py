@@ -83,6 +83,12 @@ class Prediction:
     is_recorded: bool
     """These are the settings the history was recorded under."""
 
+    @property
+    def certainty(self) -> int:
+        """At how many ends of the capacity every request is served: 0 to 2; without a capacity 2, unless the setting's
+        own memory fraction refuses one."""
+        return (0 if self.num_ooms else 2) if self.fits_at is None else sum(self.fits_at)
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -156,9 +162,13 @@ def outcome(case: Case, settings: Settings, order: Order = "ascending", limit: i
 def _predict(case: Case, settings: Settings) -> Prediction:
     limits = case.limits
     free = {order: outcome(case, settings, order) for order in ORDERS}
-    peaks = sorted((free[order].peak_reserved, order) for order in ORDERS)
+    whole = free
+    if any(run.num_ooms for run in free.values()):
+        # The setting's own memory fraction refuses requests: what it would take is what it takes without one.
+        whole = {order: outcome(case, replace(settings, memory_fraction=None), order) for order in ORDERS}
+    peaks = sorted((whole[order].peak_reserved, order) for order in ORDERS)
     spread, order = peaks[-1][0] - peaks[0][0], peaks[1][1]
-    shown = free[order]
+    shown = replace(whole[order], num_retries=free[order].num_retries, num_ooms=free[order].num_ooms)
     fits_at = None
     if limits is not None:
         ends = [{order: _within(case, settings, order, limit, free[order]) for order in ORDERS} for limit in limits]

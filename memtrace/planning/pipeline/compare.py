@@ -87,6 +87,8 @@ def compare(
     first_layers = list(cut) if cut is not None else recorded_cut(found, costs.layers)
     if len(first_layers) != planned.num_stages:
         raise MemtraceError(f"the cut has {len(first_layers)} stages, {planned.name} has {planned.num_stages}")
+    if first_layers != sorted({0, *first_layers}) or first_layers[-1] >= len(costs.layers):
+        raise MemtraceError(f"the cut {first_layers} must begin with 0 and rise, below the {len(costs.layers)} layers")
     simulation = simulate(planned, cut_costs(costs.layers, first_layers))
     memories = memory(simulation, _as_run(costs.model, found.torch_schedule))
     predicted = [memories[places.index(one.places)] for one in found.ranks]

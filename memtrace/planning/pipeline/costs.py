@@ -56,8 +56,13 @@ class Layer:
     """Of the last layer: what it hands to the loss and no backward keeps."""
     optimizer_temporary_bytes: int = 0
     """Alive within the optimizer's step only; adds up over the layers of a worker."""
+    largest_optimizer_temporary_bytes: int = 0
+    """Alive while the optimizer is at one parameter only: of the layers of a worker the largest counts."""
 
 
+MOST_SECONDS: Final = 1e9
+MOST_BYTES: Final = 1e13
+"""Of one layer. Sums over layers, micro-batches and versions of weights then stay far within 64 bits."""
 _NUMBERS: Final = tuple(field.name for field in dataclasses.fields(Layer) if field.name != "name")
 _REQUIRED: Final = tuple(field.name for field in dataclasses.fields(Layer) if field.default is dataclasses.MISSING)
 
@@ -89,7 +94,8 @@ def _layer(entry: Any, where: str) -> Layer:
     unknown = [name for name in entry if name != "name" and name not in _NUMBERS]
     if unknown:
         raise MemtraceError(f"{where} has {', '.join(map(str, unknown))}, which memtrace does not know")
-    values = {name: _number(entry[name], name, where) for name in _NUMBERS if entry.get(name) is not None}
+    given = [name for name in _NUMBERS if name in _REQUIRED or entry.get(name) is not None]
+    values = {name: _number(entry[name], name, where) for name in given}
     layer = Layer(name=str(entry["name"]), **values)
     if (layer.weight_backward_s or 0) > layer.backward_s:
         raise MemtraceError(f"{where}: weight_backward_s is more than backward_s")
@@ -100,8 +106,11 @@ def _layer(entry: Any, where: str) -> Layer:
 
 def _number(value: Any, name: str, where: str) -> Any:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0:
+    if not number or not 0 <= value < math.inf:
         raise MemtraceError(f"{where}: {name} must be a number >= 0, not {value!r}")
+    most = MOST_SECONDS if name.endswith("_s") else MOST_BYTES
+    if value > most:
+        raise MemtraceError(f"{where}: {name} must be at most {most:g}, not {value!r}")
     if name.endswith("_s"):
         return float(value)
     if int(value) != value:
@@ -134,6 +143,7 @@ class StageCosts:
     """The part of ``output_bytes`` that is not in ``activation_bytes``."""
     result_bytes: int = 0
     optimizer_temporary_bytes: int = 0
+    largest_optimizer_temporary_bytes: int = 0
 
     @property
     def backward_s(self) -> float:
@@ -173,6 +183,7 @@ def stage_costs(layers: Sequence[Layer], input_bytes: int = 0) -> StageCosts:
         unsaved_output_bytes=layers[-1].unsaved_output_bytes if layers else 0,
         result_bytes=layers[-1].result_bytes if layers else 0,
         optimizer_temporary_bytes=sum(layer.optimizer_temporary_bytes for layer in layers),
+        largest_optimizer_temporary_bytes=max((layer.largest_optimizer_temporary_bytes for layer in layers), default=0),
         forward_temporary_bytes=_forward_excess(layers),
         backward_temporary_bytes=_backward_excess(layers, fresh_gradients=False),
         input_backward_temporary_bytes=max(

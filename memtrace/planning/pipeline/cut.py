@@ -147,28 +147,34 @@ class _PairSearch:
 
     def minimise_time(self, seconds: Floats, limit_bytes: float) -> tuple[int, ...] | None:
         def cost(pair: int, begin: int, end: int) -> Floats:
-            slower = np.maximum(seconds[begin, :, None], seconds[None, :, end])
+            inner = slice(begin + 1, end)
+            slower = np.maximum(seconds[begin, inner, None], seconds[None, inner, end])
+            if np.isinf(limit_bytes):
+                return slower
             return np.where(self._pair_peak(pair, begin, end) <= limit_bytes, slower, np.inf)
 
         return self._sweep(cost)
 
     def minimise_memory(self, barred: Floats, limit_bytes: float) -> tuple[int, ...] | None:
         def cost(pair: int, begin: int, end: int) -> Floats:
-            peak = self._pair_peak(pair, begin, end) + barred[begin, :, None] + barred[None, :, end]
+            inner = slice(begin + 1, end)
+            peak = self._pair_peak(pair, begin, end) + barred[begin, inner, None] + barred[None, inner, end]
             return np.where(peak <= limit_bytes, peak, np.inf)
 
         return self._sweep(cost)
 
     def peak(self, first_layers: Sequence[int]) -> float:
         bounds = [*first_layers, self._size - 1]
-        return max(
-            float(self._pair_peak(pair, bounds[pair], bounds[-1 - pair])[bounds[pair + 1], bounds[-2 - pair]])
-            for pair in range(self._num_stages // 2)
-        )
+
+        def of(pair: int) -> float:
+            begin, i, j, end = bounds[pair], bounds[pair + 1], bounds[-2 - pair], bounds[-1 - pair]
+            return float(self._pair_peak(pair, begin, end)[i - begin - 1, j - begin - 1])
+
+        return max(map(of, range(self._num_stages // 2)))
 
     def _pair_peak(self, pair: int, begin: int, end: int) -> Floats:
-        """Peak of the fuller worker of the pair if its stages are layers [begin, i) and [j, end), by i and
-        j."""
+        """Peak of the fuller worker of the pair if its stages are layers [begin, i) and [j, end), by i and j from
+        begin + 1 to end - 1."""
         peaks = [self._costs.pair_peak(worker, begin, end) for worker in self._workers[pair]]
         peak: Floats = np.maximum.reduce(peaks)
         return peak
@@ -184,12 +190,11 @@ class _PairSearch:
             following = np.full((size, size), np.inf)
             origin = np.zeros((size, size), dtype=np.int64)
             for begin, end in np.argwhere(np.isfinite(best)):
+                inner = slice(begin + 1, end)
                 reached = np.maximum(best[begin, end], cost(pair, begin, end))
-                reached[: begin + 1, :] = np.inf
-                reached[:, end:] = np.inf
-                better = reached < following
-                following[better] = reached[better]
-                origin[better] = begin * size + end
+                better = reached < following[inner, inner]
+                following[inner, inner][better] = reached[better]
+                origin[inner, inner][better] = begin * size + end
             # The two halves must not cross; in the innermost pair they must meet.
             meet = np.eye(size, dtype=bool) if pair == half - 1 else np.tri(size, k=-1, dtype=bool).T
             best = np.where(meet, following, np.inf)

@@ -7,7 +7,7 @@ micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from memtrace.arrays import Array
 from memtrace.planning.pipeline.costs import Layer
 from memtrace.planning.pipeline.memory import TORCH, MemoryModel
 from memtrace.planning.pipeline.trace_passes import Pass, passes
-from memtrace.planning.pipeline.trace_state import state_of_layers
+from memtrace.planning.pipeline.trace_state import state_of_layers, tied_bytes
 from memtrace.trace import Trace
 
 
@@ -33,6 +33,8 @@ class TraceCosts:
     """The step whose bytes they are; None where the trace has no steps."""
     num_timed_steps: int
     """Steps whose medians the seconds are."""
+    notes: tuple[str, ...] = ()
+    """What to know before believing figures made from them."""
 
 
 def trace_costs(trace: Trace, layers: Sequence[str] = ()) -> TraceCosts:
@@ -69,6 +71,7 @@ def trace_costs(trace: Trace, layers: Sequence[str] = ()) -> TraceCosts:
             gradient_bytes=int(state.gradient_bytes[n]),
             optimizer_bytes=int(state.optimizer_bytes[n]),
             optimizer_temporary_bytes=int(state.optimizer_temporary_bytes[n]),
+            largest_optimizer_temporary_bytes=int(state.largest_optimizer_temporary_bytes[n]),
             largest_gradient_bytes=int(state.largest_gradient_bytes[n]),
             activation_bytes=int(kept[n]),
             output_bytes=int(output[n]),
@@ -79,7 +82,28 @@ def trace_costs(trace: Trace, layers: Sequence[str] = ()) -> TraceCosts:
         for n, name in enumerate(last.names)
     ]
     model = TORCH if state.fresh_gradients else MemoryModel(boundaries=True)
-    return TraceCosts(made, model, last.step, len(found))
+    return TraceCosts(made, model, last.step, len(found), tuple(_notes(trace, last, made)))
+
+
+def _notes(trace: Trace, one: Pass, layers: Sequence[Layer]) -> Iterator[str]:
+    yield from trace.coverage.notes
+    ranks = int(trace.manifest.get("world_size") or 1)
+    if ranks > 1:
+        yield f"it is of one of {ranks} ranks: what this one held (a shard, a stage) is taken for the whole model"
+    untimed = [layer.name for layer in layers if layer.gradient_bytes and not layer.backward_s]
+    if untimed:
+        yield (
+            f"no operator of the backward could be told to be of {', '.join(untimed)} (reentrant checkpoints lose it): "
+            "its seconds are counted at later layers, so cuts and steps by time are not to be trusted"
+        )
+    events = trace.columns("events", "kind", "address")
+    if not (events["address"][events["kind"] == KIND["alloc"]] >= 0).any():
+        yield "its tensors have no addresses: seconds are those of Python alone and rank no schedules"
+    for (first, other), size in tied_bytes(trace, one).items():
+        yield (
+            f"{one.names[other]} reads {size:,} bytes of parameters of {one.names[first]}: they count there alone, but "
+            "where the two lie on different workers each holds a copy, with gradients and optimizer state"
+        )
 
 
 def _forward_seconds(one: Pass) -> Array:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
-from memtrace.analysis.ranks import fullest
+from memtrace.analysis.ranks import fullest, missing_ranks
 from memtrace.arrays import Array
 from memtrace.planning.pipeline.actions import BACKWARD, FORWARD, INPUT_BACKWARD
 from memtrace.planning.pipeline.recorded import RankActions, last_complete_round, recorded_actions, torch_schedule
@@ -69,6 +69,8 @@ class Measured:
     """The round whose bubbles are counted."""
     torch_schedule: str | None
     """The class of torch.distributed.pipelining that ran it; None: another program."""
+    missing: tuple[int, ...]
+    """Ranks of the job that the trace does not have: their stages are not among these."""
 
     @property
     def imbalance(self) -> float:
@@ -84,6 +86,7 @@ class Measured:
             "imbalance": self.imbalance,
             "round": self.round,
             "torch_schedule": self.torch_schedule,
+            "missing_ranks": list(self.missing),
         }
 
 
@@ -100,6 +103,7 @@ def measured(trace: Trace, capacity_bytes: int | None = None) -> Measured:
         tuple(found),
         chosen,
         torch_schedule(trace.rank(found[0].rank)),
+        missing_ranks(trace),
     )
 
 

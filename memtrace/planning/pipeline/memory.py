@@ -130,11 +130,13 @@ def _worker_memory(simulation: Simulation, worker: int, model: MemoryModel) -> W
 
 def _optimizer_bytes(simulation: Simulation, worker: int) -> int:
     """What the optimizer's step takes besides its state."""
-    return sum(
-        len(pipelines) * simulation.stages[stage].optimizer_temporary_bytes
+    held = [
+        (simulation.stages[stage], len(pipelines))
         for (holder, stage), pipelines in simulation.schedule.replicas.items()
         if holder == worker
-    )
+    ]
+    together = sum(copies * costs.optimizer_temporary_bytes for costs, copies in held)
+    return together + max((costs.largest_optimizer_temporary_bytes for costs, _ in held), default=0)
 
 
 def _resident_bytes(simulation: Simulation, worker: int, model: MemoryModel) -> int:

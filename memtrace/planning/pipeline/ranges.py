@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -59,11 +60,12 @@ class RangeCosts:
         """Forward and backward seconds of one micro-batch, recomputation included."""
         return self._seconds
 
-    def _state(self, worker: WorkerProfile, index: int) -> Floats:
-        return worker.copies[index] * self._parameters + worker.replicas[index] * self._other_state
+    def _state(self, worker: WorkerProfile, index: int, at: Any = ...) -> Floats:
+        state: Floats = worker.copies[index] * self._parameters[at] + worker.replicas[index] * self._other_state[at]
+        return state
 
-    def _activations(self, worker: WorkerProfile, index: int, load: Floats) -> Floats:
-        kept: Floats = load[index] * self._kept + load[len(worker.stages) + index] * self._weight_kept
+    def _activations(self, worker: WorkerProfile, index: int, load: Floats, at: Any = ...) -> Floats:
+        kept: Floats = load[index] * self._kept[at] + load[len(worker.stages) + index] * self._weight_kept[at]
         return kept
 
     def peak(self, worker: WorkerProfile, index: int) -> Floats:
@@ -73,12 +75,15 @@ class RangeCosts:
         return peak
 
     def pair_peak(self, worker: WorkerProfile, begin: int, end: int) -> Floats:
-        """Peak bytes of a worker with two stages, layers [begin, i) and [j, end), in row i and column j."""
+        """Peak bytes of a worker with two stages, layers [begin, i) and [j, end), for i and j from begin + 1 to
+        end - 1."""
+        inner = slice(begin + 1, end)
+        left, right = (begin, inner), (inner, end)
         loads = [
-            self._activations(worker, 0, load)[begin, :, None] + self._activations(worker, 1, load)[None, :, end]
+            self._activations(worker, 0, load, left)[:, None] + self._activations(worker, 1, load, right)[None, :]
             for load in worker.load
         ]
-        state = self._state(worker, 0)[begin, :, None] + self._state(worker, 1)[None, :, end]
-        temporary = np.maximum(self._temporary[begin, :, None], self._temporary[None, :, end])
+        state = self._state(worker, 0, left)[:, None] + self._state(worker, 1, right)[None, :]
+        temporary = np.maximum(self._temporary[left][:, None], self._temporary[right][None, :])
         peak: Floats = state + np.maximum.reduce(loads) + temporary
         return peak

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -96,8 +96,10 @@ def _pass(trace: Trace, step: int | None, begin: int, end: int, patterns: Sequen
     if not len(backward):
         return None
     backward_start = int(start[backward].min())
-    # A further call of the model begins the next micro-batch.
-    next_call = min([root.start_ns for root in roots if root.start_ns > backward_start], default=end)
+    # A further call of the model, or of another, begins the next micro-batch; one of its parts is recomputed.
+    parts = set(_names(model))
+    further = (root.start_ns for root in roots if root.start_ns > backward_start and root.name not in parts)
+    next_call = min(further, default=end)
     backward = backward[start[backward] < next_call]
     forward = np.flatnonzero((phase == PHASE["forward"]) & (start >= model.start_ns) & (start < backward_start))
     ends = start + np.maximum(ops["duration_ns"], 0)
@@ -134,6 +136,13 @@ def _calls(trace: Trace, begin: int, end: int) -> list[_Call]:
 
 def _size(call: _Call) -> int:
     return 1 + sum(map(_size, call.children))
+
+
+def _names(call: _Call) -> Iterator[str]:
+    """The modules that ran inside a call."""
+    for child in call.children:
+        yield child.name
+        yield from _names(child)
 
 
 def _layers(model: _Call) -> list[_Call]:

@@ -22,6 +22,9 @@ class State:
     largest_gradient_bytes: Array
     optimizer_bytes: Array
     optimizer_temporary_bytes: Array
+    """Of an optimizer that takes all parameters at once, else 0."""
+    largest_optimizer_temporary_bytes: Array
+    """Of one that takes them one after another, else 0."""
     fresh_gradients: bool
     """Whether the step allocated its gradients anew."""
 
@@ -55,13 +58,18 @@ def state_of_layers(trace: Trace, one: Pass) -> State:
     parameter_bytes = per_layer(parameter)
     largest = np.zeros(count)
     np.maximum.at(largest, homes(gradient), found.size[gradient])
-    share = parameter_bytes / max(parameter_bytes.sum(), 1)
+    temporary, num_blocks = _optimizer_temporary(trace, found, end, step_end)
+    together = temporary * parameter_bytes / max(parameter_bytes.sum(), 1)
+    alone = temporary * largest / max(largest.max(initial=0), 1)
+    # Fewer temporaries than gradients: they are of one parameter at a time (foreach=False, torch's default on a CPU).
+    one_by_one = num_blocks < len(gradient)
     return State(
         parameter_bytes,
         per_layer(gradient),
         largest,
         per_layer(optimizer),
-        np.ceil(_optimizer_temporary(trace, found, end, step_end) * share),
+        np.zeros(count) if one_by_one else np.ceil(together),
+        np.ceil(alone) if one_by_one else np.zeros(count),
         bool((found.alloc_event[gradient] >= begin).all()),
     )
 
@@ -90,8 +98,26 @@ def _first_readers(trace: Trace, one: Pass, begin: int, turn: int, count: int) -
     return first
 
 
-def _optimizer_temporary(trace: Trace, found: Blocks, end: int, step_end: int) -> int:
-    """The most bytes that the optimizer's own temporaries take at once after the backward."""
+def tied_bytes(trace: Trace, one: Pass) -> dict[tuple[int, int], int]:
+    """Bytes of parameters that a layer (the second) reads though they are those of an earlier one (the first)."""
+    found = blocks(trace)
+    events = trace.columns("events", "kind", "block", "time_ns")
+    begin, end = (int(row) for row in rows_at(trace, np.array([one.starts_ns[0], one.model_end_ns])))
+    rows = np.arange(begin, end)
+    rows = rows[(events["kind"][rows] == KIND["read"]) & (events["block"][rows] >= 0)]
+    rows = rows[found.category[events["block"][rows]] == CATEGORY["parameter"]]
+    pairs = np.unique(np.stack([events["block"][rows], one.layers_at(events["time_ns"][rows])], axis=1), axis=0)
+    tied: dict[tuple[int, int], int] = {}
+    first: dict[int, int] = {}
+    for block, layer in pairs.tolist():
+        pair = first.setdefault(block, layer), layer
+        if pair[0] < layer:
+            tied[pair] = tied.get(pair, 0) + int(found.size[block])
+    return tied
+
+
+def _optimizer_temporary(trace: Trace, found: Blocks, end: int, step_end: int) -> tuple[int, int]:
+    """The most bytes that the optimizer's own temporaries take at once after the backward, in how many blocks."""
     phases = phase_rows(trace)
     born = (found.alloc_event >= end) & (found.alloc_event < step_end) & (found.category != CATEGORY["optimizer_state"])
     chosen = np.flatnonzero(born)
@@ -99,12 +125,14 @@ def _optimizer_temporary(trace: Trace, found: Blocks, end: int, step_end: int) -
         inside = phases.phase[phases.pieces(found.alloc_event[chosen])] == PHASE["optimizer"]
         chosen = chosen[inside]
     if not len(chosen):
-        return 0
+        return 0, 0
     free = np.where(found.free_event[chosen] < 0, step_end, np.minimum(found.free_event[chosen], step_end))
     change = np.zeros(step_end - end + 1)
     np.add.at(change, found.alloc_event[chosen] - end, found.size[chosen])
     np.add.at(change, free - end, -found.size[chosen])
-    return int(np.cumsum(change).max())
+    level = np.cumsum(change)
+    highest = end + int(level.argmax())
+    return int(level.max()), int(((found.alloc_event[chosen] <= highest) & (free > highest)).sum())
 
 
 class _ByName:
