@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from builders import event, op, step, trace_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from training import PROGRAMS, STEPS, not_iterative, recorded
 
 import memtrace
@@ -84,6 +86,33 @@ def test_what_is_not_iterative_is_not_forced_into_steps(tmp_path):
     assert told["boundaries_ns"] == []
     assert told["source"] == "none"
     assert len(trace.steps) == 0
+
+
+def _layers():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.ReLU()) for _ in range(16)))
+
+
+def one_forward():
+    with torch.no_grad():
+        _layers()(torch.randn(8, 32))
+
+
+def one_step():
+    model = _layers()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    model(torch.randn(8, 32)).sum().backward()
+    optimizer.step()
+
+
+def one_pass_without_modules():
+    x = torch.randn(8, 32)
+    for weight, bias in [(torch.randn(32, 32), torch.randn(32)) for _ in range(20)]:
+        x = torch.relu(x @ weight + bias)
+
+
+@pytest.mark.parametrize("run", [one_forward, one_step, one_pass_without_modules], ids=lambda run: run.__name__)
+def test_equal_layers_are_no_steps(tmp_path, run):
+    assert detect(recorded(run, tmp_path / "run.memtrace")).num_steps == 0
 
 
 @settings(max_examples=40, deadline=None)
