@@ -19,6 +19,7 @@ from memtrace.trace import Trace
 
 MIN_CONFIDENCE = 0.5
 _TINY_BYTES = 8
+_MIN_OTHER_READS = 0.25
 _ENDLESS = 62
 _MAX_RATED = 4
 _MAX_RATIO = 4
@@ -139,10 +140,13 @@ def _by_updates(trace: Trace, lives: _Lives) -> tuple[Array, float] | None:
 
 
 def _update_rows(trace: Trace, lives: _Lives) -> Array:
-    """Writes of long-lived blocks by operators that read the same block and allocate nothing."""
+    """Writes of long-lived blocks by operators that read the same block and allocate nothing.
+
+    Tiny blocks count where others read them too: the parameters of a narrow last layer do, counters of batches do not.
+    """
     events = trace.columns("events", "kind", "block", "op")
     kind, block, op = events["kind"], events["block"], events["op"]
-    long_lived = (lives.end - lives.begin >= 0.4 * len(kind)) & (lives.size > _TINY_BYTES)
+    long_lived = lives.end - lives.begin >= 0.4 * len(kind)
     rows = np.flatnonzero((kind == KIND["write"]) & (op >= 0))
     rows = rows[long_lived[block[rows]]]
     if not len(rows):
@@ -152,11 +156,14 @@ def _update_rows(trace: Trace, lives: _Lives) -> Array:
     rows = rows[~allocates[op[rows]]]
     reads = np.flatnonzero((kind == KIND["read"]) & (op >= 0))
     reads = reads[long_lived[block[reads]]]
-    reads = reads[~allocates[op[reads]]]
     width = len(lives.size)
+    num_reads = np.bincount(block[reads], minlength=width)
+    reads = reads[~allocates[op[reads]]]
     read_pairs = op[reads].astype(np.int64) * width + block[reads]
     updates: Array = rows[np.isin(op[rows].astype(np.int64) * width + block[rows], read_pairs)]
-    return updates
+    num_updates = np.bincount(block[updates], minlength=width)
+    telling = (lives.size > _TINY_BYTES) | (num_reads - num_updates >= _MIN_OTHER_READS * num_updates)
+    return updates[telling[block[updates]]]
 
 
 def _ends_of_bursts(symbol: Array, rows: Array, clock: Clock) -> Array:

@@ -115,6 +115,22 @@ def test_equal_layers_are_no_steps(tmp_path, run):
     assert detect(recorded(run, tmp_path / "run.memtrace")).num_steps == 0
 
 
+@pytest.mark.parametrize(("width", "made"), [(1, torch.optim.Adam), (2, torch.optim.SGD)])
+def test_a_narrow_last_layer_belongs_to_its_step(tmp_path, width, made):
+    model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, width))
+    optimizer = made(model.parameters(), lr=0.1)
+
+    def run():
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.randn(16, 64)).square().mean().backward()
+            optimizer.step()
+
+    found = step_pattern(recorded(run, tmp_path / "run.memtrace"), from_events=True)
+    assert found.detection.num_steps == STEPS
+    assert found.agreement == 1
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 10**6), min_size=20, max_size=200, unique=True))
 def test_sizes_that_never_come_again_are_no_steps(sizes):
