@@ -29,7 +29,7 @@ class Leak:
     site: str | None
     category: str
     bytes_per_step: float
-    """Slope of the least-squares line through its live bytes at the ends of the steps after warm-up."""
+    """Slope of the least-squares line through its live bytes at the ends of steps, since they began to grow."""
     num_growing_steps: int
     num_blocks: int
     """Blocks of it that are live at the end of the last step."""
@@ -75,8 +75,8 @@ def leaks(
 ) -> Leaks:
     """The leaks of a trace, the steepest first.
 
-    A site leaks when its live bytes at step ends grow in at least ``min_steps`` steps after warm-up, in the first third
-    of them and still in the last, and no more than a tenth of what it gains is given back between. What is made once
+    A site leaks when its live bytes at step ends grow in at least ``min_steps`` steps after warm-up, over a third of them
+    or more and still in the last third, and no more than a tenth of what it gains is given back. What is made once
     (optimizer state, a workspace) and a cache that fills up and then stays are none. ``steps_to_capacity`` counts from
     the end of the trace, from the peak of the device that has the highest. ``with_outliving``: roles are worked out.
     """
@@ -117,8 +117,9 @@ def is_growth(live: Array, min_steps: int) -> bool:
     change = np.diff(live)
     gains, losses = int(change[change > 0].sum()), -int(change[change < 0].sum())
     third = max(len(change) // 3, 1)
-    still = change[:third].max(initial=0) > 0 and change[-third:].max(initial=0) > 0
-    return bool(still and (change > 0).sum() >= min_steps and losses <= 0.1 * gains)
+    grows = np.flatnonzero(change > 0)
+    goes_on = len(grows) >= min_steps and grows[-1] - grows[0] >= third and grows[-1] >= len(change) - third
+    return bool(goes_on and losses <= 0.1 * gains)
 
 
 def growth_curves(trace: Trace, top: int = TOP) -> list[tuple[str, Array, bool]]:
@@ -162,14 +163,19 @@ def _growing(
     for one in np.flatnonzero(live[:, -1] > live[:, 0]).tolist():
         if not is_growth(live[one], min_steps):
             continue
-        mine = kept[(group == one) & (end == num_steps)]
-        largest = np.bincount(found.category[mine], found.size[mine], minlength=len(CATEGORIES)).argmax()
+        live_now = (group == one) & (end == num_steps)
+        mine = kept[live_now]
+        # What the last step made at this line may be in use, such as the gradients of the line of a kept loss.
+        older = kept[live_now & (first > 0) & (first < num_steps - 1)]
+        grown = older if len(older) else mine
+        largest = np.bincount(found.category[grown], found.size[grown], minlength=len(CATEGORIES)).argmax()
+        since = int(np.argmax(np.diff(live[one]) > 0))
         of_site = np.isin(found.stack, found.stack[mine])
         rows.append(
             Leak(
                 sites[one],
                 CATEGORIES[int(largest)],
-                float(np.polyfit(np.arange(num_steps), live[one], 1)[0]),
+                float(np.polyfit(np.arange(since, num_steps), live[one, since:], 1)[0]),
                 int((np.diff(live[one]) > 0).sum()),
                 len(mine),
                 int(live[one, -1]),
