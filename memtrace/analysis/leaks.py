@@ -75,9 +75,9 @@ def leaks(
 ) -> Leaks:
     """The leaks of a trace, the steepest first.
 
-    A site leaks when its live bytes at step ends grow in at least ``min_steps`` steps after warm-up, over a third of them
-    or more and still in the last third, and no more than a tenth of what it gains is given back. What is made once
-    (optimizer state, a workspace) and a cache that fills up and then stays are none. ``steps_to_capacity`` counts from
+    A site leaks when its live bytes at step ends grow in at least ``min_steps`` steps after warm-up, over a third of
+    them or more and still in the last third, and no more than a tenth of what it gains is given back. What is made
+    once (optimizer state, a workspace) and a cache that fills up and then stays are none. ``steps_to_capacity`` counts from
     the end of the trace, from the peak of the device that has the highest. ``with_outliving``: roles are worked out.
     """
     ends = step_rows(trace).end_row[WARM_UP_STEPS:]
