@@ -77,8 +77,9 @@ def leaks(
 
     A site leaks when its live bytes at step ends grow in at least ``min_steps`` steps after warm-up, over a third of
     them or more and still in the last third, and no more than a tenth of what it gains is given back. What is made
-    once (optimizer state, a workspace) and a cache that fills up and then stays are none. ``steps_to_capacity`` counts from
-    the end of the trace, from the peak of the device that has the highest. ``with_outliving``: roles are worked out.
+    once (optimizer state, a workspace) and a cache that fills up and then stays are none. ``steps_to_capacity`` counts
+    from the end of the trace, from the peak of the device that has the highest. ``with_outliving``: roles are worked
+    out.
     """
     ends = step_rows(trace).end_row[WARM_UP_STEPS:]
     cycle = _cycle_blocks(trace)
@@ -86,9 +87,7 @@ def leaks(
         told = None if cycle is None else int(blocks(trace).size[cycle].sum())
         return Leaks((), 0.0, 0, capacity_bytes, None, (), cycle is not None, told)
     found = blocks(trace)
-    first = np.searchsorted(ends, np.maximum(found.alloc_event, 0), side="right")
-    end = np.where(found.free_event >= 0, np.searchsorted(ends, found.free_event, side="right"), len(ends))
-    # end_row is the first row of the next step: a block freed by it has outlived the step.
+    first, end = ends_lived(trace, ends)
     kept = np.flatnonzero((found.alloc_event >= 0) & (end > first) & (found.size > 0))
     rows = _growing(trace, kept, first[kept], end[kept], len(ends), min_steps, cycle)
     slope = sum(leak.bytes_per_step for leak in rows)
@@ -101,6 +100,17 @@ def leaks(
         tuple(rows[:TOP]), slope, len(ends), capacity_bytes, left, outliving,
         cycle is not None, None if cycle is None else int(found.size[cycle].sum()),
     )  # fmt: skip
+
+
+def ends_lived(trace: Trace, ends: Array) -> tuple[Array, Array]:
+    """For each block the first of some steps' ends at which it is live, and the first one after at which it is not.
+
+    An end is the first row of the next step: a block freed by that row has outlived the step.
+    """
+    found = blocks(trace)
+    first = np.searchsorted(ends, np.maximum(found.alloc_event, 0), side="right")
+    end = np.where(found.free_event >= 0, np.searchsorted(ends, found.free_event, side="right"), len(ends))
+    return first, end
 
 
 def live_at_ends(group: Array, size: Array, first: Array, end: Array, num_groups: int, num_steps: int) -> Array:
@@ -126,8 +136,7 @@ def growth_curves(trace: Trace, top: int = TOP) -> list[tuple[str, Array, bool]]
     """(site, live bytes at each step's end, whether it leaks) of the sites that keep most, for a figure."""
     ends = step_rows(trace).end_row
     found = blocks(trace)
-    first = np.searchsorted(ends, np.maximum(found.alloc_event, 0), side="right")
-    end = np.where(found.free_event >= 0, np.searchsorted(ends, found.free_event, side="right"), len(ends))
+    first, end = ends_lived(trace, ends)
     kept = np.flatnonzero((found.alloc_event >= 0) & (end > first))
     if not len(ends) or not len(kept):
         return []

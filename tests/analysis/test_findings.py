@@ -244,6 +244,32 @@ def test_only_what_no_backward_runs_through_is_a_graph_without_one(tmp_path: Pat
         assert kept.requires_grad and graphs[0].saved_bytes > 500_000
 
 
+@pytest.mark.parametrize("detached", [False, True])
+def test_losses_of_some_steps_in_a_list_that_dies_with_its_function(tmp_path: Path, detached: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run() -> torch.Tensor:
+        losses, outputs = [], []
+        for number in range(24):
+            output = model(torch.randn(64, 64))
+            output.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outputs.append(output.detach())
+            if number % 3 == 2:
+                losses.append(model(torch.randn(64, 64)).square().mean())
+                losses[-1] = losses[-1].detach() if detached else losses[-1]
+        return torch.cat(outputs)  # these are used: no leak
+
+    with memtrace.record(tmp_path / "run.memtrace"):
+        run()
+    told = findings(memtrace.load(tmp_path / "run.memtrace"), "cpu")
+    kept = [one for one in told.findings if one.pattern == "leak"]
+    assert [one.name for one in kept] == ([] if detached else ["loss kept with its graph"])
+    assert all(one.saved_bytes > 500_000 for one in kept)
+
+
 def test_without_accesses_most_patterns_are_not_judged() -> None:
     told = found(life([("alloc", 0, -1), ("alloc", 1, -1), ("free", 0, -1)]))
     assert told.findings == () and told.lower_bound_bytes is None
