@@ -11,7 +11,7 @@ from memtrace.analysis.attribution import SPAN, rows_at, step_rows
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import peak
 from memtrace.analysis.roles import WARM_UP_STEPS, middle_by, role_text, roles
-from memtrace.analysis.sites import site
+from memtrace.analysis.sites import sites_of
 from memtrace.arrays import Array
 from memtrace.schema import CATEGORIES
 from memtrace.trace import Trace
@@ -140,20 +140,11 @@ def growth_curves(trace: Trace, top: int = TOP) -> list[tuple[str, Array, bool]]
     kept = np.flatnonzero((found.alloc_event >= 0) & (end > first))
     if not len(ends) or not len(kept):
         return []
-    sites, group = _by_site(trace, found.stack[kept])
+    sites, group = sites_of(trace, found.stack[kept])
     live = live_at_ends(group, found.size[kept], first[kept], end[kept], len(sites), len(ends))
     grows = np.array([is_growth(row[WARM_UP_STEPS:], MIN_STEPS) for row in live])
     order = np.lexsort((-live[:, -1], ~grows))[:top]
     return [(sites[one] or "no stack", live[one], bool(grows[one])) for one in order]
-
-
-def _by_site(trace: Trace, stacks: Array) -> tuple[list[str | None], Array]:
-    """The sites of some stacks, and for each stack the place of its site."""
-    distinct, place = np.unique(stacks, return_inverse=True)
-    texts = [site(trace, int(stack)) for stack in distinct]
-    sites = list(dict.fromkeys(texts))
-    number = {text: at for at, text in enumerate(sites)}
-    return sites, np.array([number[text] for text in texts], np.int64)[place]
 
 
 def _growing(
@@ -163,7 +154,7 @@ def _growing(
         return []
     found = blocks(trace)
     # By site alone: a leaked block and the one that is still in use may differ in category.
-    sites, group = _by_site(trace, found.stack[kept])
+    sites, group = sites_of(trace, found.stack[kept])
     live = live_at_ends(group, found.size[kept], first, end, len(sites), num_steps)
     freed_by_gc = np.zeros(len(found), bool)
     if cycle is not None:
