@@ -147,6 +147,7 @@ def test_limits_by_flag_and_by_file(runs: dict[str, Path], tmp_path: Path) -> No
         True,
         False,
     )
+    assert "test_diff_check_stalls.py" in rows["module Sequential"]["site"]
     assert rows["category parameter"]["found_bytes"] == 4 * (256 * 1024 * 2 + 1024 + 256)
     assert command("check", runs["small"], "--max-peak", "1GiB", "--csv").stdout.startswith("rank,limit")
 
@@ -170,11 +171,24 @@ def test_limits_that_make_no_sense_are_exit_code_2(
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("text", ["[]", '{"peek": 5}', '{"peak": "many"}', '{"categories": 5}', "{"])
+@pytest.mark.parametrize(
+    "text",
+    ["[]", '{"peek": 5}', '{"peak": "many"}', '{"categories": 5}', "{", '{"peak": -5}', '{"growth": true}',
+     '{"categories": {"activation": -1}}'],
+)  # fmt: skip
 def test_files_of_limits_that_are_none_are_refused(runs: dict[str, Path], tmp_path: Path, text: str) -> None:
     (tmp_path / "limits.json").write_text(text)
     done = command("check", runs["small"], "--limits", tmp_path / "limits.json")
     assert done.returncode == 2 and "limits.json" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_module_that_holds_nothing_at_the_peak_passes() -> None:
+    names = [{"id": 0, "kind": "module", "text": "net.early"}, {"id": 1, "kind": "module", "text": "net.late"}]
+    rows = [event("alloc", 0, 0, 10, op=0), event("free", 0, 1, 10, op=0), event("alloc", 1, 2, 50, op=1)]
+    trace = trace_of(events=rows, ops=[op(n, "forward", module=n) for n in range(2)], names=names)
+    early, whole = check(trace, Limits(modules={"net.early": 5, "net": 5}))
+    assert (early.found_bytes, early.passed) == (0, True)
+    assert (whole.found_bytes, whole.passed) == (50, False)
 
 
 def test_growth_that_cannot_be_told_does_not_pass() -> None:
