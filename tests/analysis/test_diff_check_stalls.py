@@ -22,7 +22,7 @@ from torch import nn
 
 import memtrace
 from memtrace.analysis.check import Limits, check
-from memtrace.analysis.diff import diff, diff_table
+from memtrace.analysis.diff import MEASURES, diff, diff_table
 from memtrace.analysis.stalls import split, stalls
 from memtrace.errors import MemtraceError, TraceError
 from memtrace.trace import Trace
@@ -69,6 +69,18 @@ def test_two_runs_of_one_program_do_not_differ_though_one_is_longer(runs: dict[s
     assert all(before == after for _, before, after in told.step_peaks) and len(told.step_peaks) == 6
     said = command("diff", runs["small"], runs["again"])
     assert said.returncode == 0 and "nothing is held or allocated differently" in said.stdout
+
+
+def test_a_run_of_two_steps_is_compared_with_the_same_steps(tmp_path: Path) -> None:
+    # The first step makes what lasts.
+    short, long = (
+        trace_of(
+            events=[event("alloc", 0, 0, 1000), *(event("alloc", n + 1, 10 * n + 1, 8) for n in range(steps))],
+            spans=[step(n, 10 * n, 10) for n in range(steps)],
+        )
+        for steps in (2, 12)
+    )
+    assert [change for change in diff(long, short).changes if change.measure == MEASURES[1]] == []
 
 
 def test_twice_the_batch_doubles_what_depends_on_it_and_nothing_else(runs: dict[str, Path]) -> None:
