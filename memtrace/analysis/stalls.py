@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from memtrace.analysis.diff import usual_steps
-from memtrace.analysis.steps import step_columns
+from memtrace.analysis.steps import step_columns, tells_waits
 from memtrace.errors import TraceError
 from memtrace.trace import Trace
 
@@ -23,12 +23,13 @@ class StepWait:
 
     step: int
     duration_ns: int
-    data_wait_ns: int
+    data_wait_ns: int | None
+    """None: waits were not seen."""
 
 
 @dataclass(frozen=True)
 class Stalls:
-    """The waits of one recording; the shares are of the steps' time. None: there are no steps."""
+    """The waits of one recording; the shares are of the steps' time. None: no steps, or no waits were seen."""
 
     steps: tuple[StepWait, ...]
     share: float | None
@@ -66,14 +67,13 @@ class Split:
 def stalls(trace: Trace) -> Stalls:
     """The waits for data of a single-rank trace, step by step."""
     columns = step_columns(trace)
-    rows = zip(*(columns[name].tolist() for name in ("step", "duration_ns", "data_wait_ns")), strict=True)
-    total = int(columns["duration_ns"].sum())
-    known = len(columns["step"]) > 0
+    number, lasting, waits = (columns[name] for name in ("step", "duration_ns", "data_wait_ns"))
+    told = tells_waits(trace) and len(number) > 0
     return Stalls(
-        steps=tuple(StepWait(*row) for row in rows),
-        share=int(columns["data_wait_ns"].sum()) / total if total else None,
-        median_wait_ns=int(np.median(columns["data_wait_ns"])) if known else None,
-        median_duration_ns=int(np.median(columns["duration_ns"])) if known else None,
+        steps=tuple(map(StepWait, number.tolist(), lasting.tolist(), waits.tolist() if told else [None] * len(number))),
+        share=int(waits.sum()) / max(int(lasting.sum()), 1) if told else None,
+        median_wait_ns=int(np.median(waits)) if told else None,
+        median_duration_ns=int(np.median(lasting)) if len(number) else None,
     )
 
 

@@ -90,6 +90,11 @@ def _allocated_bytes(trace: Trace, first_row: Array, end_row: Array) -> Array:
     return made_in
 
 
+def tells_waits(trace: Trace) -> bool:
+    """Whether the trace has waits for data: only those of a DataLoader or of ``rec.steps`` are seen."""
+    return bool((trace.columns("spans", "kind")["kind"] == SPAN["data_wait"]).any())
+
+
 def _data_wait(trace: Trace, start_ns: Array, duration_ns: Array) -> Array:
     spans = trace.columns("spans", "kind", "start_ns", "duration_ns")
     waits = spans["kind"] == SPAN["data_wait"]

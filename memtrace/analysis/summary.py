@@ -16,9 +16,9 @@ from memtrace.analysis.oom import OutOfMemory, out_of_memory
 from memtrace.analysis.peak import Peak, by_category, by_module_pattern, by_site, peak
 from memtrace.analysis.sites import site
 from memtrace.analysis.stability import stability
-from memtrace.analysis.steps import step_columns
+from memtrace.analysis.steps import step_columns, tells_waits
 from memtrace.arrays import Array
-from memtrace.schema import CATEGORIES, SPAN_KINDS
+from memtrace.schema import CATEGORIES
 from memtrace.trace import Trace
 
 TOP = 8
@@ -90,16 +90,10 @@ def _steps(trace: Trace) -> dict[str, Any]:
         "max_peak_bytes": int(columns["peak_bytes"].max()) if len(columns["step"]) else None,
         "median_allocated_bytes": _median(columns["allocated_bytes"]),
         "median_allocations": _median(columns["num_allocs"]),
-        "data_wait_share": int(columns["data_wait_ns"].sum()) / total if total and _tells_waits(trace) else None,
+        "data_wait_share": int(columns["data_wait_ns"].sum()) / total if total and tells_waits(trace) else None,
         "growth_bytes_per_step": grows.bytes_per_step if grows else None,
         "growth_sources": [{"site": text, "bytes_per_step": size} for text, size in grows.sources] if grows else None,
     }
-
-
-def _tells_waits(trace: Trace) -> bool:
-    """A recording sees every wait for data; another tool's file those that it names, and may name none."""
-    waits = trace.columns("spans", "kind")["kind"] == SPAN_KINDS.index("data_wait")
-    return trace.manifest.get("source", {}).get("kind") == "recording" or bool(waits.any())
 
 
 def _device(trace: Trace, found: Peak) -> dict[str, Any]:

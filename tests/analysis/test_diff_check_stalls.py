@@ -237,7 +237,7 @@ def test_stalls_are_what_the_loader_slept(tmp_path: Path) -> None:
     assert 0.3 * FETCH < told.fetch_stall_ns / 1e9 < 5 * FETCH
     one = stalls(jobs["cold"])
     assert len(one.steps) == ROUNDS and one.share is not None
-    assert all(row.data_wait_ns >= (PREPARE + FETCH) * 1e9 for row in one.steps)
+    assert all((row.data_wait_ns or 0) >= (PREPARE + FETCH) * 1e9 for row in one.steps)
     assert 0.5 < one.share < 1
     said = command(
         "stalls",
@@ -259,6 +259,15 @@ def test_without_steps_nothing_is_known_of_waits() -> None:
     assert stalls(trace).share is None and stalls(trace).median_wait_ns is None
     with pytest.raises(TraceError, match="the synthetic recording has no steps"):
         split(trace, trace, trace)
+
+
+def test_waits_that_were_not_seen_are_unknown(runs: dict[str, Path]) -> None:
+    """The program makes its data itself: nobody can tell how long it waits for them."""
+    told = json.loads(command("stalls", runs["small"], "--json").stdout)
+    assert told["share"] is None and told["steps"][0]["data_wait_ns"] is None
+    said = command("stalls", runs["small"]).stdout
+    assert "not seen" in said and "0.0 %" not in said
+    assert "waits for data unknown" in " ".join(command("summary", runs["small"]).stdout.split())
 
 
 def test_findings_print_as_json_and_csv(runs: dict[str, Path]) -> None:
