@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import click
-from memtrace.cli.output import UNKNOWN, console, duration, open_traces, plain_table, print_json, share, size
+from memtrace.cli.output import UNKNOWN, console, counted, duration, open_traces, plain_table, print_json, share, size
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
 from rich.markup import escape
@@ -50,7 +50,7 @@ def _print(out: Console, name: str, found: dict[str, Any]) -> None:
     bounds = found["boundaries_ns"]
     lasts = sorted(b - a for a, b in pairwise(bounds))[found["num_steps"] // 2]
     out.print(
-        f"[bold]{escape(name)}[/]: {found['num_steps']} steps, {_SOURCES[found['source']]}; a usual one has "
+        f"[bold]{escape(name)}[/]: {counted(found['num_steps'], 'step')}, {_SOURCES[found['source']]}; a usual one has "
         f"{found['period_events']:,} events and takes {duration(lasts)}"
     )
     if found["source"] == "events":

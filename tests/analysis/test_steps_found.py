@@ -217,6 +217,22 @@ def test_marks_win_and_are_checked():
     assert told["period_events"] == 5
 
 
+def test_without_marks_everything_is_told_of_the_steps_found(tmp_path):
+    model = nn.Linear(32, 16)
+    optimizer = torch.optim.SGD(model.parameters())
+    with memtrace.record(tmp_path / "run.memtrace") as rec:
+        for _ in rec.steps(range(4)):  # epochs
+            for _ in range(5):
+                optimizer.zero_grad()
+                model(torch.randn(8, 32)).square().mean().backward()
+                optimizer.step()
+    trace = memtrace.load(tmp_path / "run.memtrace")
+    marked, found = pattern_as_dict(trace), pattern_as_dict(trace, from_events=True)
+    assert (marked["num_steps"], found["num_steps"]) == (4, 20)
+    assert [row["step"] for row in found["stability"]["by_step"]] == list(range(20))
+    assert marked["law"]["per_step"] == 5 * found["law"]["per_step"]
+
+
 def test_roles_are_the_same_block_of_every_step(traces):
     found, table = roles(traces["MLP"]), roles_table(traces["MLP"])
     assert len(found) == len(table)
