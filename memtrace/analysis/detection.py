@@ -204,7 +204,7 @@ def _by_allocations(trace: Trace, lives: _Lives, likeness: _Likeness) -> Detecti
     lasts = np.searchsorted(begin, end) - np.arange(len(made))
     never = end >= likeness.total
     bucket = np.where(never, _ENDLESS, np.log2(np.maximum(lasts, 1)).astype(np.int64) // 2)
-    site = site_of_rows(trace, begin)
+    site = np.unique(site_of_rows(trace, begin), return_inverse=True)[1]
     size_code = np.unique(lives.size[made], return_inverse=True)[1]
     symbol = np.unique((site * (int(size_code.max()) + 1) + size_code) * 64 + bucket, return_inverse=True)[1]
     found = clocks(symbol, np.arange(len(made)), np.ones(int(symbol.max()) + 1))
@@ -227,7 +227,7 @@ def site_of_rows(trace: Trace, rows: Array) -> Array:
     site = np.zeros(len(rows), np.int64)
     for column in ("stack", "module", "name"):
         code = op_column(trace, op, column).astype(np.int64) + 1
-        site = np.unique(site * (int(code.max(initial=0)) + 1) + code, return_inverse=True)[1]
+        site = site * (int(code.max(initial=0)) + 1) + code
     return site
 
 

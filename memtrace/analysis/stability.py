@@ -194,7 +194,10 @@ def pattern_as_dict(trace: Trace, from_events: bool = False) -> dict[str, Any]:
     ``differences`` (see ``Difference``), ``law`` (see ``Law``), all of the steps told.
     """
     found = step_pattern(trace, from_events)
-    told = trace.without_marks() if from_events and found.agreement is not None else trace
+    told = trace
+    if from_events and found.agreement is not None:
+        told = trace.without_marks()
+        told.cached("detected steps", lambda: found.detection)
     rows, even, grows = found.rows, stability(told), law(told)
     ends = rows.start_ns + rows.duration_ns
     boundaries = np.append(rows.start_ns, ends[-1:]).tolist()
