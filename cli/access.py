@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from memtrace.cli.output import UNKNOWN, console, duration, open_traces, plain_table, print_json, size
+from memtrace.cli.quantities import BYTES_OR_NONE
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
 from rich.markup import escape
@@ -26,7 +27,7 @@ CSV_COLUMNS = ("site", "category", "bytes", "num_intervals", "median_ns", "swap_
 @click.option("--bandwidths", type=click.Path(), help="What memtrace doctor --bandwidth --json printed.")
 @click.option("--out", "out_gb", type=float, help="Bandwidth out of the device in GB/s; with --in.")
 @click.option("--in", "in_gb", type=float, help="Bandwidth into the device in GB/s.")
-@click.option("--min-bytes", type=click.IntRange(0), default=1 << 20, show_default=True, help="Smallest block to swap.")
+@click.option("--min-bytes", type=BYTES_OR_NONE, default=1 << 20, help="Smallest block to swap; default 1MiB.")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print one line an outlier.")
 def command(

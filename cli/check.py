@@ -69,9 +69,9 @@ def command(
 
 def _bytes(value: object) -> int:
     try:
-        return BYTES_OR_NONE.convert(value, None, None)
+        return BYTES_OR_NONE.convert(str(value), None, None)  # a number of JSON may be negative too
     except click.UsageError as error:
-        raise ValueError(error.format_message()) from None
+        raise ValueError(error.message) from None
 
 
 def _pairs(texts: tuple[str, ...]) -> dict[str, int]:

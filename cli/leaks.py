@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import click
 from memtrace.cli.output import console, counted, open_traces, plain_table, print_json, size
+from memtrace.cli.quantities import BYTES
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
 from rich.markup import escape
 
-from memtrace.errors import MemtraceError
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 CSV_COLUMNS = ("site", "category", "bytes_per_step", "num_growing_steps", "num_blocks", "bytes_live", "cycle_bytes")
 
 
@@ -22,32 +19,23 @@ CSV_COLUMNS = ("site", "category", "bytes_per_step", "num_growing_steps", "num_b
 @click.option("--rank", type=int, help="One rank of a trace of several; the first without it.")
 @click.option("--steps", "min_steps", type=click.IntRange(2), default=3, show_default=True,
               help="Growth in fewer steps is none.")  # fmt: skip
-@click.option("--capacity", help="Bytes there are, such as 16GiB: tells after how many steps they are used up.")
+@click.option("--capacity", type=BYTES, help="Bytes there are, such as 16GiB: says after how many steps they are used.")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print one line a leak.")
 def command(
-    traces: tuple[str, ...], rank: int | None, min_steps: int, capacity: str | None, as_json: bool, as_csv: bool
+    traces: tuple[str, ...], rank: int | None, min_steps: int, capacity: int | None, as_json: bool, as_csv: bool
 ) -> None:
     """Tell which lines of TRACE keep more memory after every step."""
     from memtrace.analysis.leaks import leaks
 
-    limit = None if capacity is None else parsed_bytes(capacity)
     opened = open_traces(traces)
-    found = leaks(opened.rank(opened.ranks[0] if rank is None else rank), min_steps, limit).as_dict()
+    found = leaks(opened.rank(opened.ranks[0] if rank is None else rank), min_steps, capacity).as_dict()
     if as_json:
         print_json(found)
     elif as_csv:
         print_csv(CSV_COLUMNS, found["leaks"])
     else:
         _print(console(), " ".join(traces), found)
-
-
-def parsed_bytes(text: str) -> int:
-    """Bytes of a text such as 4096, 16GiB or 1.5 G (binary units). MemtraceError where it is none."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:iB|B)?\s*", text, re.IGNORECASE)
-    if match is None:
-        raise MemtraceError(f"{text!r} is no number of bytes; write it as 17179869184, 16GiB or 512M")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def _print(out: Console, name: str, found: dict[str, Any]) -> None:

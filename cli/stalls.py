@@ -6,8 +6,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
-from memtrace.cli.output import UNKNOWN, console, counted, duration, open_traces, plain_table, print_json, share
+from memtrace.cli.output import console, counted, duration, open_traces, plain_table, print_json, share
 from memtrace.cli.tabular import print_csv
+from rich.console import Console
 
 from memtrace.errors import MemtraceError
 
@@ -60,20 +61,23 @@ def _print(found: Stalls, parts: Split | None) -> None:
     if not found.steps:
         out.print("steps: none found; mark them with rec.step() or rec.steps(loader)")
         return
-    if found.median_wait_ns is None:
-        out.print(f"{counted(len(found.steps), 'step')}, a usual one takes {duration(found.median_duration_ns)}; "
-                  "the file names no waits for data, as a DataLoader's are: record the job with memtrace")  # fmt: skip
-        return
-    waits = UNKNOWN if found.share is None else share(found.share, 1)
-    out.print(f"[bold]{len(found.steps):,} steps wait {waits} of their time for data[/], a usual one "
-              f"{duration(found.median_wait_ns)} of {duration(found.median_duration_ns)}")  # fmt: skip
-    table = plain_table("step", "takes", "waits", "share")
-    for row in sorted(found.steps, key=lambda row: -(row.data_wait_ns or 0))[:_ROWS]:
-        table.add_row(str(row.step), duration(row.duration_ns), duration(row.data_wait_ns),
-                      share(row.data_wait_ns or 0, row.duration_ns))  # fmt: skip
-    out.print(table)
+    if found.share is None:
+        out.print(f"{counted(len(found.steps), 'step')}, a usual one {duration(found.median_duration_ns)}; waits for "
+                  "data were not seen: they are with rec.steps(loader), and of a DataLoader")  # fmt: skip
+    else:
+        _print_waits(out, found, found.share)
     if parts is not None:
         out.print(f"a usual step: synthetic {duration(parts.synthetic_ns)}, cached {duration(parts.cached_ns)}, "
                   f"cold {duration(parts.cold_ns)}")  # fmt: skip
         out.print(f"[bold]prep stall {duration(parts.prep_stall_ns)}[/] (cached - synthetic), "
                   f"[bold]fetch stall {duration(parts.fetch_stall_ns)}[/] (cold - cached)")  # fmt: skip
+
+
+def _print_waits(out: Console, found: Stalls, waits: float) -> None:
+    out.print(f"[bold]{counted(len(found.steps), 'step')} wait {share(waits, 1)} of their time for data[/], a usual "
+              f"one {duration(found.median_wait_ns)} of {duration(found.median_duration_ns)}")  # fmt: skip
+    table = plain_table("step", "takes", "waits", "share")
+    for row in sorted(found.steps, key=lambda row: -(row.data_wait_ns or 0))[:_ROWS]:
+        table.add_row(str(row.step), duration(row.duration_ns), duration(row.data_wait_ns),
+                      share(row.data_wait_ns or 0, row.duration_ns))  # fmt: skip
+    out.print(table)

@@ -110,6 +110,16 @@ class Trace:
             return self
         return self.cached(("rank", number), lambda: Trace(self.path, {number: self._sources[number]}))
 
+    def without_marks(self) -> Trace:
+        """The same trace of one rank as if no steps had been marked: analyses take those found in the events."""
+        bare = Trace(self.path, self._sources)
+        bare._columns = dict(self._columns)
+        bare._results = {key: self._results[key] for key in ("block_ids",) if key in self._results}
+        spans = bare.columns("spans", *(column.name for column in TABLES["spans"]))
+        kept = spans["kind"] != SPAN_KINDS.index("step")
+        bare._columns |= {("spans", name): values[kept] for name, values in spans.items()}
+        return bare
+
     @property
     def manifest(self) -> dict[str, Any]:
         """The manifest of the rank."""

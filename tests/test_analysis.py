@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.growth import growth
+from memtrace.analysis.leaks import leaks
 from memtrace.analysis.peak import live_at, peak, requested_bytes
 from memtrace.analysis.steps import step_columns
 from memtrace.analysis.summary import summary
@@ -189,6 +190,16 @@ def test_growth_is_what_every_step_keeps_and_not_what_the_first_make(kept, slope
     assert found is not None
     assert found.bytes_per_step == slope
     assert bool(found.sources) == (slope > 0)
+
+
+def test_growth_is_the_sum_of_the_leaks_even_if_freed_at_the_end():
+    rows = [event("alloc", n, 30 * n, 900) for n in range(4)]
+    rows += [event("alloc", 9, 119, 1), *(event("free", n, 120, 900) for n in range(4))]
+    trace = trace_of(events=rows, spans=[step(n, 10 * n, 10) for n in range(12)])
+    found = growth(trace)
+    assert found is not None
+    assert found.bytes_per_step == round(leaks(trace).bytes_per_step) > 250
+    assert found.sources == (("no stack (unknown)", found.bytes_per_step),)
 
 
 def test_growth_is_unknown_with_few_steps():

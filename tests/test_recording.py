@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -220,6 +221,26 @@ def test_an_exception_in_the_block_goes_on_and_the_trace_is_whole(tmp_path):
     trace = memtrace.load(tmp_path / "run.memtrace")
     assert trace.manifest["finished"]
     assert "ZeroDivisionError" in trace.manifest["stop_reason"]
+
+
+def test_the_variables_of_the_program_live_no_longer_than_without_a_recording(tmp_path):
+    def told():
+        model, variables = nn.Linear(8, 8), locals()
+        model(torch.randn(4, 8))
+        return variables
+
+    def loop():
+        model, gone = nn.Linear(8, 8), []
+        for _ in range(3):
+            made = torch.ones(64)
+            gone.append(weakref.ref(made))
+            model(torch.randn(4, 8)).sum().backward()
+            del made
+        return [one() is None for one in gone]
+
+    with memtrace.record(tmp_path / "run.memtrace"):
+        assert loop() == [True] * 3
+        assert "model" in told()  # what the program asked for itself stays
 
 
 def test_an_exception_in_a_module_does_not_leave_it_open(tmp_path):

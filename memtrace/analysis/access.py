@@ -13,7 +13,7 @@ import numpy as np
 from memtrace.analysis.attribution import KIND
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import peak
-from memtrace.analysis.sites import site
+from memtrace.analysis.sites import sites_of
 from memtrace.arrays import Array
 from memtrace.errors import MemtraceError
 from memtrace.schema import CATEGORIES
@@ -159,8 +159,7 @@ def intervals_table(trace: Trace) -> pd.DataFrame:
     import pandas as pd
 
     found, told = intervals(trace), blocks(trace)
-    stacks, place = np.unique(told.stack[found.block], return_inverse=True)
-    sites = [site(trace, int(stack)) for stack in stacks]
+    sites, place = sites_of(trace, told.stack[found.block])
     frame: pd.DataFrame = pd.DataFrame({
         "block": found.block,
         "bytes": told.size[found.block],
@@ -233,7 +232,8 @@ def _outliers(trace: Trace, costs: Bandwidths, places: Array) -> list[dict[str, 
     found, told = intervals(trace), blocks(trace)
     block = found.block[places]
     spans_peak = covers_peak(trace, places)
-    group = combined(told.stack[block], told.category[block], told.size[block])
+    sites, line = sites_of(trace, told.stack[block])
+    group = combined(line, told.category[block], told.size[block])
     _, sample, number = np.unique(group, return_index=True, return_counts=True)
     held = np.zeros(len(number), np.int64)
     np.add.at(held, group[spans_peak], told.size[block[spans_peak]])
@@ -244,7 +244,7 @@ def _outliers(trace: Trace, costs: Bandwidths, places: Array) -> list[dict[str, 
         size = int(told.size[first])
         swap = costs.out.start_ns + costs.back.start_ns + size * (costs.out.ns_per_byte + costs.back.ns_per_byte)
         rows.append({
-            "site": site(trace, int(told.stack[first])),
+            "site": sites[line[sample[one]]],
             "category": CATEGORIES[told.category[first]],
             "bytes": size,
             "num_intervals": int(number[one]),

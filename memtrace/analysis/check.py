@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.growth import growth
-from memtrace.analysis.peak import by_category, by_owner, by_site, peak
+from memtrace.analysis.peak import by_category, by_site, owners, peak
 from memtrace.arrays import Array
 from memtrace.errors import MemtraceError
 from memtrace.schema import CATEGORIES
@@ -69,9 +71,11 @@ def read_limits(path: Path, parse: Any) -> Limits:
             parse(told[name]) if told.get(name) is not None else None for name in ("peak", "growth")
         )
         groups = [told.get(name) or {} for name in ("categories", "modules")]
+        if not all(isinstance(group, dict) for group in groups):
+            raise ValueError("categories and modules are objects of names and bytes")
         categories, modules = ({str(key): parse(value) for key, value in group.items()} for group in groups)
-    except (ValueError, AttributeError, TypeError) as error:
-        raise MemtraceError(f"{path}: {error}. Write bytes as 1500000, 1.5MiB or 2GB") from error
+    except ValueError as error:
+        raise MemtraceError(f"{path}: {error}") from error
     return Limits(peak_bytes, growth_bytes, categories, modules)
 
 
@@ -98,12 +102,14 @@ def check(trace: Trace, limits: Limits) -> list[Verdict]:
 
 
 def _of_module(trace: Trace, name: str, allowed: int, live: list[Array]) -> Verdict:
-    rows = [row for part in live for row in by_owner(trace, part)]
-    known = [row for row in rows if row[0] is not None and (row[0] == name or row[0].startswith(f"{name}."))]
-    if not known:
-        told = sorted({row[0].split(".")[0] for row in rows if row[0]})
-        raise MemtraceError(f"no module {name} holds anything at the peak; there are {', '.join(told) or 'none'}")
-    return Verdict(f"module {name}", allowed, sum(row[2] for row in known), None)
+    modules, owner = owners(trace, np.arange(len(blocks(trace))))
+    inside = [module is not None and (module == name or module.startswith(f"{name}.")) for module in modules]
+    if not any(inside):
+        told = sorted({module.split(".")[0] for module in modules if module})
+        raise MemtraceError(f"no module {name} holds anything in the trace; there are {', '.join(told) or 'none'}")
+    mine = [part[np.array(inside)[owner[part]]] for part in live]
+    size = sum(int(blocks(trace).size[part].sum()) for part in mine)
+    return Verdict(f"module {name}", allowed, size, _largest_site(trace, mine))
 
 
 def _largest_site(trace: Trace, live: list[Array]) -> str | None:

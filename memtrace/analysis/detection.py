@@ -19,6 +19,7 @@ from memtrace.trace import Trace
 
 MIN_CONFIDENCE = 0.5
 _TINY_BYTES = 8
+_MIN_OTHER_READS = 0.25
 _ENDLESS = 62
 _MAX_RATED = 4
 _MAX_RATIO = 4
@@ -72,7 +73,7 @@ def detect(trace: Trace) -> Detection:
 def _detect(trace: Trace) -> Detection:
     events = trace.columns("events", "kind", "block", "size", "op")
     lives = _lives(events["kind"], events["block"], events["size"])
-    likeness = _Likeness(trace)
+    likeness = _Likeness(trace, lives)
     updates = _by_updates(trace, lives)
     tried = [_rated(likeness, *updates, "updates")] if updates is not None else []
     if not tried or tried[0].confidence < MIN_CONFIDENCE:
@@ -90,7 +91,7 @@ def _rated(likeness: _Likeness, ends: Array, agreement: float, method: str) -> D
     if method == "allocations":  # a beat within steps, with something long between them, is none of steps
         length = np.diff(rows)
         held *= float(length[length <= _MAX_RATIO * np.median(length)].sum() / max(length.sum(), 1))
-        held = held if held >= 0.5 else 0.0
+        held = held if held >= 0.5 and likeness.come_again(rows) >= 0.5 else 0.0
     return Detection(rows, round(agreement * likeness.usual(rows) * min(1.0, 2 * held), 4), method)
 
 
@@ -139,10 +140,13 @@ def _by_updates(trace: Trace, lives: _Lives) -> tuple[Array, float] | None:
 
 
 def _update_rows(trace: Trace, lives: _Lives) -> Array:
-    """Writes of long-lived blocks by operators that read the same block and allocate nothing."""
+    """Writes of long-lived blocks by operators that read the same block and allocate nothing.
+
+    Tiny blocks count where others read them too: the parameters of a narrow last layer do, counters of batches do not.
+    """
     events = trace.columns("events", "kind", "block", "op")
     kind, block, op = events["kind"], events["block"], events["op"]
-    long_lived = (lives.end - lives.begin >= 0.4 * len(kind)) & (lives.size > _TINY_BYTES)
+    long_lived = lives.end - lives.begin >= 0.4 * len(kind)
     rows = np.flatnonzero((kind == KIND["write"]) & (op >= 0))
     rows = rows[long_lived[block[rows]]]
     if not len(rows):
@@ -152,11 +156,14 @@ def _update_rows(trace: Trace, lives: _Lives) -> Array:
     rows = rows[~allocates[op[rows]]]
     reads = np.flatnonzero((kind == KIND["read"]) & (op >= 0))
     reads = reads[long_lived[block[reads]]]
-    reads = reads[~allocates[op[reads]]]
     width = len(lives.size)
+    num_reads = np.bincount(block[reads], minlength=width)
+    reads = reads[~allocates[op[reads]]]
     read_pairs = op[reads].astype(np.int64) * width + block[reads]
     updates: Array = rows[np.isin(op[rows].astype(np.int64) * width + block[rows], read_pairs)]
-    return updates
+    num_updates = np.bincount(block[updates], minlength=width)
+    telling = (lives.size > _TINY_BYTES) | (num_reads - num_updates >= _MIN_OTHER_READS * num_updates)
+    return updates[telling[block[updates]]]
 
 
 def _ends_of_bursts(symbol: Array, rows: Array, clock: Clock) -> Array:
@@ -197,7 +204,7 @@ def _by_allocations(trace: Trace, lives: _Lives, likeness: _Likeness) -> Detecti
     lasts = np.searchsorted(begin, end) - np.arange(len(made))
     never = end >= likeness.total
     bucket = np.where(never, _ENDLESS, np.log2(np.maximum(lasts, 1)).astype(np.int64) // 2)
-    site = site_of_rows(trace, begin)
+    site = np.unique(site_of_rows(trace, begin), return_inverse=True)[1]
     size_code = np.unique(lives.size[made], return_inverse=True)[1]
     symbol = np.unique((site * (int(size_code.max()) + 1) + size_code) * 64 + bucket, return_inverse=True)[1]
     found = clocks(symbol, np.arange(len(made)), np.ones(int(symbol.max()) + 1))
@@ -212,10 +219,16 @@ def _by_allocations(trace: Trace, lives: _Lives, likeness: _Likeness) -> Detecti
 
 
 def site_of_rows(trace: Trace, rows: Array) -> Array:
-    """A number for the site of each row of events: its operator's stack and name; 0 where neither is known."""
+    """A number for the site of each row of events: its operator's stack, module and name; 0 where none is known.
+
+    One line may call every layer of a model: the module tells them apart, so that they are no steps.
+    """
     op = trace.columns("events", "op")["op"][rows]
-    stack, name = op_column(trace, op, "stack").astype(np.int64), op_column(trace, op, "name").astype(np.int64)
-    return (stack + 1) * (int(name.max(initial=-1)) + 2) + name + 1
+    site = np.zeros(len(rows), np.int64)
+    for column in ("stack", "module", "name"):
+        code = op_column(trace, op, column).astype(np.int64) + 1
+        site = site * (int(code.max(initial=0)) + 1) + code
+    return site
 
 
 def _shortest_whole(rated: list[tuple[Clock, Detection]], symbol: Array, lasts: Array) -> Detection:
@@ -281,11 +294,13 @@ def _least_live(live: Array, ticks: Array) -> Array:
 
 
 class _Likeness:
-    """How alike neighbouring steps are: the share of allocations and accesses of one site that both have."""
+    """How alike neighbouring steps are: the share of allocations and accesses of one site that both have, and of the
+    blocks."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, lives: _Lives) -> None:
         kind = trace.columns("events", "kind")["kind"]
         self.total = len(kind)
+        self._trace, self._lives = trace, lives
         self._rows = np.flatnonzero((kind == KIND["alloc"]) | (kind == KIND["write"]))
         site = site_of_rows(trace, self._rows)
         self._symbol = np.unique(site * 16 + kind[self._rows], return_inverse=True)[1]
@@ -308,3 +323,22 @@ class _Likeness:
         )[: steps - 1]
         alike = shared / np.maximum(total[:-1], total[1:])
         return float(np.median(np.maximum(np.append(alike, 0), np.append(0, alike))))
+
+    def come_again(self, bounds: Array) -> float:
+        """The median over the steps of the share of the older blocks which a step touches that the one before touched
+        or made: steps share the weights, a loop over layers or parameters goes on to others. 1 without accesses."""
+        kind, block = (self._trace.columns("events", "kind", "block")[name] for name in ("kind", "block"))
+        rows = np.flatnonzero((kind == KIND["alloc"]) | (kind == KIND["read"]) | (kind == KIND["write"]))
+        rows = rows[(rows >= bounds[0]) & (rows < bounds[-1])]
+        if (kind[rows] == KIND["alloc"]).all():
+            return 1.0
+        rows = rows[np.argsort(block[rows], kind="stable")]
+        step, mine = np.searchsorted(bounds, rows, side="right") - 1, block[rows]
+        same = np.append(False, mine[1:] == mine[:-1])
+        since = np.where(same, np.diff(step, prepend=0), -1)
+        older = ~self._lives.made[mine] | (self._lives.begin[mine] < bounds[step])
+        count = len(bounds) - 1
+        touched = np.bincount(step[older & (since != 0)], minlength=count)[1:]
+        again = np.bincount(step[older & (since == 1)], minlength=count)[1:]
+        told = touched > 0
+        return float(np.median(again[told] / touched[told])) if told.any() else 1.0

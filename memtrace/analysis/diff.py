@@ -87,12 +87,13 @@ class Diff:
 def diff(before: Trace, after: Trace) -> Diff:
     """What changed from one single-rank trace to another, all devices added. A line that only moved within its function
     is the same line."""
-    changes: list[Change] = []
-    for measure, sums in zip(MEASURES, (_held, _allocated), strict=True):
-        changes += _changes(measure, sums(before), sums(after))
+    steps = _compared_steps(before, after)
+    changes = _changes(MEASURES[0], _held(before), _held(after))
+    changes += _changes(MEASURES[1], _allocated(before, steps[0]), _allocated(after, steps[1]))
     changes = [change for change in changes if change.kind != "same"]
     changes.sort(key=lambda change: -abs(change.change_bytes))
-    return Diff(_totals(before, after), tuple(changes), _step_peaks(before, after))
+    one, two = _totals(before, steps[0]), _totals(after, steps[1])
+    return Diff({name: (one[name], two[name]) for name in one}, tuple(changes), _step_peaks(before, after))
 
 
 def diff_table(before: Trace, after: Trace) -> pd.DataFrame:
@@ -121,9 +122,9 @@ def _held(trace: Trace) -> Sums:
     return sums
 
 
-def _allocated(trace: Trace) -> Sums:
-    """The median over the usual steps of what each group allocates in a step."""
-    found, steps = blocks(trace), usual_steps(trace)
+def _allocated(trace: Trace, steps: Array) -> Sums:
+    """The median over some steps of what each group allocates in a step."""
+    found = blocks(trace)
     place = np.searchsorted(steps, found.step) if len(steps) else np.zeros(len(found), np.int64)
     inside = np.isin(found.step, steps)
     names: dict[str, tuple[Array, list[str | None]]] = {
@@ -162,6 +163,15 @@ def usual_steps(trace: Trace) -> Array:
     return steps[WARM_UP_STEPS:] if len(steps) > WARM_UP_STEPS + 1 else steps
 
 
+def _compared_steps(before: Trace, after: Trace) -> tuple[Array, Array]:
+    """The usual steps of both; where one has too few to leave out its warm-up, those of the same numbers in both."""
+    one, two = step_rows(before).number, step_rows(after).number
+    shared = np.intersect1d(one, two)
+    if len(shared) and min(len(one), len(two)) <= WARM_UP_STEPS + 1:
+        return shared, shared
+    return usual_steps(before), usual_steps(after)
+
+
 def _changes(measure: str, before: Sums, after: Sums) -> list[Change]:
     changes = []
     for grouping in GROUPINGS:
@@ -189,13 +199,8 @@ def _moved(one: dict[str | None, Any], two: dict[str | None, Any]) -> dict[str |
     return {new[0]: gone[key][0] for key, new in come.items() if len(new) == 1 and len(gone.get(key, ())) == 1}
 
 
-def _totals(before: Trace, after: Trace) -> dict[str, tuple[float | None, float | None]]:
-    one, two = _totals_of(before), _totals_of(after)
-    return {name: (one[name], two[name]) for name in one}
-
-
-def _totals_of(trace: Trace) -> dict[str, float | None]:
-    columns, usual = step_columns(trace), np.isin(step_columns(trace)["step"], usual_steps(trace))
+def _totals(trace: Trace, steps: Array) -> dict[str, float | None]:
+    columns, usual = step_columns(trace), np.isin(step_columns(trace)["step"], steps)
     names = {
         "usual_step_peak_bytes": "peak_bytes",
         "usual_step_allocated_bytes": "allocated_bytes",

@@ -14,7 +14,7 @@ from memtrace.analysis.growth import MIN_STEPS, WARM_UP_STEPS
 from memtrace.analysis.peak import peak
 from memtrace.analysis.sites import site
 from memtrace.analysis.uses import most_bytes_of_an_operator, tells_accesses, uses
-from memtrace.analysis.without import Absences, peak_without
+from memtrace.analysis.without import FOREVER, Absences, peak_without
 from memtrace.arrays import Array
 from memtrace.schema import CATEGORIES
 from memtrace.trace import Trace
@@ -54,6 +54,7 @@ OF_ALL_LINES: Final = (
     "loss kept with its graph",
 )
 """Names of which one finding tells, whatever the lines."""
+_SILENT_NODES: Final = 16
 _COPIES: Final = ("aten::_to_copy", "aten::clone", "aten::contiguous", "aten::copy_", "aten::to.")
 
 
@@ -178,7 +179,7 @@ def _all(trace: Trace, chosen: Array) -> list[tuple[str, str | None, Absences]]:
     unused = patterns.unused_allocation(trace, rest)
     rest = rest[~patterns.among(trace, unused.block)[rest]]
     late = patterns.late_deallocation(trace, rest)
-    graphs = _without_backward(trace, late)
+    graphs = _without_backward(trace, late.block)
     stepping = blocks(trace).category[late.block] == CATEGORY["gradient"]
     redundant, donors = patterns.redundant_allocation(trace, rest)
     copies = _copies_of(trace, redundant.block, donors)
@@ -216,13 +217,25 @@ def _read_for_autograd(trace: Trace, chosen: Array) -> Array:
     return read[chosen]
 
 
-def _without_backward(trace: Trace, late: Absences) -> Array:
-    """Whether autograd recorded the maker of each block, and no backward ran before it was freed."""
-    op = trace.columns("events", "op")["op"]
-    backward = np.concatenate([[0], np.cumsum(op_column(trace, op, "phase") == PHASE["backward"])])
-    made = blocks(trace).alloc_event[late.block]
-    none: Array = (made >= 0) & (backward[late.end] == backward[np.maximum(made, 0)])
-    return none & _recorded_by_autograd(trace, late.block)
+def _without_backward(trace: Trace, chosen: Array) -> Array:
+    """Whether autograd recorded the maker of each block, and no backward ran through its node.
+
+    A node may run without an operator (that of a sum). It counts as run where close ones on both sides are run by one
+    backward, which takes the later one first; of two backwards the later node's is the second.
+    """
+    made = blocks(trace).alloc_event[chosen]
+    op = np.where(made >= 0, trace.columns("events", "op")["op"][made], -1)
+    node = op_column(trace, op, "sequence_nr").astype(np.int64)
+    ops = trace.columns("ops", "op", "phase", "sequence_nr")
+    backward = np.flatnonzero((ops["phase"] == PHASE["backward"]) & (ops["sequence_nr"] >= 0))
+    backward = backward[np.argsort(ops["op"][backward], kind="stable")]
+    run, first = np.unique(ops["sequence_nr"][backward], return_index=True)
+    nodes = np.concatenate([[-FOREVER], run, [FOREVER]])
+    run_at = np.concatenate([[-1], ops["op"][backward[first]], [FOREVER]])
+    after = np.searchsorted(nodes, node, side="right")
+    silent = (run_at[after] < run_at[after - 1]) & (nodes[after] - nodes[after - 1] <= _SILENT_NODES)
+    ran = (nodes[after - 1] == node) | silent
+    return np.asarray(_recorded_by_autograd(trace, chosen) & ~ran)
 
 
 def _copies_of(trace: Trace, taker: Array, donor: Array) -> Array:

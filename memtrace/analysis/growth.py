@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from memtrace.analysis.blocks import blocks
-from memtrace.analysis.sites import site
-from memtrace.analysis.steps import step_columns
-from memtrace.arrays import Array
-from memtrace.schema import CATEGORIES
+from memtrace.analysis.leaks import leaks
 from memtrace.trace import Trace
 
 # Optimizer state and workspaces are made in the first steps: those tell nothing about growth.
@@ -26,33 +20,13 @@ class Growth:
     num_steps: int
     """Steps that were looked at, warm-up left out."""
     sources: tuple[tuple[str, int], ...]
-    """('file:line function (category)', bytes a step) of blocks made after warm-up and still live, the most first."""
+    """('file:line function (category)', bytes a step), the most first."""
 
 
 def growth(trace: Trace) -> Growth | None:
-    """The growth of a trace; None where it has too few steps to tell.
-
-    The slope is the median over the steps of the change from one step's end to the next: one step that keeps
-    something for good is not growth.
-    """
-    columns = step_columns(trace)
-    live = columns["live_end_bytes"][WARM_UP_STEPS:]
-    if len(live) < MIN_STEPS:
+    """The growth of a trace, the sum of its ``leaks``; None where it has too few steps to tell."""
+    found = trace.cached("growth", lambda: leaks(trace, with_outliving=False))
+    if not found.num_steps:
         return None
-    slope = int(np.median(np.diff(live)))
-    return Growth(slope, len(live), _sources(trace, columns, len(live)) if slope > 0 else ())
-
-
-def _sources(trace: Trace, columns: dict[str, Array], num_steps: int) -> tuple[tuple[str, int], ...]:
-    found = blocks(trace)
-    first = int(columns["step"][WARM_UP_STEPS])
-    last = int(columns["step"][-1])
-    # The last step's own survivors are there in every step.
-    kept = (found.step >= first) & (found.step < last) & (found.free_event < 0)
-    totals: dict[str, int] = {}
-    for stack, category in set(zip(found.stack[kept].tolist(), found.category[kept].tolist(), strict=True)):
-        here = kept & (found.stack == stack) & (found.category == category)
-        text = f"{site(trace, stack) or 'no stack'} ({CATEGORIES[category]})"
-        totals[text] = totals.get(text, 0) + int(found.size[here].sum())
-    rows = ((text, total // max(num_steps - 1, 1)) for text, total in totals.items())
-    return tuple(sorted(rows, key=lambda row: -row[1])[:5])
+    rows = ((f"{one.site or 'no stack'} ({one.category})", round(one.bytes_per_step)) for one in found.leaks[:5])
+    return Growth(round(found.bytes_per_step), found.num_steps, tuple(rows))

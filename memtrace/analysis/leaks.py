@@ -11,7 +11,7 @@ from memtrace.analysis.attribution import SPAN, rows_at, step_rows
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import peak
 from memtrace.analysis.roles import WARM_UP_STEPS, middle_by, role_text, roles
-from memtrace.analysis.sites import site
+from memtrace.analysis.sites import sites_of
 from memtrace.arrays import Array
 from memtrace.schema import CATEGORIES
 from memtrace.trace import Trace
@@ -29,7 +29,7 @@ class Leak:
     site: str | None
     category: str
     bytes_per_step: float
-    """Slope of the least-squares line through its live bytes at the ends of the steps after warm-up."""
+    """Slope of the least-squares line through its live bytes at the ends of steps, since they began to grow."""
     num_growing_steps: int
     num_blocks: int
     """Blocks of it that are live at the end of the last step."""
@@ -75,10 +75,11 @@ def leaks(
 ) -> Leaks:
     """The leaks of a trace, the steepest first.
 
-    A site leaks when its live bytes at step ends grow in at least ``min_steps`` steps after warm-up, in the first third
-    of them and still in the last, and no more than a tenth of what it gains is given back between. What is made once
-    (optimizer state, a workspace) and a cache that fills up and then stays are none. ``steps_to_capacity`` counts from
-    the end of the trace, from the peak of the device that has the highest. ``with_outliving``: roles are worked out.
+    A site leaks when its live bytes at step ends grow in at least ``min_steps`` steps after warm-up, over a third of
+    them or more and still in the last third, and no more than a tenth of what it gains is given back. What is made
+    once (optimizer state, a workspace) and a cache that fills up and then stays are none. ``steps_to_capacity`` counts
+    from the end of the trace, from the peak of the device that has the highest. ``with_outliving``: roles are worked
+    out.
     """
     ends = step_rows(trace).end_row[WARM_UP_STEPS:]
     cycle = _cycle_blocks(trace)
@@ -86,9 +87,7 @@ def leaks(
         told = None if cycle is None else int(blocks(trace).size[cycle].sum())
         return Leaks((), 0.0, 0, capacity_bytes, None, (), cycle is not None, told)
     found = blocks(trace)
-    first = np.searchsorted(ends, np.maximum(found.alloc_event, 0), side="right")
-    end = np.where(found.free_event >= 0, np.searchsorted(ends, found.free_event, side="right"), len(ends))
-    # end_row is the first row of the next step: a block freed by it has outlived the step.
+    first, end = ends_lived(trace, ends)
     kept = np.flatnonzero((found.alloc_event >= 0) & (end > first) & (found.size > 0))
     rows = _growing(trace, kept, first[kept], end[kept], len(ends), min_steps, cycle)
     slope = sum(leak.bytes_per_step for leak in rows)
@@ -101,6 +100,17 @@ def leaks(
         tuple(rows[:TOP]), slope, len(ends), capacity_bytes, left, outliving,
         cycle is not None, None if cycle is None else int(found.size[cycle].sum()),
     )  # fmt: skip
+
+
+def ends_lived(trace: Trace, ends: Array) -> tuple[Array, Array]:
+    """For each block the first of some steps' ends at which it is live, and the first one after at which it is not.
+
+    An end is the first row of the next step: a block freed by that row has outlived the step.
+    """
+    found = blocks(trace)
+    first = np.searchsorted(ends, np.maximum(found.alloc_event, 0), side="right")
+    end = np.where(found.free_event >= 0, np.searchsorted(ends, found.free_event, side="right"), len(ends))
+    return first, end
 
 
 def live_at_ends(group: Array, size: Array, first: Array, end: Array, num_groups: int, num_steps: int) -> Array:
@@ -117,33 +127,24 @@ def is_growth(live: Array, min_steps: int) -> bool:
     change = np.diff(live)
     gains, losses = int(change[change > 0].sum()), -int(change[change < 0].sum())
     third = max(len(change) // 3, 1)
-    still = change[:third].max(initial=0) > 0 and change[-third:].max(initial=0) > 0
-    return bool(still and (change > 0).sum() >= min_steps and losses <= 0.1 * gains)
+    grows = np.flatnonzero(change > 0)
+    goes_on = len(grows) >= min_steps and grows[-1] - grows[0] >= third and grows[-1] >= len(change) - third
+    return bool(goes_on and losses <= 0.1 * gains)
 
 
 def growth_curves(trace: Trace, top: int = TOP) -> list[tuple[str, Array, bool]]:
     """(site, live bytes at each step's end, whether it leaks) of the sites that keep most, for a figure."""
     ends = step_rows(trace).end_row
     found = blocks(trace)
-    first = np.searchsorted(ends, np.maximum(found.alloc_event, 0), side="right")
-    end = np.where(found.free_event >= 0, np.searchsorted(ends, found.free_event, side="right"), len(ends))
+    first, end = ends_lived(trace, ends)
     kept = np.flatnonzero((found.alloc_event >= 0) & (end > first))
     if not len(ends) or not len(kept):
         return []
-    sites, group = _by_site(trace, found.stack[kept])
+    sites, group = sites_of(trace, found.stack[kept])
     live = live_at_ends(group, found.size[kept], first[kept], end[kept], len(sites), len(ends))
     grows = np.array([is_growth(row[WARM_UP_STEPS:], MIN_STEPS) for row in live])
     order = np.lexsort((-live[:, -1], ~grows))[:top]
     return [(sites[one] or "no stack", live[one], bool(grows[one])) for one in order]
-
-
-def _by_site(trace: Trace, stacks: Array) -> tuple[list[str | None], Array]:
-    """The sites of some stacks, and for each stack the place of its site."""
-    distinct, place = np.unique(stacks, return_inverse=True)
-    texts = [site(trace, int(stack)) for stack in distinct]
-    sites = list(dict.fromkeys(texts))
-    number = {text: at for at, text in enumerate(sites)}
-    return sites, np.array([number[text] for text in texts], np.int64)[place]
 
 
 def _growing(
@@ -153,7 +154,7 @@ def _growing(
         return []
     found = blocks(trace)
     # By site alone: a leaked block and the one that is still in use may differ in category.
-    sites, group = _by_site(trace, found.stack[kept])
+    sites, group = sites_of(trace, found.stack[kept])
     live = live_at_ends(group, found.size[kept], first, end, len(sites), num_steps)
     freed_by_gc = np.zeros(len(found), bool)
     if cycle is not None:
@@ -162,14 +163,19 @@ def _growing(
     for one in np.flatnonzero(live[:, -1] > live[:, 0]).tolist():
         if not is_growth(live[one], min_steps):
             continue
-        mine = kept[(group == one) & (end == num_steps)]
-        largest = np.bincount(found.category[mine], found.size[mine], minlength=len(CATEGORIES)).argmax()
+        live_now = (group == one) & (end == num_steps)
+        mine = kept[live_now]
+        # What the last step made at this line may be in use, such as the gradients of the line of a kept loss.
+        older = kept[live_now & (first > 0) & (first < num_steps - 1)]
+        grown = older if len(older) else mine
+        largest = np.bincount(found.category[grown], found.size[grown], minlength=len(CATEGORIES)).argmax()
+        since = int(np.argmax(np.diff(live[one]) > 0))
         of_site = np.isin(found.stack, found.stack[mine])
         rows.append(
             Leak(
                 sites[one],
                 CATEGORIES[int(largest)],
-                float(np.polyfit(np.arange(num_steps), live[one], 1)[0]),
+                float(np.polyfit(np.arange(since, num_steps), live[one, since:], 1)[0]),
                 int((np.diff(live[one]) > 0).sum()),
                 len(mine),
                 int(live[one, -1]),

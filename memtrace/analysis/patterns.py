@@ -13,6 +13,8 @@ import numpy as np
 from memtrace.analysis.attribution import KIND, PHASE, op_column, step_rows
 from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
 from memtrace.analysis.growth import MIN_STEPS, WARM_UP_STEPS
+from memtrace.analysis.leaks import MIN_STEPS as LEAK_STEPS
+from memtrace.analysis.leaks import ends_lived, is_growth, live_at_ends
 from memtrace.analysis.uses import op_rows, uses
 from memtrace.analysis.without import FOREVER, Absences
 from memtrace.arrays import Array
@@ -95,26 +97,36 @@ def redundant_allocation(trace: Trace, chosen: Array) -> tuple[Absences, Array]:
 
 
 def kept_for_ever(trace: Trace, chosen: Array) -> Absences:
-    """Blocks of lines that leave some behind in step after step: not freed, not used again, and not of the first steps,
-    which make optimizer state and workspaces once."""
+    """Blocks of lines that leave some behind in step after step: not freed before the last step ends (a list may die
+    with its function), not used again, and not of the first steps, which make optimizer state and workspaces once."""
     found, used = blocks(trace), uses(trace)
     steps = step_rows(trace)
     if len(steps.number) < WARM_UP_STEPS + MIN_STEPS:
         return Absences.joined([])
-    kept = (found.step[chosen] >= 0) & (found.free_event[chosen] < 0)
+    kept = (found.step[chosen] >= 0) & (_end(found, chosen) >= steps.end_row[-1])
+    # What the last step made and is freed after it, and its gradients, are in use.
+    in_use = (found.free_event[chosen] >= 0) | (found.category[chosen] == CATEGORY["gradient"])
+    kept &= ~(in_use & (found.step[chosen] == steps.number[-1]))
     here = chosen[kept & ~np.isin(found.category[chosen], _KEPT)]
     last = found.alloc_event[here]
     touched = used.num_of(here) > 0
     last[touched] = _last_need(trace, here[touched])
-    over = steps.of_rows(last) <= found.step[here] + 1  # what a later step uses is kept for a purpose
+    # What a later step uses, or what comes after all, is kept for a purpose.
+    over = (steps.of_rows(last) <= found.step[here] + 1) & (last < steps.end_row[-1])
     here, last = here[over], last[over]
-    stacks, place = np.unique(found.stack[here], return_inverse=True)
-    # What the last step made may yet be freed: that alone makes no line suspect.
-    usual = (found.step[here] >= steps.number[WARM_UP_STEPS]) & (found.step[here] < steps.number[-1])
-    pairs = np.unique(np.stack([place[usual], found.step[here[usual]]]), axis=1)
-    often = np.bincount(pairs[0], minlength=len(stacks)) >= max(MIN_STEPS, (len(steps.number) - WARM_UP_STEPS) // 2)
-    keep = often[place]
-    return Absences(here[keep], last[keep], np.full(int(keep.sum()), FOREVER))
+    keep = np.isin(found.stack[here], _growing_stacks(trace, chosen))
+    return Absences(here[keep], last[keep], _end(found, here[keep]))
+
+
+def _growing_stacks(trace: Trace, chosen: Array) -> Array:
+    """The stacks whose blocks, freed ones too, hold more from step to step: what ``leaks`` calls growth."""
+    found, ends = blocks(trace), step_rows(trace).end_row[WARM_UP_STEPS:]
+    first, end = (row[chosen] for row in ends_lived(trace, ends))
+    lived = chosen[end > first]
+    stacks, place = np.unique(found.stack[lived], return_inverse=True)
+    live = live_at_ends(place, found.size[lived], first[end > first], end[end > first], len(stacks), len(ends))
+    grows: Array = stacks[[is_growth(row, LEAK_STEPS) for row in live]]
+    return grows
 
 
 def idle_gradients(trace: Trace, chosen: Array) -> Absences:

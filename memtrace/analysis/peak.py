@@ -218,24 +218,30 @@ def by_category(trace: Trace, live: Array) -> list[tuple[str | None, int, int]]:
     return _grouped(trace, live, "category", lambda code: CATEGORIES[code])
 
 
-def by_owner(trace: Trace, live: Array) -> list[tuple[str | None, str, int, int]]:
-    """(module or None, category, requested bytes, blocks) of some blocks, the most bytes first.
+def owners(trace: Trace, chosen: Array) -> tuple[list[str | None], Array]:
+    """The distinct modules that own some blocks (None: unknown), and for each block the place of its own.
 
     The module is the one that allocated the block; parameters, gradients and optimizer state belong to the module
     that owns the parameter, which their names tell.
     """
     found = blocks(trace)
     codes = [CATEGORIES.index(name) for name in ("parameter", "gradient", "optimizer_state")]
-    named = np.isin(found.category[live], codes) & (found.name[live] >= 0)
-    merged: dict[tuple[str | None, str], tuple[int, int]] = {}
-    for part, column, text in ((named, found.name, _owner), (~named, found.module, None)):
-        keys = column[live[part]].astype(np.int64) * len(CATEGORIES) + found.category[live[part]]
-        for key, size, number in sums(keys, found.size[live[part]]):
-            name = trace.name(key // len(CATEGORIES))
-            place = (text(name) if text else name, CATEGORIES[key % len(CATEGORIES)])
-            before = merged.get(place, (0, 0))
-            merged[place] = (before[0] + size, before[1] + number)
-    return sorted(((*place, *both) for place, both in merged.items()), key=lambda row: -row[2])
+    named = np.isin(found.category[chosen], codes) & (found.name[chosen] >= 0)
+    name = np.where(named, found.name[chosen], found.module[chosen]).astype(np.int64)
+    keys, place = np.unique(2 * name + named, return_inverse=True)
+    texts = [_owner(trace.name(key // 2)) if key % 2 else trace.name(key // 2) for key in keys.tolist()]
+    modules = list(dict.fromkeys(texts))
+    at = {text: number for number, text in enumerate(modules)}
+    return modules, np.array([at[text] for text in texts], np.int64)[place]
+
+
+def by_owner(trace: Trace, live: Array) -> list[tuple[str | None, str, int, int]]:
+    """(module or None, category, requested bytes, blocks) of some blocks, the most bytes first; see ``owners``."""
+    found, (modules, owner) = blocks(trace), owners(trace, live)
+    rows = sums(owner * len(CATEGORIES) + found.category[live], found.size[live])
+    return [
+        (modules[key // len(CATEGORIES)], CATEGORIES[key % len(CATEGORIES)], size, number) for key, size, number in rows
+    ]
 
 
 def by_module_pattern(trace: Trace, live: Array) -> list[tuple[str | None, int, int]]:

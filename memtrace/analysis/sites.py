@@ -7,6 +7,9 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import numpy as np
+
+from memtrace.arrays import Array
 from memtrace.trace import Frame, Trace
 
 _INSIDE = ("/site-packages/", "/dist-packages/", "<frozen ", "<string>", "<eval_with_key>")
@@ -52,3 +55,12 @@ def site(trace: Trace, stack: int) -> str | None:
             return f"{node} (autograd)"
     parts = Path(frame.file.replace("\\", "/")).parts
     return f"{'/'.join(parts[-2:])}:{frame.line} {frame.function}"
+
+
+def sites_of(trace: Trace, stacks: Array) -> tuple[list[str | None], Array]:
+    """The distinct sites of some stacks (several may lead to one line), and for each stack the place of its own."""
+    distinct, place = np.unique(stacks, return_inverse=True)
+    texts = [site(trace, int(stack)) for stack in distinct]
+    sites = list(dict.fromkeys(texts))
+    number = {text: at for at, text in enumerate(sites)}
+    return sites, np.array([number[text] for text in texts], np.int64)[place]

@@ -192,11 +192,15 @@ def pattern_as_dict(trace: Trace, from_events: bool = False) -> dict[str, Any]:
     ``source``, ``iterative``, ``num_steps``, ``boundaries_ns`` (each step's start, and the last one's end; none
     without times), ``boundaries_events`` (the same as rows of events), ``period_events`` (median events of a step),
     ``confidence`` (of the detection; 1 for marks), ``method``, ``agreement`` (see ``StepPattern``), ``stability`` (the
-    usual share of events, bytes and roles, and by step; of the marked steps where there are marks), ``differences``
-    (see ``Difference``), ``law`` (see ``Law``).
+    usual share of events, bytes and roles, and by step), ``differences`` (see ``Difference``), ``law`` (see ``Law``),
+    all of the steps told.
     """
-    found, even = step_pattern(trace, from_events), stability(trace)
-    rows, grows = found.rows, law(trace)
+    found = step_pattern(trace, from_events)
+    told = trace
+    if from_events and found.agreement is not None:
+        told = trace.without_marks()
+        told.cached("detected steps", lambda: found.detection)
+    rows, even, grows = found.rows, stability(told), law(told)
     ends = rows.start_ns + rows.duration_ns
     boundaries = np.append(rows.start_ns, ends[-1:])
     period = int(np.median(rows.end_row - rows.first_row)) if len(rows.number) else None

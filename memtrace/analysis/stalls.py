@@ -24,11 +24,12 @@ class StepWait:
     step: int
     duration_ns: int
     data_wait_ns: int | None
+    """None: waits were not seen."""
 
 
 @dataclass(frozen=True)
 class Stalls:
-    """The waits of one recording; the share is of the steps' time. None: there are no steps, or no waits are told."""
+    """The waits of one recording; the shares are of the steps' time. None: no steps, or no waits were seen."""
 
     steps: tuple[StepWait, ...]
     share: float | None
@@ -66,13 +67,13 @@ class Split:
 def stalls(trace: Trace) -> Stalls:
     """The waits for data of a single-rank trace, step by step."""
     columns = step_columns(trace)
-    number, duration, wait = (columns[name].tolist() for name in ("step", "duration_ns", "data_wait_ns"))
-    told = tells_waits(trace)
+    number, lasting, waits = (columns[name] for name in ("step", "duration_ns", "data_wait_ns"))
+    told = tells_waits(trace) and len(number) > 0
     return Stalls(
-        steps=tuple(map(StepWait, number, duration, wait if told else [None] * len(number))),
-        share=sum(wait) / sum(duration) if told and sum(duration) else None,
-        median_wait_ns=int(np.median(wait)) if told and wait else None,
-        median_duration_ns=int(np.median(duration)) if duration and trace.has_times else None,
+        steps=tuple(map(StepWait, number.tolist(), lasting.tolist(), waits.tolist() if told else [None] * len(number))),
+        share=int(waits.sum()) / max(int(lasting.sum()), 1) if told else None,
+        median_wait_ns=int(np.median(waits)) if told else None,
+        median_duration_ns=int(np.median(lasting)) if len(number) and trace.has_times else None,
     )
 
 

@@ -34,12 +34,6 @@ def steps(trace: Trace) -> pd.DataFrame:
     return frame
 
 
-def tells_waits(trace: Trace) -> bool:
-    """A recording sees every wait for data; another tool's file those that it names, and may name none."""
-    told = trace.columns("spans", "kind")["kind"] == SPAN["data_wait"]
-    return trace.manifest.get("source", {}).get("kind") == "recording" or bool(told.any())
-
-
 def _compute(trace: Trace) -> dict[str, Array]:
     found = step_rows(trace)
     kind = trace.columns("events", "kind")["kind"]
@@ -94,6 +88,11 @@ def _allocated_bytes(trace: Trace, first_row: Array, end_row: Array) -> Array:
     total = np.concatenate([[0], np.cumsum(found.size[made][order])])
     made_in: Array = total[np.searchsorted(rows, end_row)] - total[np.searchsorted(rows, first_row)]
     return made_in
+
+
+def tells_waits(trace: Trace) -> bool:
+    """Whether the trace has waits for data: only those of a DataLoader or of ``rec.steps`` are seen."""
+    return bool((trace.columns("spans", "kind")["kind"] == SPAN["data_wait"]).any())
 
 
 def _data_wait(trace: Trace, start_ns: Array, duration_ns: Array) -> Array:

@@ -8,9 +8,11 @@ that is called and not yet known. Names are those of ``named_parameters``, after
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -210,13 +212,27 @@ def _children(module: torch.nn.Module) -> Iterable[torch.nn.Module]:
     return [child for child in module.__dict__.get("_modules", {}).values() if child is not None]
 
 
+def _local_values(frame: FrameType) -> list[Any]:
+    """The values of a frame's variables.
+
+    Before Python 3.13 the frame of a function keeps the dict that it makes of them for as long as the function runs,
+    with every tensor of that moment: it is emptied, unless the program holds it too.
+    """
+    variables = frame.f_locals
+    values = list(variables.values())
+    is_copy = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED) and type(variables) is dict
+    if is_copy and sys.getrefcount(variables) == 3:  # the frame's, this function's, and the argument
+        variables.clear()
+    return values
+
+
 def _container(module: torch.nn.Module) -> torch.nn.Module | None:
     """The largest module in the calling frames that contains this one: ``model.encode(x)`` calls parts of ``model``."""
     best, best_size = None, 0
     seen: set[int] = set()
     frame = sys._getframe(1)
     while frame is not None:
-        for value in list(frame.f_locals.values()):
+        for value in _local_values(frame):
             if issubclass(type(value), torch.nn.Module) and id(value) not in seen:
                 seen.add(id(value))
                 parts = list(value.modules())

@@ -22,7 +22,7 @@ from torch import nn
 
 import memtrace
 from memtrace.analysis.check import Limits, check
-from memtrace.analysis.diff import diff, diff_table
+from memtrace.analysis.diff import MEASURES, diff, diff_table
 from memtrace.analysis.stalls import split, stalls
 from memtrace.errors import MemtraceError, TraceError
 from memtrace.trace import Trace
@@ -69,6 +69,18 @@ def test_two_runs_of_one_program_do_not_differ_though_one_is_longer(runs: dict[s
     assert all(before == after for _, before, after in told.step_peaks) and len(told.step_peaks) == 6
     said = command("diff", runs["small"], runs["again"])
     assert said.returncode == 0 and "nothing is held or allocated differently" in said.stdout
+
+
+def test_a_run_of_two_steps_is_compared_with_the_same_steps(tmp_path: Path) -> None:
+    # The first step makes what lasts.
+    short, long = (
+        trace_of(
+            events=[event("alloc", 0, 0, 1000), *(event("alloc", n + 1, 10 * n + 1, 8) for n in range(steps))],
+            spans=[step(n, 10 * n, 10) for n in range(steps)],
+        )
+        for steps in (2, 12)
+    )
+    assert [change for change in diff(long, short).changes if change.measure == MEASURES[1]] == []
 
 
 def test_twice_the_batch_doubles_what_depends_on_it_and_nothing_else(runs: dict[str, Path]) -> None:
@@ -147,6 +159,7 @@ def test_limits_by_flag_and_by_file(runs: dict[str, Path], tmp_path: Path) -> No
         True,
         False,
     )
+    assert "test_diff_check_stalls.py" in rows["module Sequential"]["site"]
     assert rows["category parameter"]["found_bytes"] == 4 * (256 * 1024 * 2 + 1024 + 256)
     assert command("check", runs["small"], "--max-peak", "1GiB", "--csv").stdout.startswith("rank,limit")
 
@@ -170,11 +183,24 @@ def test_limits_that_make_no_sense_are_exit_code_2(
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("text", ["[]", '{"peek": 5}', '{"peak": "many"}', '{"categories": 5}', "{"])
+@pytest.mark.parametrize(
+    "text",
+    ["[]", '{"peek": 5}', '{"peak": "many"}', '{"categories": 5}', "{", '{"peak": -5}', '{"growth": true}',
+     '{"categories": {"activation": -1}}'],
+)  # fmt: skip
 def test_files_of_limits_that_are_none_are_refused(runs: dict[str, Path], tmp_path: Path, text: str) -> None:
     (tmp_path / "limits.json").write_text(text)
     done = command("check", runs["small"], "--limits", tmp_path / "limits.json")
     assert done.returncode == 2 and "limits.json" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_module_that_holds_nothing_at_the_peak_passes() -> None:
+    names = [{"id": 0, "kind": "module", "text": "net.early"}, {"id": 1, "kind": "module", "text": "net.late"}]
+    rows = [event("alloc", 0, 0, 10, op=0), event("free", 0, 1, 10, op=0), event("alloc", 1, 2, 50, op=1)]
+    trace = trace_of(events=rows, ops=[op(n, "forward", module=n) for n in range(2)], names=names)
+    early, whole = check(trace, Limits(modules={"net.early": 5, "net": 5}))
+    assert (early.found_bytes, early.passed) == (0, True)
+    assert (whole.found_bytes, whole.passed) == (50, False)
 
 
 def test_growth_that_cannot_be_told_does_not_pass() -> None:
@@ -211,7 +237,7 @@ def test_stalls_are_what_the_loader_slept(tmp_path: Path) -> None:
     assert 0.3 * FETCH < told.fetch_stall_ns / 1e9 < 5 * FETCH
     one = stalls(jobs["cold"])
     assert len(one.steps) == ROUNDS and one.share is not None
-    assert all(row.data_wait_ns >= (PREPARE + FETCH) * 1e9 for row in one.steps)
+    assert all((row.data_wait_ns or 0) >= (PREPARE + FETCH) * 1e9 for row in one.steps)
     assert 0.5 < one.share < 1
     said = command(
         "stalls",
@@ -233,6 +259,15 @@ def test_without_steps_nothing_is_known_of_waits() -> None:
     assert stalls(trace).share is None and stalls(trace).median_wait_ns is None
     with pytest.raises(TraceError, match="the synthetic recording has no steps"):
         split(trace, trace, trace)
+
+
+def test_waits_that_were_not_seen_are_unknown(runs: dict[str, Path]) -> None:
+    """The program makes its data itself: nobody can tell how long it waits for them."""
+    told = json.loads(command("stalls", runs["small"], "--json").stdout)
+    assert told["share"] is None and told["steps"][0]["data_wait_ns"] is None
+    said = command("stalls", runs["small"]).stdout
+    assert "not seen" in said and "0.0 %" not in said
+    assert "waits for data unknown" in " ".join(command("summary", runs["small"]).stdout.split())
 
 
 def test_findings_print_as_json_and_csv(runs: dict[str, Path]) -> None:

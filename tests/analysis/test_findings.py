@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from builders import event, op, step, trace_of
 from defects import train
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import memtrace
 from memtrace.analysis.findings import DeviceFindings, Finding, findings, findings_table
@@ -213,8 +215,59 @@ def test_a_forward_without_backward_keeps_its_graph() -> None:
     recorded = [op(number, "forward", name=2, stack=1, sequence_nr=number) for number in range(4)]
     assert found(life([*acts, *frees], ops=recorded)).findings[0].name == "graph kept without backward"
     assert all(one.name is None for one in found(life([*acts, *frees])).findings)
-    backward = [*recorded, op(4, "backward", name=2, stack=1)]
+    # The node between the two runs no operator.
+    backward = [*recorded, *(op(4 + n, "backward", name=2, stack=1, sequence_nr=3 * (1 - n)) for n in range(2))]
     assert all(one.name is None for one in found(life([*acts, ("read", 1, 4), *frees], ops=backward)).findings)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_only_what_no_backward_runs_through_is_a_graph_without_one(tmp_path: Path, evaluates: bool) -> None:
+    model = nn.Sequential(nn.Embedding(500, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 500))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_of(tokens: torch.Tensor) -> torch.Tensor:
+        # The logits, which no backward reads, die before it.
+        return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    with memtrace.record(tmp_path / "run.memtrace"):
+        for _ in range(6):
+            tokens = torch.randint(500, (8, 33))
+            loss_of(tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if evaluates:
+                kept = loss_of(tokens)  # its graph lives through the next step
+    told = findings(memtrace.load(tmp_path / "run.memtrace"), "cpu")
+    graphs = [one for one in told.findings if one.name == "graph kept without backward"]
+    assert bool(graphs) == evaluates
+    if evaluates:
+        assert kept.requires_grad and graphs[0].saved_bytes > 500_000
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_losses_of_some_steps_in_a_list_that_dies_with_its_function(tmp_path: Path, detached: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run() -> torch.Tensor:
+        losses, outputs = [], []
+        for number in range(24):
+            output = model(torch.randn(64, 64))
+            output.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outputs.append(output.detach())
+            if number % 3 == 2:
+                losses.append(model(torch.randn(64, 64)).square().mean())
+                losses[-1] = losses[-1].detach() if detached else losses[-1]
+        return torch.cat(outputs)  # these are used: no leak
+
+    with memtrace.record(tmp_path / "run.memtrace"):
+        run()
+    told = findings(memtrace.load(tmp_path / "run.memtrace"), "cpu")
+    kept = [one for one in told.findings if one.pattern == "leak"]
+    assert [one.name for one in kept] == ([] if detached else ["loss kept with its graph"])
+    assert all(one.saved_bytes > 500_000 for one in kept)
 
 
 def test_without_accesses_most_patterns_are_not_judged() -> None:

@@ -45,6 +45,23 @@ def test_a_leak_of_every_fifth_step_and_a_full_cache(tmp_path):
     assert found.leaks[0].bytes_per_step == pytest.approx((1 << 20) / 5, rel=0.05)
 
 
+def test_the_category_is_that_of_what_is_kept_not_of_what_is_in_use(tmp_path):
+    model, kept = nn.Linear(64, 64), []
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def run():
+        for _ in range(12):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 64)).square().mean()  # the line of the gradients too
+            kept.append(loss.detach())
+            loss.backward()
+            optimizer.step()
+
+    (one,) = leaks(recorded(run, tmp_path / "run.memtrace")).leaks
+    assert one.bytes_live > 64 * 64 * 4
+    assert one.category != "gradient"
+
+
 class _Node:
     pass
 
@@ -82,6 +99,8 @@ def _made(sizes):
         ([0] * 5 + [4096] + [0] * 6, False),  # one workspace
         ([0, 0] + [8] * 5 + [0] * 5, False),  # filled up
         ([8] * 4, False),  # too few to tell
+        ([0] * 7 + [8] * 5, True),  # begins late
+        ([0] * 9 + [8] * 3, False),  # at the end alone
     ],
 )
 def test_what_is_a_leak(sizes, is_leak):

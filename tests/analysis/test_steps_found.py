@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from builders import event, op, step, trace_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from training import PROGRAMS, STEPS, not_iterative, recorded
 
 import memtrace
@@ -84,6 +86,49 @@ def test_what_is_not_iterative_is_not_forced_into_steps(tmp_path):
     assert told["boundaries_ns"] == []
     assert told["source"] == "none"
     assert len(trace.steps) == 0
+
+
+def _layers():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.ReLU()) for _ in range(16)))
+
+
+def one_forward():
+    with torch.no_grad():
+        _layers()(torch.randn(8, 32))
+
+
+def one_step():
+    model = _layers()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    model(torch.randn(8, 32)).sum().backward()
+    optimizer.step()
+
+
+def one_pass_without_modules():
+    x = torch.randn(8, 32)
+    for weight, bias in [(torch.randn(32, 32), torch.randn(32)) for _ in range(20)]:
+        x = torch.relu(x @ weight + bias)
+
+
+@pytest.mark.parametrize("run", [one_forward, one_step, one_pass_without_modules], ids=lambda run: run.__name__)
+def test_equal_layers_are_no_steps(tmp_path, run):
+    assert detect(recorded(run, tmp_path / "run.memtrace")).num_steps == 0
+
+
+@pytest.mark.parametrize(("width", "made"), [(1, torch.optim.Adam), (2, torch.optim.SGD)])
+def test_a_narrow_last_layer_belongs_to_its_step(tmp_path, width, made):
+    model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, width))
+    optimizer = made(model.parameters(), lr=0.1)
+
+    def run():
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.randn(16, 64)).square().mean().backward()
+            optimizer.step()
+
+    found = step_pattern(recorded(run, tmp_path / "run.memtrace"), from_events=True)
+    assert found.detection.num_steps == STEPS
+    assert found.agreement == 1
 
 
 @settings(max_examples=40, deadline=None)
@@ -170,6 +215,22 @@ def test_marks_win_and_are_checked():
     assert told["boundaries_ns"] == [0, 50, 100, 150, 200]
     assert told["confidence"] == 1
     assert told["period_events"] == 5
+
+
+def test_without_marks_everything_is_told_of_the_steps_found(tmp_path):
+    model = nn.Linear(32, 16)
+    optimizer = torch.optim.SGD(model.parameters())
+    with memtrace.record(tmp_path / "run.memtrace") as rec:
+        for _ in rec.steps(range(4)):  # epochs
+            for _ in range(5):
+                optimizer.zero_grad()
+                model(torch.randn(8, 32)).square().mean().backward()
+                optimizer.step()
+    trace = memtrace.load(tmp_path / "run.memtrace")
+    marked, found = pattern_as_dict(trace), pattern_as_dict(trace, from_events=True)
+    assert (marked["num_steps"], found["num_steps"]) == (4, 20)
+    assert [row["step"] for row in found["stability"]["by_step"]] == list(range(20))
+    assert marked["law"]["per_step"] == 5 * found["law"]["per_step"]
 
 
 def test_roles_are_the_same_block_of_every_step(traces):
