@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from memtrace.cli.output import UNKNOWN, console, duration, open_traces, plain_table, print_json, size
+from memtrace.cli.arguments import RANK, TRACES, open_rank
+from memtrace.cli.output import UNKNOWN, console, duration, plain_table, print_json, size
 from memtrace.cli.quantities import BYTES_OR_NONE
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
@@ -22,8 +23,8 @@ CSV_COLUMNS = ("site", "category", "bytes", "num_intervals", "median_ns", "swap_
 
 
 @click.command("access")
-@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path())
-@click.option("--rank", type=int, help="One rank of a trace of several; the first without it.")
+@TRACES
+@RANK
 @click.option("--bandwidths", type=click.Path(), help="What memtrace doctor --bandwidth --json printed.")
 @click.option("--out", "out_gb", type=float, help="Bandwidth out of the device in GB/s; with --in.")
 @click.option("--in", "in_gb", type=float, help="Bandwidth into the device in GB/s.")
@@ -38,8 +39,7 @@ def command(
     from memtrace.analysis.access import access
 
     costs = _costs(bandwidths, out_gb, in_gb)
-    opened = open_traces(traces)
-    found = access(opened.rank(opened.ranks[0] if rank is None else rank), costs, min_bytes)
+    found = access(open_rank(traces, rank), costs, min_bytes)
     if as_json:
         print_json(found)
     elif as_csv:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import click
+from memtrace.cli.arguments import TRACES
 from memtrace.cli.output import UNKNOWN, console, open_traces, plain_table, print_json, size
 from memtrace.cli.quantities import BYTES_OR_NONE
 from memtrace.cli.tabular import print_csv
@@ -15,7 +16,7 @@ from memtrace.errors import MemtraceError
 
 
 @click.command("check")
-@click.argument("trace", type=click.Path())
+@TRACES
 @click.option("--max-peak", type=BYTES_OR_NONE, help="Most requested bytes live at once, devices added.")
 @click.option("--max-growth", type=BYTES_OR_NONE, help="Most bytes by which a step may leave more live than the last.")
 @click.option("--max-category", multiple=True, metavar="NAME=BYTES", help="Most held at the peak; repeat for more.")
@@ -25,7 +26,7 @@ from memtrace.errors import MemtraceError
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print the same as CSV.")
 def command(
-    trace: str,
+    traces: tuple[str, ...],
     max_peak: int | None,
     max_growth: int | None,
     max_category: tuple[str, ...],
@@ -49,7 +50,7 @@ def command(
     )
     if not wanted:
         raise MemtraceError("nothing to check: give --max-peak, --max-growth, --max-category, --max-module or --limits")
-    opened = open_traces([trace])
+    opened = open_traces(traces)
     ranks = opened.ranks if rank is None else (rank,)
     rows = [{"rank": n} | verdict.as_dict() for n in ranks for verdict in check(opened.rank(n), wanted)]
     passed = all(row["passed"] for row in rows)

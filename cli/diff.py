@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import click
-from memtrace.cli.output import UNKNOWN, console, duration, open_traces, plain_table, print_json, size
+from memtrace.cli.arguments import open_rank
+from memtrace.cli.output import UNKNOWN, console, duration, plain_table, print_json, size
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
 from rich.markup import escape
@@ -23,8 +24,7 @@ def command(before: str, after: str, rank: int | None, as_json: bool, as_csv: bo
     """Say what changed from trace BEFORE to trace AFTER: by step, category, module and line, never by address."""
     from memtrace.analysis.diff import diff
 
-    opened = [open_traces([before]), open_traces([after])]
-    one, two = (trace.rank(trace.ranks[0] if rank is None else rank) for trace in opened)
+    one, two = open_rank([before], rank), open_rank([after], rank)
     found = diff(one, two)
     if as_json:
         print_json(found.as_dict())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import click
-from memtrace.cli.output import UNKNOWN, console, open_traces, plain_table, print_json, size
+from memtrace.cli.arguments import RANK, TRACES, open_rank
+from memtrace.cli.output import UNKNOWN, console, plain_table, print_json, size
 from memtrace.cli.quantities import BYTES
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
@@ -13,12 +14,12 @@ from memtrace.analysis.findings import FIELDS, DeviceFindings
 
 
 @click.command("findings")
-@click.argument("trace", type=click.Path())
-@click.option("--rank", type=int, help="One rank of a trace of several; without it the first.")
+@TRACES
+@RANK
 @click.option("--min-bytes", type=BYTES, help="Leave out what holds less at any time; default a 1,000th of the peak.")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print the findings as CSV.")
-def command(trace: str, rank: int | None, min_bytes: int | None, as_json: bool, as_csv: bool) -> None:
+def command(traces: tuple[str, ...], rank: int | None, min_bytes: int | None, as_json: bool, as_csv: bool) -> None:
     """Name memory of TRACE that is there without need, and the peak that would result without it.
 
     Each is mended on the recorded timeline, and the peak replayed. What moving or deleting a line mends stands first;
@@ -26,8 +27,7 @@ def command(trace: str, rank: int | None, min_bytes: int | None, as_json: bool, 
     """
     from memtrace.analysis.findings import findings
 
-    opened = open_traces([trace])
-    one = opened.rank(opened.ranks[0] if rank is None else rank)
+    one = open_rank(traces, rank)
     found = [findings(one, device, min_bytes=min_bytes) for device in one.devices]
     if as_json:
         print_json({"devices": [device.as_dict() for device in found]})

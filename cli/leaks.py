@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import click
-from memtrace.cli.output import console, counted, open_traces, plain_table, print_json, size
+from memtrace.cli.arguments import RANK, TRACES, open_rank
+from memtrace.cli.output import console, counted, plain_table, print_json, size
 from memtrace.cli.quantities import BYTES
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
@@ -15,8 +16,8 @@ CSV_COLUMNS = ("site", "category", "bytes_per_step", "num_growing_steps", "num_b
 
 
 @click.command("leaks")
-@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path())
-@click.option("--rank", type=int, help="One rank of a trace of several; the first without it.")
+@TRACES
+@RANK
 @click.option("--steps", "min_steps", type=click.IntRange(2), default=3, show_default=True,
               help="Growth in fewer steps is none.")  # fmt: skip
 @click.option("--capacity", type=BYTES, help="Bytes there are, such as 16GiB: says after how many steps they are used.")
@@ -28,8 +29,7 @@ def command(
     """Tell which lines of TRACE keep more memory after every step."""
     from memtrace.analysis.leaks import leaks
 
-    opened = open_traces(traces)
-    found = leaks(opened.rank(opened.ranks[0] if rank is None else rank), min_steps, capacity).as_dict()
+    found = leaks(open_rank(traces, rank), min_steps, capacity).as_dict()
     if as_json:
         print_json(found)
     elif as_csv:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import click
+from memtrace.cli.arguments import TRACES
 from memtrace.cli.output import console, duration, plain_table, print_json, share, size, working
 from memtrace.cli.quantities import BYTES
 from rich.console import Console
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command("pipeline")
-@click.argument("trace", type=click.Path())
+@TRACES
 @click.option("--capacity", type=BYTES, help="Memory of one worker, such as 16GiB: what is left of it.")
 @click.option("--predict", type=click.Path(), metavar="TRACE1",
               help="A trace of one process, the whole model on one micro-batch: predict from it.")  # fmt: skip
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 @click.option("--show", is_flag=True, help="Print the recorded order of actions as a table as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
 def command(
-    trace: str,
+    traces: tuple[str, ...],
     capacity: int | None,
     predict: str | None,
     schedule: str | None,
@@ -44,8 +45,8 @@ def command(
 
     if predict is None and (schedule or cut or layers):
         raise MemtraceError("--schedule, --cut and --layer are for --predict: give the trace to predict from")
-    with working(f"reading {trace}"):
-        found = measured(load(trace), capacity)
+    with working(f"reading {' '.join(traces)}"):
+        found = measured(load(*traces), capacity)
         against = None if predict is None else _compare(found, predict, schedule, cut, layers)
     if as_json:
         predicted = {} if against is None else {"predicted": against.as_dict()}

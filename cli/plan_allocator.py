@@ -6,7 +6,8 @@ import sys
 from typing import TYPE_CHECKING
 
 import click
-from memtrace.cli.output import UNKNOWN, console, open_traces, plain_table, print_json, size
+from memtrace.cli.arguments import RANK, TRACES, open_rank
+from memtrace.cli.output import UNKNOWN, console, plain_table, print_json, size
 from memtrace.cli.quantities import BYTES
 from rich.markup import escape
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command("allocator")
-@click.argument("trace", type=click.Path())
+@TRACES
 @click.option(
     "--setting",
     "texts",
@@ -34,10 +35,10 @@ if TYPE_CHECKING:
     type=BYTES,
     help="What the device gives, such as 24GiB. Without it: what the trace tells of it.",
 )
-@click.option("--rank", type=int, help="One rank of a trace of several; without it the first.")
+@RANK
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
 def command(
-    trace: str, texts: tuple[str, ...], sweep: bool, capacity: int | None, rank: int | None, as_json: bool
+    traces: tuple[str, ...], texts: tuple[str, ...], sweep: bool, capacity: int | None, rank: int | None, as_json: bool
 ) -> None:
     """Replay the CUDA caching allocator over TRACE, and predict what other settings would reserve.
 
@@ -47,8 +48,7 @@ def command(
     from memtrace.planning.allocator.settings import Settings
 
     wanted = [Settings.parse(text) for text in texts]
-    opened = open_traces([trace])
-    one = opened.rank(opened.ranks[0] if rank is None else rank)
+    one = open_rank(traces, rank)
     plans = _plans(one, _to_try(wanted, sweep, capacity), capacity)
     if as_json:
         print_json({"devices": [plan.as_dict() for plan in plans]})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import click
+from memtrace.cli.arguments import TRACES
 from memtrace.cli.output import UNKNOWN, console, duration, open_traces, plain_table, print_json, size, working
 from rich.markup import escape
 
@@ -15,12 +16,12 @@ _CATEGORIES = ("parameter", "gradient", "optimizer_state", "activation", "tempor
 
 
 @click.command("ranks")
-@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path())
+@TRACES
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
 def command(traces: tuple[str, ...], as_json: bool) -> None:
     """Compare the ranks of TRACE: peaks and what held them, who is slow, which rank to look at first.
 
-    Several files of other tools are the ranks of one job.
+    Several traces or files are the ranks of one job.
     """
     from memtrace.analysis.ranks import ranks
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from memtrace.cli.arguments import TRACES
 from memtrace.cli.output import open_traces, working
 
 from memtrace.errors import MemtraceError
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command("report")
-@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path())
+@TRACES
 @click.option("-o", "--output", type=click.Path(dir_okay=False), default="report.html", show_default=True)
 @click.option("--rank", type=int, help="One rank of a trace of several.")
 @click.option("--predict", type=click.Path(), metavar="TRACE1",

@@ -6,7 +6,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
-from memtrace.cli.output import console, counted, duration, open_traces, plain_table, print_json, share
+from memtrace.cli.arguments import RANK, TRACES, open_rank
+from memtrace.cli.output import console, counted, duration, plain_table, print_json, share
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
 
@@ -14,20 +15,19 @@ from memtrace.errors import MemtraceError
 
 if TYPE_CHECKING:
     from memtrace.analysis.stalls import Split, Stalls
-    from memtrace.trace import Trace
 
 _ROWS = 20
 
 
 @click.command("stalls")
-@click.argument("trace", type=click.Path())
+@TRACES
 @click.option("--synthetic", type=click.Path(), help="A recording of the same job on data made in memory.")
 @click.option("--cached", type=click.Path(), help="A recording of it with all data cached; TRACE is the cold one.")
-@click.option("--rank", type=int, help="One rank of a trace of several; without it the first.")
+@RANK
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print the steps as CSV.")
 def command(
-    trace: str, synthetic: str | None, cached: str | None, rank: int | None, as_json: bool, as_csv: bool
+    traces: tuple[str, ...], synthetic: str | None, cached: str | None, rank: int | None, as_json: bool, as_csv: bool
 ) -> None:
     """Say how long each step of TRACE waits for its data.
 
@@ -38,22 +38,17 @@ def command(
 
     if (synthetic is None) != (cached is None):
         raise MemtraceError("--synthetic and --cached go together: the split is by the difference of three recordings")
-    one = _open(trace, rank)
+    one = open_rank(traces, rank)
     found = stalls(one)
     parts = None
     if synthetic is not None and cached is not None:
-        parts = split(_open(synthetic, rank), one, _open(cached, rank))
+        parts = split(open_rank([synthetic], rank), one, open_rank([cached], rank))
     if as_json:
         print_json(found.as_dict() | {"split": parts.as_dict() if parts else None})
     elif as_csv:
         print_csv(("step", "duration_ns", "data_wait_ns"), map(asdict, found.steps))
     else:
         _print(found, parts)
-
-
-def _open(path: str, rank: int | None) -> Trace:
-    opened = open_traces([path])
-    return opened.rank(opened.ranks[0] if rank is None else rank)
 
 
 def _print(found: Stalls, parts: Split | None) -> None:

@@ -6,15 +6,16 @@ from itertools import pairwise
 from typing import Any
 
 import click
-from memtrace.cli.output import UNKNOWN, console, counted, duration, open_traces, plain_table, print_json, share, size
+from memtrace.cli.arguments import RANK, TRACES, open_rank
+from memtrace.cli.output import UNKNOWN, console, counted, duration, plain_table, print_json, share, size
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
 from rich.markup import escape
 
 
 @click.command("steps")
-@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path())
-@click.option("--rank", type=int, help="One rank of a trace of several; the first without it.")
+@TRACES
+@RANK
 @click.option("--from-events", is_flag=True, help="Ignore marks and optimizers: find the steps in the events alone.")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print one line a step.")
@@ -22,8 +23,7 @@ def command(traces: tuple[str, ...], rank: int | None, from_events: bool, as_jso
     """Find the steps of TRACE, with or without marks, and tell whether they are alike."""
     from memtrace.analysis.stability import pattern_as_dict
 
-    opened = open_traces(traces)
-    found = pattern_as_dict(opened.rank(opened.ranks[0] if rank is None else rank), from_events)
+    found = pattern_as_dict(open_rank(traces, rank), from_events)
     if as_json:
         print_json(found)
     elif as_csv:

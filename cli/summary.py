@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
+from memtrace.cli.arguments import TRACES
 from memtrace.cli.failure import NO_STACK, moment, print_failure
 from memtrace.cli.output import (
     UNKNOWN,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @click.command("summary")
-@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path())
+@TRACES
 @click.option("--rank", type=int, help="One rank of a trace of several; without it each rank gets a line.")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
 def command(traces: tuple[str, ...], rank: int | None, as_json: bool) -> None:

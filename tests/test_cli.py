@@ -159,3 +159,25 @@ def test_a_folder_that_is_not_a_trace_and_a_file(tmp_path):
         done = memtrace("summary", path)
         assert done.returncode == 2
         assert sentence in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["steps", "access", "leaks", "findings", "stalls", "plan allocator", "check --max-peak 1GiB", "summary", "ranks"],
+)
+def test_several_traces_are_the_ranks_of_a_job(command, trace, tmp_path):
+    (tmp_path / "rank1.memtrace").symlink_to(trace)
+    (tmp_path / "rank0.memtrace").symlink_to(trace)
+    done = memtrace(*command.split(), tmp_path / "rank1.memtrace", tmp_path / "rank0.memtrace", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    if command == "summary":
+        assert [one["rank"] for one in told["ranks"]] == [0, 1]
+    elif command == "ranks":
+        assert len(told["ranks"]) == 2
+    elif command.startswith("check"):
+        assert [one["rank"] for one in told["limits"]] == [0, 1]
+    else:
+        assert "rank 0 of 2" in done.stderr
+        second = memtrace(*command.split(), tmp_path / "rank1.memtrace", tmp_path / "rank0.memtrace", "--rank", "1")
+        assert second.returncode == 0 and "rank 0 of 2" not in second.stderr
