@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,37 +40,33 @@ def read_job(paths: Sequence[str | Path]) -> list[Rank]:
 def number_ranks(found: Sequence[tuple[Path, dict[str, Any]]]) -> None:
     """Give each manifest its rank in the job that all of them together are; paths say where they are from.
 
-    A rank is what the file or the trace says itself; where not all say, what their names say (``rank3``); else their
-    order here. TraceError where two say the same.
+    A rank is what the file or the trace says itself. The others have what their names say (``rank3``), or where that
+    does not tell them apart the numbers that are left, in their order here. TraceError where two say the same.
     """
-    ranks, how = _numbers(found)
-    for (path, manifest), number in zip(found, ranks, strict=True):
-        manifest["rank"] = number
-        manifest["world_size"] = max(len(found), max(ranks) + 1, int(manifest.get("world_size") or 1))
+    if not found:
+        raise TraceError("No file was given to read.")
+    told = {place: rank for place, (_, manifest) in enumerate(found) if (rank := _own(manifest)) is not None}
+    if twice := [rank for rank, times in Counter(told.values()).items() if times > 1]:
+        files = " and ".join(found[place][0].name for place, rank in told.items() if rank == twice[0])
+        raise TraceError(f"{files} are both of rank {twice[0]}: give the files of one job, one a rank.")
+    said = set(told)
+    silent = [place for place in range(len(found)) if place not in said]
+    named = {place: int(hits[-1]) for place in silent if (hits := _NAMED_RANK.findall(found[place][0].name))}
+    how = "by its name"
+    if len({*told.values(), *named.values()}) < len(found):
+        free = (number for number in count() if number not in told.values())
+        named = dict(zip(silent, free, strict=False))
+        how = "by the order in which the files were given"
+    told |= named
+    for place, (path, manifest) in enumerate(found):
+        manifest["rank"] = told[place]
+        manifest["world_size"] = max(len(found), max(told.values()) + 1, int(manifest.get("world_size") or 1))
         if len(found) > 1:
-            manifest.setdefault("coverage", {}).setdefault("notes", []).append(f"rank {number} is {path.name}, {how}")
+            note = f"rank {told[place]} is {path.name}, {'as it says' if place in said else how}"
+            manifest.setdefault("coverage", {}).setdefault("notes", []).append(note)
 
 
-def _says(manifest: Mapping[str, Any]) -> int | None:
+def _own(manifest: Mapping[str, Any]) -> int | None:
     """The rank of a manifest; None where it is only what a process without a job calls itself."""
     knows = manifest.get("rank_told") or int(manifest.get("world_size") or 1) > 1
     return int(manifest["rank"]) if knows else None
-
-
-def _numbers(found: Sequence[tuple[Path, dict[str, Any]]]) -> tuple[list[int], str]:
-    """The ranks and how they were told."""
-    if not found:
-        raise TraceError("No file was given to read.")
-    told = [_says(manifest) for _, manifest in found]
-    sure = [number for number in told if number is not None]
-    if len(sure) == len(found):
-        if len(set(sure)) < len(sure):
-            twice = next(number for number in sure if sure.count(number) > 1)
-            files = " and ".join(path.name for (path, _), number in zip(found, sure, strict=True) if number == twice)
-            raise TraceError(f"{files} are both of rank {twice}: give the files of one job, one a rank.")
-        return sure, "as it says"
-    named = [_NAMED_RANK.findall(path.name) for path, _ in found]
-    numbers = [int(hits[-1]) for hits in named if hits]
-    if len(numbers) == len(found) and len(set(numbers)) == len(numbers):
-        return numbers, "by its name"
-    return list(range(len(found))), "by the order in which the files were given"

@@ -161,6 +161,17 @@ def test_ranks_as_the_files_say(tmp_path: Path) -> None:
         readers.read_job([paths[1], paths[1]])
 
 
+def test_a_rank_that_is_told_stays_beside_files_that_tell_none(tmp_path: Path, files: list[Path]) -> None:
+    found = readers.read_job([files[0], _chrome(tmp_path / "told.json", 1), files[1]])
+    assert [(manifest["rank"], manifest["source"]["file"]) for manifest, _ in found] == [
+        (0, files[0].name), (1, "told.json"), (2, files[1].name),
+    ]  # fmt: skip
+    notes = [manifest["coverage"]["notes"][-1] for manifest, _ in found]
+    assert ["as it says" in note for note in notes] == [False, True, False]
+    named = files[1].rename(tmp_path / "rank7.pickle")
+    assert [manifest["rank"] for manifest, _ in readers.read_job([named, tmp_path / "told.json"])] == [1, 7]
+
+
 def test_folders_and_files_together_are_the_ranks_of_a_job(tmp_path: Path, files: list[Path]) -> None:
     kept = [tmp_path / "a.memtrace", tmp_path / "b.memtrace"]
     for file, folder in zip(files, kept, strict=True):
