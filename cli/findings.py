@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 from memtrace.cli.arguments import RANK, TRACES, open_rank
-from memtrace.cli.output import UNKNOWN, console, plain_table, print_json, size
+from memtrace.cli.output import UNKNOWN, console, counted, plain_table, print_json, size
 from memtrace.cli.quantities import BYTES
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
@@ -42,14 +42,13 @@ def command(traces: tuple[str, ...], rank: int | None, min_bytes: int | None, as
 
 def _print_device(out: Console, device: DeviceFindings) -> None:
     out.print(f"[bold]{device.device}: peak {size(device.peak_bytes)}[/]")
-    out.print(
-        f"{size(device.peak_if_all_mended_bytes)} if all were mended that a line mends; one operator touches "
-        f"{size(device.lower_bound_bytes)} at most: no order is below that"
-    )
+    lowest = device.lower_bound_bytes
+    bound = "" if lowest is None else f"; one operator touches {size(lowest)} at most: no order is below that"
+    out.print(f"{size(device.peak_if_all_mended_bytes)} if all were mended that a line mends{bound}")
     for reason in device.not_judged:
         out.print(f"not judged: {escape(reason)}")
     for mechanism, title in ((False, "a line mends it"), (True, "it takes recomputing, swapping or working in place")):
-        rows = [row for row in device.findings if row.needs_mechanism == mechanism]
+        rows = [row for row in device.findings if row.needs_mechanism == mechanism and row.saved_bytes]
         if not rows:
             continue
         table = plain_table("saves", "peak then", "at once", "blocks", f"{title}: what, where")
@@ -61,6 +60,10 @@ def _print_device(out: Console, device: DeviceFindings) -> None:
         out.print(table)
         for what, advice in dict.fromkeys((row.name or row.pattern, row.advice) for row in rows[:3]):
             out.print(f"try, {what.replace('_', ' ')}: {advice}", soft_wrap=True)
-    if not device.findings:
+    elsewhere = [row.bytes for row in device.findings if not row.saved_bytes]
+    if elsewhere:
+        out.print(f"\n{counted(len(elsewhere), 'finding')} of up to {size(max(elsewhere))} at other moments than the "
+                  "peak, which save nothing of it: --json and --csv list them")  # fmt: skip
+    elif not device.findings:
         out.print("nothing found")
     out.print()

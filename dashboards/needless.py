@@ -30,8 +30,9 @@ def findings_table(trace: Trace, device: str) -> Table | None:
         Column("blocks", "number"),
     )
     # The best of both kinds: those that a line mends come first, however many they are.
-    by_line = [one for one in told.findings if not one.needs_mechanism]
-    others = [one for one in told.findings if one.needs_mechanism]
+    saving = [one for one in told.findings if one.saved_bytes] or told.findings
+    by_line = [one for one in saving if not one.needs_mechanism]
+    others = [one for one in saving if one.needs_mechanism]
     shown = [*by_line[: MAX_ROWS - min(len(others), 5)], *others[:5]]
     rows = tuple(
         Row((f"{(one.name or one.pattern).replace('_', ' ')}{' *' if one.needs_mechanism else ''}",
@@ -40,11 +41,12 @@ def findings_table(trace: Trace, device: str) -> Table | None:
             (one.advice,))
         for one in shown
     )  # fmt: skip
-    lowest = "unknown" if told.lower_bound_bytes is None else bytes_text(told.lower_bound_bytes)
+    lowest = told.lower_bound_bytes
+    bound = "" if lowest is None else f"; one operator touches {bytes_text(lowest)} at most: no order is below that"
     note = (
-        f"{len(shown)} of {len(told.findings)}. With all mended that a line mends the peak would be "
-        f"{bytes_text(told.peak_if_all_mended_bytes)}; one operator touches {lowest} at most: no order is below that. "
-        "* takes recomputing, swapping or working in place."
+        f"{len(shown)} of {len(told.findings)}; those that save nothing of the peak come last. With all mended that a "
+        f"line mends it would be {bytes_text(told.peak_if_all_mended_bytes)}{bound}. * takes recomputing, swapping or "
+        "working in place."
     )
     untold = "".join(f" Not judged: {reason}." for reason in told.not_judged)
     return Table(columns, rows, note=note + untold, detail="advice")

@@ -95,7 +95,8 @@ FIELDS: Final = ("pattern", "name", "site", "category", "num_blocks", "bytes", "
 
 @dataclass(frozen=True)
 class DeviceFindings:
-    """The findings of one device, those that save most first; patterns that need a mechanism behind the others."""
+    """The findings of one device, those that save most first; patterns that need a mechanism behind the others, and
+    behind all what saves nothing of the peak."""
 
     device: str
     peak_bytes: int
@@ -142,7 +143,7 @@ def _find(trace: Trace, device: str, min_bytes: int | None) -> DeviceFindings:
     listed: list[Finding] = []
     for pattern, name, absences in _all(trace, chosen):
         listed += _by_line(trace, device, pattern, name, absences, least)
-    listed.sort(key=lambda one: (one.needs_mechanism, -one.saved_bytes, -one.idle_byte_seconds))
+    listed.sort(key=lambda one: (not one.saved_bytes, one.needs_mechanism, -one.saved_bytes, -one.idle_byte_seconds))
     mended = [one.absences for one in listed if one.saved_bytes > 0 and not one.needs_mechanism]
     return DeviceFindings(
         device=device,

@@ -15,7 +15,7 @@ from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
 from memtrace.analysis.growth import MIN_STEPS, WARM_UP_STEPS
 from memtrace.analysis.leaks import MIN_STEPS as LEAK_STEPS
 from memtrace.analysis.leaks import ends_lived, is_growth, live_at_ends
-from memtrace.analysis.uses import op_rows, uses
+from memtrace.analysis.uses import filled_from_nothing, op_rows, uses
 from memtrace.analysis.without import FOREVER, Absences
 from memtrace.arrays import Array
 from memtrace.trace import Trace
@@ -27,10 +27,17 @@ _KEPT: Final = np.array([CATEGORY["parameter"], CATEGORY["optimizer_state"]])
 
 def early_allocation(trace: Trace, chosen: Array) -> Absences:
     """Blocks made before they are first used, while another block was freed in between: made later they could have had
-    its place. ``chosen`` are blocks of one device."""
+    its place. What fills a block out of nothing (zeros, random numbers) moves with it and is no use. ``chosen`` are
+    blocks of one device."""
     found, used = blocks(trace), uses(trace)
-    here = chosen[(found.alloc_event[chosen] >= 0) & (used.num_of(chosen) > 0)]
+    from_nothing = filled_from_nothing(trace)
+    here = chosen[found.alloc_event[chosen] >= 0]
     access = used.first[here]
+    # Its maker's accesses of a block come one behind the other, before all others.
+    while (skipped := from_nothing[np.minimum(access, len(from_nothing) - 1)] & (access < used.first[here + 1])).any():
+        access = access + skipped
+    there = access < used.first[here + 1]
+    here, access = here[there], access[there]
     own = used.op[access] == trace.columns("events", "op")["op"][found.alloc_event[here]]
     here, access = here[~own], access[~own]
     begin, end = found.alloc_event[here], _first_row(trace, used.op[access], used.row[access])
@@ -54,7 +61,7 @@ def temporary_idleness(trace: Trace, chosen: Array) -> Absences:
     """The stretches between two uses of a block in which many operators run and none touches it."""
     used = uses(trace)
     mine = among(trace, chosen)[used.block]
-    follows = np.flatnonzero(mine[1:] & (used.block[1:] == used.block[:-1]))
+    follows = np.flatnonzero(mine[1:] & (used.block[1:] == used.block[:-1]) & ~filled_from_nothing(trace)[:-1])
     calls = np.concatenate([[0], np.cumsum(_first_of_calls(trace))])
     begin = _last_row(trace, used.op[follows], used.row[follows])
     end = _first_row(trace, used.op[follows + 1], used.row[follows + 1])

@@ -64,6 +64,17 @@ def test_early_allocation_needs_a_free_in_between() -> None:
     assert of(life(miss), "early_allocation") == []
 
 
+def test_filling_a_block_from_nothing_is_no_use_of_it() -> None:
+    between: list[Act] = [("alloc", 1, 1), ("write", 1, 1), ("free", 1, -1)]
+    ends: list[Act] = [("read", 0, 2), ("free", 0, -1)]
+    (one,) = of(life([("alloc", 0, 0), ("write", 0, 0), *between, *ends]), "early_allocation")
+    assert (one.bytes, one.peak_if_mended_bytes, one.saved_bytes) == (1000, 1001, 1000)
+    # An operator that reads something has it at hand only then: it cannot simply move.
+    reads: list[Act] = [("baseline", 2, -1), ("alloc", 0, 0), ("read", 2, 0), ("write", 0, 0)]
+    assert of(life([*reads, *between, *ends]), "early_allocation") == []
+    assert of(life([("alloc", 0, 0), ("write", 0, 0), *ends, *between]), "early_allocation") == []
+
+
 def test_late_deallocation_needs_an_allocation_in_between() -> None:
     made: list[Act] = [("alloc", 0, 0), ("write", 0, 0), ("read", 0, 1)]
     other: list[Act] = [("alloc", 1, 2), ("write", 1, 2), ("read", 1, 3)]
@@ -92,7 +103,8 @@ def test_temporary_idleness_needs_many_operators_in_between() -> None:
                 ("free", 201 + 2 * n, 100 + n),
             )
         ]
-        return [("alloc", 0, 0), ("write", 0, 0), *inner, ("read", 0, 90), ("free", 0, -1), *rest]  # type: ignore[list-item]
+        made = [("baseline", 300, -1), ("alloc", 0, 0), ("read", 300, 0), ("write", 0, 0)]
+        return [*made, *inner, ("read", 0, 90), ("free", 0, -1), *rest]  # type: ignore[list-item]
 
     (one,) = of(life(acts(8)), "temporary_idleness")
     assert one.bytes == 1000 and one.covers_peak
