@@ -21,8 +21,8 @@ def moment(found: dict[str, Any]) -> str:
     return f"at event {found['event']:,}" if found["time_ns"] is None else f"at {duration(found['time_ns'])}"
 
 
-def print_failure(out: Console, failure: dict[str, Any]) -> None:
-    """Print one entry of ``out_of_memory`` of a summary."""
+def print_failure(out: Console, failure: dict[str, Any], name: str) -> None:
+    """Print one entry of ``out_of_memory`` of the summary of the trace ``name``."""
     when = f"out of memory on {failure['device']} {moment(failure)}"
     who = escape(failure["site"] or UNKNOWN)
     out.print(f"\n[bold]{when}[/]: {size(failure['asked_bytes'])} asked for by {who}")
@@ -36,6 +36,8 @@ def print_failure(out: Console, failure: dict[str, Any]) -> None:
     out.print(table)
     for sentence in failure["advice"]:
         out.print(f"try: {escape(sentence)}")
+    if failure["room"] is not None:
+        out.print(f"Next: memtrace plan allocator {escape(name)}, for settings that would have let it fit", style="dim")
 
 
 def _print_room(out: Console, room: dict[str, Any]) -> None:
@@ -74,5 +76,5 @@ def _explain(folder: Path) -> None:
     failures = out_of_memory(trace)
     if failures:
         out = console(stderr=True)
-        print_failure(out, failure_as_dict(trace, failures[-1]))
+        print_failure(out, failure_as_dict(trace, failures[-1]), str(folder))
         out.print(f"Next: memtrace report {escape(str(folder))} -o report.html", style="dim")

@@ -76,7 +76,7 @@ def print_summary(out: Console, name: str, found: dict[str, Any]) -> None:
     for device in found["devices"]:
         _print_device(out, device)
     for failure in found["out_of_memory"]:
-        print_failure(out, failure)
+        print_failure(out, failure, name)
     if not found["devices"]:
         out.print("No memory events were recorded.")
     _print_steps(out, found["steps"])
