@@ -16,10 +16,11 @@ MAX_ROWS: Final = 15
 
 
 def findings_table(trace: Trace, device: str) -> Table | None:
-    """The findings of a device with the peak that would result without each; None where there are none."""
+    """The findings of a device with the peak that would result without each; None where there are none to be had."""
     told = findings(trace, device)
+    untold = " ".join(f"Not judged: {reason}." for reason in told.not_judged)
     if not told.findings:
-        return None
+        return Table((), (), note=f"Nothing was found. {untold}") if untold else None
     columns = (
         Column("what"),
         Column("line", "code"),
@@ -46,7 +47,6 @@ def findings_table(trace: Trace, device: str) -> Table | None:
     note = (
         f"{len(shown)} of {len(told.findings)}; those that save nothing of the peak come last. With all mended that a "
         f"line mends it would be {bytes_text(told.peak_if_all_mended_bytes)}{bound}. * takes recomputing, swapping or "
-        "working in place."
+        f"working in place. {untold}"
     )
-    untold = "".join(f" Not judged: {reason}." for reason in told.not_judged)
-    return Table(columns, rows, note=note + untold, detail="advice")
+    return Table(columns, rows, note=note, detail="advice")

@@ -15,6 +15,7 @@ from memtrace.analysis.blocks import blocks
 from memtrace.analysis.growth import growth
 from memtrace.analysis.leaks import leaks
 from memtrace.analysis.peak import live_at, peak, requested_bytes
+from memtrace.analysis.sites import site
 from memtrace.analysis.steps import step_columns
 from memtrace.analysis.summary import summary
 from memtrace.analysis.timeline import kept_places, timeline
@@ -259,3 +260,20 @@ def test_reading_needs_neither_torch_nor_pandas(tmp_path):
     modules = "{'torch', 'pandas'} & set(sys.modules)"
     program = f"import sys; import memtrace.analysis.summary, memtrace.cli; sys.exit(bool({modules}))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("functions", "told"),
+    [
+        (
+            ["c10::malloc", "at::_ops::sum::redispatch(int)", "at::_ops::sum_to::call(int)", "__clone"],
+            "aten::sum_to (torch)",
+        ),
+        (["at::_ops::mm::call(int)", "torch::autograd::generated::MmBackward0::apply(int)"], "MmBackward0 (autograd)"),
+        (["c10::malloc", "__clone"], "alloc.cpp:0 c10::malloc"),
+    ],
+)
+def test_a_stack_without_a_line_of_the_user_is_told_by_what_torch_was_at(functions, told):
+    names = [{"id": number, "kind": "frame", "text": f"alloc.cpp\t0\t{name}"} for number, name in enumerate(functions)]
+    stack = {"id": 9, "kind": "stack", "frames": list(range(len(functions)))}
+    assert site(trace_of(events=[event("alloc", 0, 0, 8)], names=[*names, stack]), 9) == told

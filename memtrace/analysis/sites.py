@@ -16,6 +16,7 @@ _INSIDE = ("/site-packages/", "/dist-packages/", "<frozen ", "<string>", "<eval_
 # Frames of C++, as a CUDA snapshot with all stacks has them: torch's own and the libraries beneath it.
 _NATIVE = (".cpp", ".cc", ".c", ".cxx", ".h", ".hpp", ".cu", ".cuh", ".so", ".o")
 _NODE = re.compile(r"torch::autograd::(?:generated::)?(\w+)::apply\(")
+_OPERATOR = re.compile(r"at::_ops::(\w+)::")
 _LIBRARY_MODULE = re.compile(r"^[a-z]:/.*/lib/(\w+)(\.py$|/)", re.IGNORECASE)
 _STANDARD = (
     sysconfig.get_paths()["stdlib"],
@@ -43,7 +44,7 @@ def own_frame(frames: list[Frame]) -> Frame | None:
 def site(trace: Trace, stack: int) -> str | None:
     """'file:line function' of the user's own innermost line; None where there is no stack.
 
-    Where autograd's threads ran no Python, the node of the graph stands for the line.
+    Where autograd's threads ran no Python, the node of the graph stands for the line, else the outermost operator.
     """
     frames = trace.frames(stack)
     frame = own_frame(frames)
@@ -53,6 +54,9 @@ def site(trace: Trace, stack: int) -> str | None:
         node = next((match[1] for other in frames if (match := _NODE.match(other.function))), None)
         if node is not None:
             return f"{node} (autograd)"
+        operators = [match[1] for other in frames if (match := _OPERATOR.match(other.function))]
+        if operators:
+            return f"aten::{operators[-1]} (torch)"
     parts = Path(frame.file.replace("\\", "/")).parts
     return f"{'/'.join(parts[-2:])}:{frame.line} {frame.function}"
 

@@ -11,6 +11,7 @@ from builders import event, op, step, trace_of
 from defects import train
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memtrace.dashboards import needless
 from torch import nn
 
 import memtrace
@@ -392,3 +393,9 @@ def test_a_leak_is_told_without_accesses_too() -> None:
     (one,) = of(life(acts, ops=ops, spans=[step(n, 10 * n, 10) for n in range(12)]), "leak")
     # What is not read or written is needed no longer than its allocation.
     assert (one.num_blocks, one.saved_bytes) == (12, 12_000)
+
+
+def test_the_page_says_what_was_not_judged() -> None:
+    section = needless.findings_table(life([("alloc", 0, -1), ("free", 0, -1)]), "cpu")
+    assert section is not None and not section.rows
+    assert section.note.startswith("Nothing was found. Not judged: unused_allocation")
