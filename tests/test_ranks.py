@@ -23,8 +23,9 @@ import memtrace
 from memtrace.analysis.blocks import CATEGORY, blocks
 from memtrace.analysis.ranks import ranks, ranks_table
 from memtrace.errors import TraceError
+from memtrace.recording import place
 from memtrace.recording.clock import ClockAligner, ClockExchange
-from memtrace.recording.place import keep_older_trace
+from memtrace.recording.place import keep_older_trace, move_place, take_place
 from memtrace.trace import Trace
 
 PROGRAM = Path(__file__).parent / "ranks_program.py"
@@ -268,6 +269,52 @@ def test_nobody_waits_for_a_rank_that_does_not_record():
     told = aligner.stop()
     assert told["offset_ns"] is None
     assert "never joined" in told["note"]
+
+
+LATE = """
+import sys, torch, memtrace
+import torch.distributed as dist
+with memtrace.record(sys.argv[1]):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[2]}", rank=int(sys.argv[3]), world_size=3)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(4):
+        model(torch.randn(8, 8)).sum().backward()
+        optimizer.step()
+        dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+def test_processes_that_join_their_job_while_they_record_end_up_in_one_trace(tmp_path):
+    path, port = tmp_path / "job.memtrace", free_port()
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    for _ in range(2):
+        started = [
+            subprocess.Popen([sys.executable, "-c", LATE, str(path), str(port), str(rank)], env=environment)
+            for rank in (2, 1, 0)
+        ]
+        assert [process.wait(timeout=120) for process in started] == [0, 0, 0]
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["job-old1.memtrace", "job.memtrace"]
+    for folder in tmp_path.iterdir():
+        trace = memtrace.load(folder)
+        assert trace.ranks == (0, 1, 2)
+        told = [trace.rank(number).manifest for number in trace.ranks]
+        assert [(one["command"][3], one["rank"], one["world_size"]) for one in told] == [
+            ("0", 0, 3), ("1", 1, 3), ("2", 2, 3),
+        ]  # fmt: skip
+        assert all(one["finished"] and one["clock"]["offset_ns"] is not None for one in told)
+
+
+def test_a_place_that_stays_taken_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(place, "WAIT_SECONDS", 0.1)
+    first, second = (take_place(tmp_path / "job.memtrace", 0, 1) for _ in range(2))
+    (first.folder / "manifest.json").write_text("{}")
+    assert (first.trace.name, second.trace.name) == ("job.memtrace", "job-2.memtrace")
+    assert not move_place(second, first.trace, 0)
+    assert move_place(second, first.trace, 1)
+    assert second.folder == first.trace / "rank=1"
+    assert [folder.name for folder in tmp_path.iterdir()] == ["job.memtrace"]
 
 
 def test_ranks_of_an_earlier_larger_job_are_moved_away(tmp_path, capsys):

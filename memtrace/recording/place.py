@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack
+import time
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Final
 
 from memtrace import schema
 from memtrace.errors import MemtraceError
+
+WAIT_SECONDS: Final = 3.0
+LOOK_SECONDS: Final = 0.05
 
 
 @dataclass
@@ -59,13 +64,38 @@ def take_place(trace: Path, rank: int, world_size: int) -> Place:
                 undo.pop_all()
         if number > 1:
             print(
-                f"memtrace: another process is recording into {trace}, so this one records into {here}. Processes of "
-                "one job share a trace where the recording begins after init_process_group, or RANK and WORLD_SIZE are "
-                "set.",
+                f"memtrace: another process is recording into {trace}, so this one records into {here}; if they join "
+                "one process group, their traces are put together at the end",
                 file=sys.stderr,
             )
         return place
     raise AssertionError("count() has no end")
+
+
+def move_place(place: Place, trace: Path, rank: int) -> bool:
+    """Make a place, in which nothing is written any more, that of ``rank`` in ``trace``; whether that was possible.
+
+    Another process of the job may still be recording there, not knowing its rank either: it is given a moment.
+    """
+    target, left = trace / f"rank={rank}", place.trace
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not _renamed(place.folder, target):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(LOOK_SECONDS)
+    place.folder = target
+    with suppress(OSError):
+        left.rmdir()  # unless it holds other ranks
+    return True
+
+
+def _renamed(folder: Path, target: Path) -> bool:
+    if folder != target:
+        try:
+            folder.rename(target)
+        except OSError:
+            return False
+    return True
 
 
 def _claim(folder: Path) -> Place | None:

@@ -23,7 +23,7 @@ from memtrace.recording.manifest import new_manifest
 from memtrace.recording.observers import Observer
 from memtrace.recording.observers.build import BuildError
 from memtrace.recording.pipelining import Direction, action_text, mark_action
-from memtrace.recording.place import Place, take_place
+from memtrace.recording.place import Place, move_place, take_place
 from memtrace.recording.steps import StepFinder
 from memtrace.recording.writer import FLUSH_SECONDS, Writer, write_manifest
 
@@ -159,7 +159,7 @@ class Recording:
         self, path: Path, options: dict[str, Any], models: dict[str, torch.nn.Module],
         optimizers: list[torch.optim.Optimizer],
     ) -> None:  # fmt: skip
-        self.path = path
+        self.path = self._asked_path = path
         self.is_recording = False
         self.end_reason: str | None = None
         self._options = options
@@ -181,6 +181,7 @@ class Recording:
         self._manifest: dict[str, Any] = {}
         self._folder = path
         self._place: Place | None = None
+        self._rank, self._world_size = 0, 1
 
     def __enter__(self) -> Recording:
         global _running
@@ -273,7 +274,7 @@ class Recording:
         the backward is split, input_backward and weight_backward.
         """
         recording = self._outer or self
-        stage, pipeline = recording._stage or (recording._manifest.get("rank", 0), 0)
+        stage, pipeline = recording._stage or (recording._rank, 0)
         before, recording._in_microbatch = recording._in_microbatch, True
         try:
             with recording.action(action_text(direction, stage, number, pipeline)):
@@ -325,10 +326,10 @@ class Recording:
         if self._options["device_time_min_bytes"] >= 0 and not self._observer.times_devices():
             notes.append("no device times: they need the native observer, built with CUDA's headers")
             logger.warning("memtrace: %s", notes[-1])
-        rank, world_size = rank_and_world()
-        self._manifest = new_manifest(self._observer, self._options, notes, rank, world_size)
+        self._rank, self._world_size = rank_and_world()
+        self._manifest = new_manifest(self._observer, self._options, notes, self._rank, self._world_size)
         try:
-            self._place = take_place(self.path, rank, world_size)
+            self._place = take_place(self._asked_path, self._rank, self._world_size)
             self.path, self._folder = self._place.trace, self._place.folder
             write_manifest(self._folder, self._manifest)
         except (OSError, MemtraceError) as error:
@@ -375,11 +376,31 @@ class Recording:
             raise
         self.is_recording = True
         self._writer.start()
-        if self._manifest["world_size"] > 1:
-            self._clock = ClockAligner(self.path.name, self._manifest["rank"], observer.now)
-            self._clock.start()
+        if self._world_size > 1:
+            self._tie_clocks(observer)
+
+    def _tie_clocks(self, observer: Observer) -> None:
+        self._clock = ClockAligner(self._asked_path.name, self._rank, observer.now)
+        self._clock.start()
+
+    def _look_for_rank(self, observer: Observer) -> None:
+        """A process that knew no rank may have joined its job since."""
+        if self._world_size == 1:
+            self._rank, self._world_size = rank_and_world()
+            if self._world_size > 1:
+                self._tie_clocks(observer)
+
+    def _take_rank(self, place: Place) -> None:
+        """Put the trace where its rank belongs, once that is known and everything is written."""
+        if self._manifest["world_size"] == self._world_size:
+            return
+        if move_place(place, self._asked_path, self._rank) or move_place(place, place.trace, self._rank):
+            self._manifest |= {"rank": self._rank, "world_size": self._world_size}
+            self.path, self._folder = place.trace, place.folder
 
     def _step_ended(self) -> None:
+        if self._observer is not None:
+            self._look_for_rank(self._observer)
         if self._cuda is not None:
             self._cuda.read_totals()
 
@@ -401,6 +422,7 @@ class Recording:
         observer, writer = self._observer, self._writer
         if observer is None or writer is None:
             return
+        self._look_for_rank(observer)
         self._observer = self._writer = None
         if self._clock is not None:
             self._manifest["clock"] = self._clock.stop()
@@ -418,6 +440,8 @@ class Recording:
         self._manifest["finished"] = self._manifest["stop_reason"] is None
         self._manifest["stop_reason"] = self._manifest["stop_reason"] or reason
         self._manifest["num_events"] = writer.num_events
+        if self._place is not None:
+            self._take_rank(self._place)
         try:
             write_manifest(self._folder, self._manifest)
             self._is_written = True
