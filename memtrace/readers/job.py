@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from memtrace.errors import TraceError
 from memtrace.readers.isolated import read_isolated
 from memtrace.readers.limits import Limits
+from memtrace.readers.tables import clean
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -62,7 +63,7 @@ def number_ranks(found: Sequence[tuple[Path, dict[str, Any]]]) -> None:
         manifest["rank"] = told[place]
         manifest["world_size"] = max(len(found), max(told.values()) + 1, int(manifest.get("world_size") or 1))
         if len(found) > 1:
-            note = f"rank {told[place]} is {path.name}, {'as it says' if place in said else how}"
+            note = f"rank {told[place]} is {clean(path.name)}, {'as it says' if place in said else how}"
             manifest.setdefault("coverage", {}).setdefault("notes", []).append(note)
 
 
