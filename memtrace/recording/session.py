@@ -6,7 +6,7 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -242,9 +242,16 @@ class Recording:
         recording = self._outer or self
         if recording._steps is not None and recording.is_recording:
             recording._steps.begin()
-        iterator = iter(loader)
+        iterator: Iterator[Batch] | None = None
+
+        def fetch() -> Any:
+            nonlocal iterator
+            if iterator is None:
+                iterator = iter(loader)  # the workers of a DataLoader start here: the program waits for them, too
+            return next(iterator, recording)
+
         while True:
-            batch, ended = recording._next_batch(iterator)
+            batch, ended = recording._next_batch(fetch)
             if ended:
                 return
             yield batch
@@ -292,15 +299,15 @@ class Recording:
         with mark_action(recording._observer, text):
             yield
 
-    def _next_batch(self, iterator: Iterator[Batch]) -> tuple[Any, bool]:
+    def _next_batch(self, fetch: Callable[[], Any]) -> tuple[Any, bool]:
         observer = self._observer
         if observer is None or not self.is_recording:
-            batch = next(iterator, self)
+            batch = fetch()
             return batch, batch is self
         started = observer.now()
         observer.waiting(True)
         try:
-            batch = next(iterator, self)
+            batch = fetch()
         finally:
             observer.waiting(False)
         if batch is not self:
