@@ -42,10 +42,11 @@ def command(trace: str, rank: int | None, min_bytes: int | None, as_json: bool, 
 
 def _print_device(out: Console, device: DeviceFindings) -> None:
     out.print(f"[bold]{device.device}: peak {size(device.peak_bytes)}[/]")
-    out.print(
-        f"{size(device.peak_if_all_mended_bytes)} if all were mended that a line mends; one operator touches "
-        f"{size(device.lower_bound_bytes)} at most: no order is below that"
-    )
+    if device.peak_if_all_mended_bytes is not None:
+        out.print(
+            f"{size(device.peak_if_all_mended_bytes)} if all were mended that a line mends; one operator touches "
+            f"{size(device.lower_bound_bytes)} at most: no order is below that"
+        )
     for reason in device.not_judged:
         out.print(f"not judged: {escape(reason)}")
     for mechanism, title in ((False, "a line mends it"), (True, "it takes recomputing, swapping or working in place")):
@@ -61,6 +62,6 @@ def _print_device(out: Console, device: DeviceFindings) -> None:
         out.print(table)
         for what, advice in dict.fromkeys((row.name or row.pattern, row.advice) for row in rows[:3]):
             out.print(f"try, {what.replace('_', ' ')}: {advice}", soft_wrap=True)
-    if not device.findings:
+    if not device.findings and device.peak_if_all_mended_bytes is not None:
         out.print("nothing found")
     out.print()

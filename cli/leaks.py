@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import click
-from memtrace.cli.output import console, counted, open_traces, plain_table, print_json, size
+from memtrace.cli.output import cannot_tell, console, counted, open_traces, plain_table, print_json, size
 from memtrace.cli.quantities import BYTES
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
@@ -29,11 +29,14 @@ def command(
     from memtrace.analysis.leaks import leaks
 
     opened = open_traces(traces)
-    found = leaks(opened.rank(opened.ranks[0] if rank is None else rank), min_steps, capacity).as_dict()
+    one = opened.rank(opened.ranks[0] if rank is None else rank)
+    found = leaks(one, min_steps, capacity).as_dict()
     if as_json:
         print_json(found)
     elif as_csv:
         print_csv(CSV_COLUMNS, found["leaks"])
+    elif reason := cannot_tell(one):
+        console().print(f"[bold]{escape(' '.join(traces))}[/]: what grows {reason}")
     else:
         _print(console(), " ".join(traces), found)
 

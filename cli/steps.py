@@ -6,7 +6,18 @@ from itertools import pairwise
 from typing import Any
 
 import click
-from memtrace.cli.output import UNKNOWN, console, counted, duration, open_traces, plain_table, print_json, share, size
+from memtrace.cli.output import (
+    UNKNOWN,
+    cannot_tell,
+    console,
+    counted,
+    duration,
+    open_traces,
+    plain_table,
+    print_json,
+    share,
+    size,
+)
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
 from rich.markup import escape
@@ -23,7 +34,8 @@ def command(traces: tuple[str, ...], rank: int | None, from_events: bool, as_jso
     from memtrace.analysis.stability import pattern_as_dict
 
     opened = open_traces(traces)
-    found = pattern_as_dict(opened.rank(opened.ranks[0] if rank is None else rank), from_events)
+    one = opened.rank(opened.ranks[0] if rank is None else rank)
+    found = pattern_as_dict(one, from_events)
     if as_json:
         print_json(found)
     elif as_csv:
@@ -33,6 +45,8 @@ def command(traces: tuple[str, ...], rank: int | None, from_events: bool, as_jso
             ({"start_ns": a, "end_ns": b, **even.get(n, {}), "step": n}
              for n, (a, b) in enumerate(pairwise(bounds))),
         )  # fmt: skip
+    elif reason := cannot_tell(one):
+        console().print(f"[bold]{escape(' '.join(traces))}[/]: steps {reason}")
     else:
         _print(console(), " ".join(traces), found)
 

@@ -18,7 +18,7 @@ MAX_ROWS: Final = 15
 def findings_table(trace: Trace, device: str) -> Table | None:
     """The findings of a device with the peak that would result without each; None where there are none."""
     told = findings(trace, device)
-    if not told.findings:
+    if not told.findings or told.peak_if_all_mended_bytes is None:
         return None
     columns = (
         Column("what"),

@@ -66,8 +66,11 @@ class _Lives:
 
 
 def detect(trace: Trace) -> Detection:
-    """The steps of a single-rank trace by its events alone, worked out once; marks are not looked at."""
-    return trace.cached("detected steps", lambda: _detect(trace))
+    """The steps of a single-rank trace by its events alone, worked out once; marks are not looked at.
+
+    'none' for a file of totals: what repeats in it are totals, not blocks.
+    """
+    return trace.cached("detected steps", lambda: _detect(trace) if trace.has_blocks else _NOTHING)
 
 
 def _detect(trace: Trace) -> Detection:

@@ -186,10 +186,17 @@ def _agreement(trace: Trace, ends: Array, detection: Detection) -> float:
     return float(np.isin(acted[ends], acted[detection.rows[1:]]).mean()) if len(ends) else 0.0
 
 
+def _confidence(trace: Trace, found: StepPattern) -> float | None:
+    if not trace.has_blocks:
+        return None
+    return 1.0 if found.source == "marks" else found.detection.confidence
+
+
 def pattern_as_dict(trace: Trace, from_events: bool = False) -> dict[str, Any]:
     """What ``memtrace steps --json`` prints. Times in ns, shares from 0 to 1, unknown None.
 
-    ``source``, ``iterative``, ``num_steps``, ``boundaries_ns`` (each step's start, and the last one's end; none
+    ``source``, ``iterative`` (None for a file of totals, as ``confidence``), ``num_steps``,
+    ``boundaries_ns`` (each step's start, and the last one's end; none
     without times), ``boundaries_events`` (the same as rows of events), ``period_events`` (median events of a step),
     ``confidence`` (of the detection; 1 for marks), ``method``, ``agreement`` (see ``StepPattern``), ``stability`` (the
     usual share of events, bytes and roles, and by step), ``differences`` (see ``Difference``), ``law`` (see ``Law``),
@@ -210,12 +217,12 @@ def pattern_as_dict(trace: Trace, from_events: bool = False) -> dict[str, Any]:
     ]
     return {
         "source": found.source,
-        "iterative": bool(len(rows.number)),
+        "iterative": bool(len(rows.number)) if trace.has_blocks else None,
         "num_steps": len(rows.number),
         "boundaries_ns": boundaries.tolist() if trace.has_times else [],
         "boundaries_events": np.append(rows.first_row, rows.end_row[-1:]).tolist(),
         "period_events": period,
-        "confidence": 1.0 if found.source == "marks" else found.detection.confidence,
+        "confidence": _confidence(trace, found),
         "method": found.detection.method,
         "agreement": found.agreement,
         "stability": {
