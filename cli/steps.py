@@ -70,7 +70,9 @@ def _print(out: Console, name: str, found: dict[str, Any]) -> None:
     if found["source"] == "events":
         out.print(f"confidence {found['confidence']:.2f}, by the beat of {found['method']}")
     if found["agreement"] is not None:
-        out.print(f"check: the events alone give {share(found['agreement'], 1)} of the marked boundaries")
+        out.print(
+            f"check: the events alone give {share(found['agreement'], 1)} of the marked boundaries{_shifted(found)}"
+        )
     law = found["law"]
     if law:
         fit = "in every step after warm-up" if law["exact"] else "in the usual step; some differ"
@@ -84,6 +86,15 @@ def _print(out: Console, name: str, found: dict[str, Any]) -> None:
         steps = ", ".join(f"{row['step']} ({share(row['bytes'], 1)})" for row in odd[:8])
         out.print(f"steps that differ (bytes that match): {steps}{f' and {len(odd) - 8} more' if len(odd) > 8 else ''}")
     _print_differences(out, found["differences"])
+
+
+def _shifted(found: dict[str, Any]) -> str:
+    """That a steady shift explains most of what does not agree: an update of averages after the optimizer, say."""
+    shift, agrees = found["shift_events"], found["shifted_agreement"]
+    if not shift or agrees < 0.5:
+        return ""
+    where = f"{counted(abs(shift), 'event')} {'later' if shift > 0 else 'earlier'}"
+    return f", and {share(agrees, 1)} of them a steady {where} (frees not counted)"
 
 
 _HOW = (("missing", "missing in"), ("extra", "only in"), ("other_size", "other size in"),
