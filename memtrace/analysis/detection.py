@@ -168,7 +168,8 @@ def _by_updates(trace: Trace, lives: _Lives, likeness: _Likeness) -> Detection:
 
 
 def _update_rows(trace: Trace, lives: _Lives) -> Array:
-    """Writes of long-lived blocks by operators that read the same block and allocate nothing.
+    """Writes of long-lived blocks by operators that read the same block and allocate nothing. Those of a backward are
+    not meant: they add up gradients.
 
     Tiny blocks count where others read them too: the parameters of a narrow last layer do, counters of batches do not.
     """
@@ -182,6 +183,7 @@ def _update_rows(trace: Trace, lives: _Lives) -> Array:
     allocates = np.zeros(int(op.max()) + 1, bool)
     allocates[op[(kind == KIND["alloc"]) & (op >= 0)]] = True
     rows = rows[~allocates[op[rows]]]
+    rows = rows[op_column(trace, op[rows], "phase") != PHASE["backward"]]
     reads = np.flatnonzero((kind == KIND["read"]) & (op >= 0))
     reads = reads[long_lived[block[reads]]]
     width = len(lives.size)
@@ -291,12 +293,13 @@ class _Phases:
         if 2 * cuts.sum() > len(ends):
             return 0.0
         if len(self._backward):
-            passes = self._backward[np.unique(np.searchsorted(self._backward, self._begins))[:-1]]
-            backwards = np.diff(np.searchsorted(self._backward, ends))
-            if 2 * (backwards > 0).sum() < len(backwards):
+            # Each is told by its first row; where nothing is known that a step begins with, every row must do.
+            after = np.unique(np.searchsorted(self._backward, self._begins))
+            passes = self._backward[after[after < len(self._backward)]] if len(after) else self._backward
+            each = np.diff(np.searchsorted(passes, ends))
+            if 2 * (each > 0).sum() < len(each):
                 return 0.0
-            several = np.diff(np.searchsorted(passes, ends)) > 1
-            return _PLACED if 2 * several.sum() <= len(several) else _SEVERAL
+            return _PLACED if not len(after) or 2 * (each > 1).sum() <= len(each) else _SEVERAL
         if self._told[followers].any() and not self._in_module[followers].any():
             return _MAYBE_LAYERS
         return _UNPLACED

@@ -227,8 +227,17 @@ def one_pass_without_modules():
         x = torch.relu(x @ weight + bias)
 
 
+def one_sequence():
+    """The same cell for every place of one sequence, whose gradients add up in one backward."""
+    cell, state = nn.GRUCell(32, 64), torch.zeros(8, 64)
+    states = [state := cell(torch.randn(8, 32), state) for _ in range(40)]
+    torch.stack(states).sum().backward()
+
+
 @pytest.mark.parametrize("told", [{}, {"accesses": False}, {"accesses": False, "stacks": False}], ids=str)
-@pytest.mark.parametrize("run", [one_forward, one_step, one_pass_without_modules], ids=lambda run: run.__name__)
+@pytest.mark.parametrize(
+    "run", [one_forward, one_step, one_pass_without_modules, one_sequence], ids=lambda run: run.__name__
+)
 def test_equal_layers_are_no_steps(tmp_path, run, told):
     assert detect(recorded(run, tmp_path / "run.memtrace", **told)).num_steps == 0
 
