@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from memtrace.cli.arguments import RANK, TRACES, open_rank
-from memtrace.cli.output import UNKNOWN, console, duration, plain_table, print_json, size
+from memtrace.cli.output import UNKNOWN, cannot_tell, console, duration, plain_table, print_json, size
 from memtrace.cli.quantities import BYTES_OR_NONE
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
@@ -39,11 +39,14 @@ def command(
     from memtrace.analysis.access import access
 
     costs = _costs(bandwidths, out_gb, in_gb)
-    found = access(open_rank(traces, rank), costs, min_bytes)
+    one = open_rank(traces, rank)
+    found = access(one, costs, min_bytes)
     if as_json:
         print_json(found)
     elif as_csv:
         print_csv(CSV_COLUMNS, found["outliers"])
+    elif reason := cannot_tell(one):
+        console().print(f"[bold]{escape(' '.join(traces))}[/]: access intervals {reason}")
     else:
         _print(console(), " ".join(traces), found)
 
@@ -67,7 +70,8 @@ def _costs(file: str | None, out_gb: float | None, in_gb: float | None) -> Bandw
 
 def _print(out: Console, name: str, found: dict[str, Any]) -> None:
     if not found["num_intervals"]:
-        out.print(f"[bold]{escape(name)}[/]: no access intervals; reads and writes were not recorded")
+        why = "reads and writes were not recorded" if found["num_intervals"] is None else "no block is used twice"
+        out.print(f"[bold]{escape(name)}[/]: no access intervals; {why}")
         return
     out.print(f"[bold]{escape(name)}[/]: {found['num_intervals']:,} access intervals")
     out.print(", ".join(f"{p} %: {duration(value)}" for p, value in found["percentiles"].items()))

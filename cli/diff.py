@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 from memtrace.cli.arguments import open_rank
-from memtrace.cli.output import UNKNOWN, console, duration, plain_table, print_json, size
+from memtrace.cli.output import UNKNOWN, cannot_tell, console, duration, plain_table, print_json, size
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
 from rich.markup import escape
@@ -33,7 +33,11 @@ def command(before: str, after: str, rank: int | None, as_json: bool, as_csv: bo
         print_csv(("kind", "measure", "grouping", "name", "before_bytes", "after_bytes", "change_bytes",
                    "before_blocks", "after_blocks"), rows)  # fmt: skip
     else:
-        _print(console(), found)
+        out = console()
+        for name, trace in ((before, one), (after, two)):
+            if reason := cannot_tell(trace):
+                out.print(f"[bold]{escape(name)}[/]: steps, modules and lines {reason}")
+        _print(out, found)
 
 
 def _print(out: Console, found: Diff) -> None:

@@ -42,9 +42,10 @@ def command(traces: tuple[str, ...], rank: int | None, min_bytes: int | None, as
 
 def _print_device(out: Console, device: DeviceFindings) -> None:
     out.print(f"[bold]{device.device}: peak {size(device.peak_bytes)}[/]")
-    lowest = device.lower_bound_bytes
-    bound = "" if lowest is None else f"; one operator touches {size(lowest)} at most: no order is below that"
-    out.print(f"{size(device.peak_if_all_mended_bytes)} if all were mended that a line mends{bound}")
+    if device.peak_if_all_mended_bytes is not None:
+        lowest = device.lower_bound_bytes
+        bound = "" if lowest is None else f"; one operator touches {size(lowest)} at most: no order is below that"
+        out.print(f"{size(device.peak_if_all_mended_bytes)} if all were mended that a line mends{bound}")
     for reason in device.not_judged:
         out.print(f"not judged: {escape(reason)}")
     for mechanism, title in ((False, "a line mends it"), (True, "it takes recomputing, swapping or working in place")):
@@ -64,6 +65,6 @@ def _print_device(out: Console, device: DeviceFindings) -> None:
     if elsewhere:
         out.print(f"\n{counted(len(elsewhere), 'finding')} of up to {size(max(elsewhere))} at other moments than the "
                   "peak, which save nothing of it: --json and --csv list them")  # fmt: skip
-    elif not device.findings:
+    elif not device.findings and device.peak_if_all_mended_bytes is not None:
         out.print("nothing found")
     out.print()

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 from memtrace.cli.arguments import RANK, TRACES, open_rank
-from memtrace.cli.output import console, counted, plain_table, print_json, size
+from memtrace.cli.output import cannot_tell, console, counted, plain_table, print_json, size
 from memtrace.cli.quantities import BYTES
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
@@ -29,11 +29,14 @@ def command(
     """Tell which lines of TRACE keep more memory after every step."""
     from memtrace.analysis.leaks import leaks
 
-    found = leaks(open_rank(traces, rank), min_steps, capacity).as_dict()
+    one = open_rank(traces, rank)
+    found = leaks(one, min_steps, capacity).as_dict()
     if as_json:
         print_json(found)
     elif as_csv:
         print_csv(CSV_COLUMNS, found["leaks"])
+    elif reason := cannot_tell(one):
+        console().print(f"[bold]{escape(' '.join(traces))}[/]: what grows {reason}")
     else:
         _print(console(), " ".join(traces), found)
 

@@ -109,6 +109,11 @@ def open_traces(traces: Sequence[str], then: str | None = None) -> Trace:
         return load(*traces)
 
 
+def cannot_tell(trace: Trace) -> str | None:
+    """Why nothing can be told of the trace's blocks, for a sentence on what cannot be; None where they are there."""
+    return None if trace.has_blocks else "cannot be told: the file holds totals by category and no blocks"
+
+
 def print_json(value: Any) -> None:
     """One JSON document on stdout; NaN and infinity cannot occur."""
     click.echo(json.dumps(value, indent=1, allow_nan=False))

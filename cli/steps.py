@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 from memtrace.cli.arguments import RANK, TRACES, open_rank
-from memtrace.cli.output import UNKNOWN, console, counted, duration, plain_table, print_json, share, size
+from memtrace.cli.output import UNKNOWN, cannot_tell, console, counted, duration, plain_table, print_json, share, size
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
 from rich.markup import escape
@@ -23,7 +23,8 @@ def command(traces: tuple[str, ...], rank: int | None, from_events: bool, as_jso
     """Find the steps of TRACE, with or without marks, and tell whether they are alike."""
     from memtrace.analysis.stability import pattern_as_dict
 
-    found = pattern_as_dict(open_rank(traces, rank), from_events)
+    one = open_rank(traces, rank)
+    found = pattern_as_dict(one, from_events)
     if as_json:
         print_json(found)
     elif as_csv:
@@ -33,6 +34,8 @@ def command(traces: tuple[str, ...], rank: int | None, from_events: bool, as_jso
             ({"start_ns": a, "end_ns": b, **even.get(n, {}), "step": n}
              for n, (a, b) in enumerate(pairwise(bounds))),
         )  # fmt: skip
+    elif reason := cannot_tell(one):
+        console().print(f"[bold]{escape(' '.join(traces))}[/]: steps {reason}")
     else:
         _print(console(), " ".join(traces), found)
 
@@ -56,7 +59,9 @@ def _print(out: Console, name: str, found: dict[str, Any]) -> None:
     if found["source"] == "events":
         out.print(f"confidence {found['confidence']:.2f}, by the beat of {found['method']}")
     if found["agreement"] is not None:
-        out.print(f"check: the events alone give {share(found['agreement'], 1)} of the marked boundaries")
+        out.print(
+            f"check: the events alone give {share(found['agreement'], 1)} of the marked boundaries{_shifted(found)}"
+        )
     law = found["law"]
     if law:
         fit = "in every step after warm-up" if law["exact"] else "in the usual step; some differ"
@@ -70,6 +75,15 @@ def _print(out: Console, name: str, found: dict[str, Any]) -> None:
         steps = ", ".join(f"{row['step']} ({share(row['bytes'], 1)})" for row in odd[:8])
         out.print(f"steps that differ (bytes that match): {steps}{f' and {len(odd) - 8} more' if len(odd) > 8 else ''}")
     _print_differences(out, found["differences"])
+
+
+def _shifted(found: dict[str, Any]) -> str:
+    """That a steady shift explains most of what does not agree: an update of averages after the optimizer, say."""
+    shift, agrees = found["shift_events"], found["shifted_agreement"]
+    if not shift or agrees < 0.5:
+        return ""
+    where = f"{counted(abs(shift), 'event')} {'later' if shift > 0 else 'earlier'}"
+    return f", and {share(agrees, 1)} of them a steady {where} (frees not counted)"
 
 
 _HOW = (("missing", "missing in"), ("extra", "only in"), ("other_size", "other size in"),

@@ -171,6 +171,9 @@ _NOWHERE = {
 
 def _print_steps(out: Console, steps: dict[str, Any]) -> None:
     out.print()
+    if steps["count"] is None:
+        out.print("steps: cannot be told, the file holds totals by category and no blocks")
+        return
     if steps["count"] == 0:
         out.print(
             "steps: none were marked and nothing repeats in the events; mark them with rec.step() or rec.steps(loader)"

@@ -42,7 +42,7 @@ def growth_figure(trace: Trace, device: str) -> go.Figure | None:
     found = leaks(trace)
     if not found.num_steps:
         note = "Too few steps to tell what grows."
-    elif found.leaks:
+    elif found.bytes_per_step:
         note = f"{bytes_text(found.bytes_per_step)} a step stay live over {found.num_steps:,} steps after warm-up."
     else:
         note = "Nothing grows: what is kept was made once."

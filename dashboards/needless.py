@@ -19,7 +19,7 @@ def findings_table(trace: Trace, device: str) -> Table | None:
     """The findings of a device with the peak that would result without each; None where there are none to be had."""
     told = findings(trace, device)
     untold = " ".join(f"Not judged: {reason}." for reason in told.not_judged)
-    if not told.findings:
+    if not told.findings or told.peak_if_all_mended_bytes is None:
         return Table((), (), note=f"Nothing was found. {untold}") if untold else None
     columns = (
         Column("what"),

@@ -176,6 +176,28 @@ def test_steps_are_optimizer_steps_also_under_accumulation_and_with_two_optimize
     assert step_columns(memtrace.load(tmp_path / "run.memtrace"))["step"].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("observer", ["native", "dispatch"])
+@pytest.mark.parametrize("flush_seconds", [5, 0.02])
+def test_a_mark_after_several_optimizer_steps_ends_one_step(observer, flush_seconds, tmp_path):
+    critic, maker = (torch.optim.SGD(nn.Linear(8, 8).parameters()) for _ in range(2))
+    with memtrace.record(tmp_path / "run.memtrace", observer=observer, flush_seconds=flush_seconds) as rec:
+        for _ in range(3):
+            for _ in range(5):
+                torch.randn(8)
+                critic.step()
+                time.sleep(0.01)
+            maker.step()
+            rec.step()
+    trace = memtrace.load(tmp_path / "run.memtrace")
+    columns = step_columns(trace)
+    assert columns["step"].tolist() == [0, 1, 2]
+    assert columns["num_allocs"].tolist() == [5, 5, 5]
+    assert columns["start_ns"][0] <= trace.columns("events", "time_ns")["time_ns"][0]
+    spans = trace.spans
+    assert (spans["kind"] == "step").sum() == 3
+    assert (spans["kind"] != "step").sum() >= 18  # the ranges of the optimizers are all there
+
+
 def test_marked_steps_time_the_wait_for_data(tmp_path):
     class Slow(torch.utils.data.IterableDataset):
         def __iter__(self):

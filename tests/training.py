@@ -148,10 +148,10 @@ PROGRAMS = (
 )
 
 
-def recorded(run: Callable[[], None], path: Path) -> memtrace.Trace:
+def recorded(run: Callable[[], None], path: Path, **options: bool) -> memtrace.Trace:
     """The trace of a program, which is trained with the same seed every time."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    with memtrace.record(path):
+    with memtrace.record(path, **options):
         run()
     return memtrace.load(path)

@@ -14,6 +14,7 @@ from memtrace.analysis.attribution import KIND
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import peak
 from memtrace.analysis.sites import sites_of
+from memtrace.analysis.uses import tells_accesses
 from memtrace.arrays import Array
 from memtrace.errors import MemtraceError
 from memtrace.schema import CATEGORIES
@@ -175,18 +176,19 @@ def intervals_table(trace: Trace) -> pd.DataFrame:
 def access(trace: Trace, costs: Bandwidths = PUBLISHED, min_bytes: int = 1 << 20) -> dict[str, Any]:
     """What ``memtrace access --json`` prints. Bytes, ns; unknown None.
 
-    ``num_intervals``, ``percentiles`` ({percent: ns}), ``by_category`` and ``by_size`` (name, num_intervals,
-    median_ns, p90_ns), ``bandwidths``, ``min_bytes``, ``swappable`` and ``swappable_bandwidth_only`` (num_intervals,
-    bytes of the distinct blocks, bytes_at_peak of those that lie untouched across the peak), ``outliers``: the sites
-    whose intervals of at least ``min_bytes`` pass the linear model, the most bytes first (site, category, bytes of one
-    block, num_intervals, median_ns, swap_ns of out and in, bytes_at_peak).
+    ``num_intervals`` (None where no accesses are told), ``percentiles`` ({percent: ns}), ``by_category`` and
+    ``by_size`` (name, num_intervals, median_ns, p90_ns), ``bandwidths``, ``min_bytes``, ``swappable`` and
+    ``swappable_bandwidth_only`` (num_intervals, bytes of the distinct blocks, bytes_at_peak of those that lie untouched
+    across the peak; None where no accesses are told), ``outliers``: the sites whose intervals of at least ``min_bytes``
+    pass the linear model, the most bytes first (site, category, bytes of one block, num_intervals, median_ns, swap_ns
+    of out and in, bytes_at_peak).
     """
     found, told = intervals(trace), blocks(trace)
     category, size = told.category[found.block], told.size[found.block]
     limits = np.array([limit for limit, _ in SIZE_CLASSES])
     size_class = np.searchsorted(limits, size, side="right") - 1
     return {
-        "num_intervals": len(found.ns),
+        "num_intervals": len(found.ns) if tells_accesses(trace) else None,
         "percentiles": {str(p): v for p, v in zip(PERCENTILES, _percentiles(found.ns, PERCENTILES), strict=True)},
         "by_category": _grouped(found.ns, category, CATEGORIES),
         "by_size": _grouped(found.ns, size_class, [name for _, name in SIZE_CLASSES]),
@@ -214,8 +216,10 @@ def _grouped(ns: Array, code: Array, names: tuple[str, ...] | list[str]) -> list
     return rows
 
 
-def _total(trace: Trace, places: Array) -> dict[str, int]:
+def _total(trace: Trace, places: Array) -> dict[str, int | None]:
     found, size = intervals(trace), blocks(trace).size
+    if not tells_accesses(trace):
+        return dict.fromkeys(("num_intervals", "bytes", "bytes_at_peak"))
     at_peak = places[covers_peak(trace, places)]
     return {
         "num_intervals": len(places),

@@ -1,19 +1,22 @@
 """Steps found in the events alone, without marks.
 
-Where reads and writes are there, the beat is that of updates: the same long-lived blocks are read and written in place
-once in every step by operators that allocate nothing, which is what an optimizer does to parameters, and a step ends
-with the last of them. Else it is that of allocations (site, size, rough lifetime), on the shortest cycle whose blocks
-do not regularly outlive the next one, and a step ends where the least is live. Both are n log n.
+Where stacks lead through an optimizer, a step ends where it has made its last allocation (``optimizers``). Else, where
+reads and writes are there, the beat is that of updates: the same long-lived blocks are read and written in place once
+in every step by operators that allocate nothing, which is what an optimizer does to parameters, and a step ends with
+the last of them. Else it is that of allocations (site, size, rough lifetime), on the shortest cycle whose blocks do not
+regularly outlive the next one, and a step ends where the least is live, or where a backward is told, behind it, before
+what a step begins with. All are n log n.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from memtrace.analysis.attribution import KIND, op_column
+from memtrace.analysis.attribution import KIND, PHASE, op_column
 from memtrace.analysis.clock import MIN_TICKS, Clock, clocks
+from memtrace.analysis.optimizers import bursts, ends_of_rounds
 from memtrace.arrays import Array
 from memtrace.trace import Trace
 
@@ -24,6 +27,10 @@ _ENDLESS = 62
 _MAX_RATED = 4
 _MAX_RATIO = 4
 _MAX_DRIFT = 0.5
+_PLACED = 0.95
+_SEVERAL = 0.6
+_UNPLACED = 0.8
+_MAYBE_LAYERS = 0.4
 
 
 @dataclass(frozen=True)
@@ -66,29 +73,39 @@ class _Lives:
 
 
 def detect(trace: Trace) -> Detection:
-    """The steps of a single-rank trace by its events alone, worked out once; marks are not looked at."""
-    return trace.cached("detected steps", lambda: _detect(trace))
+    """The steps of a single-rank trace by its events alone, worked out once; marks are not looked at.
+
+    'none' for a file of totals: what repeats in it are totals, not blocks.
+    """
+    return trace.cached("detected steps", lambda: _detect(trace) if trace.has_blocks else _NOTHING)
 
 
 def _detect(trace: Trace) -> Detection:
     events = trace.columns("events", "kind", "block", "size", "op")
     lives = _lives(events["kind"], events["block"], events["size"])
     likeness = _Likeness(trace, lives)
-    updates = _by_updates(trace, lives)
-    tried = [_rated(likeness, *updates, "updates")] if updates is not None else []
-    if not tried or tried[0].confidence < MIN_CONFIDENCE:
+    tried: list[Detection] = []
+    # Where accesses are told, the updates say better where an optimizer ends that has no beat of its own.
+    by_stacks = [_by_optimizers, _by_updates]
+    for way in by_stacks if bursts(trace).has_beat or not likeness.accesses else by_stacks[::-1]:
+        if not tried or tried[-1].confidence < MIN_CONFIDENCE:
+            tried.append(way(trace, lives, likeness))
+    if tried[-1].confidence < MIN_CONFIDENCE:
         tried.append(_by_allocations(trace, lives, likeness))
     best = max(tried, key=lambda one: one.confidence)
     return best if best.confidence >= MIN_CONFIDENCE else Detection(_NO_ROWS, best.confidence, "none")
 
 
-def _rated(likeness: _Likeness, ends: Array, agreement: float, method: str) -> Detection:
-    """The steps between ``ends``. Where they hold less than half of the events they are taken as less certain, and by
-    allocations as none: the layers of one step have a beat of their own, in its backward say.
+def _rated(likeness: _Likeness, ends: Array, agreement: float, method: str, *, least: bool = False) -> Detection:
+    """The steps between ``ends``, which are places of least memory or told by what updates. Where they hold less than
+    half of the events they are taken as less certain, and by least memory as none: the layers of one step have a beat
+    of their own, in its backward say.
     """
-    rows = _with_cut(ends, likeness.total, method)
+    if len(ends) < 2:
+        return _NOTHING
+    rows = _with_cut(ends, likeness.total, least)
     held = float(rows[-1] - rows[0]) / likeness.total
-    if method == "allocations":  # a beat within steps, with something long between them, is none of steps
+    if least:  # a beat within steps, with something long between them, is none of steps
         length = np.diff(rows)
         held *= float(length[length <= _MAX_RATIO * np.median(length)].sum() / max(length.sum(), 1))
         held = held if held >= 0.5 and likeness.come_again(rows) >= 0.5 else 0.0
@@ -107,25 +124,36 @@ def _lives(kind: Array, block: Array, size: Array) -> _Lives:
     return _Lives(sizes, begin, end, made)
 
 
-def _with_cut(ends: Array, total: int, method: str) -> Array:
+def _with_cut(ends: Array, total: int, least: bool) -> Array:
     """The first step begins with the trace where what comes before the first end can be a step, and where the ends are
     only the places of least memory the last step ends with it."""
     usual = float(np.median(np.diff(ends))) if len(ends) > 1 else 0.0
-    if ends[0] >= 0.5 * usual:
+    if ends[0] >= 0.5 * min(usual, *np.diff(ends[:2])):
         ends = np.concatenate([[0 if ends[0] <= 3 * usual else ends[0] - int(usual)], ends])
-    if method == "allocations" and 0.5 * usual <= total - ends[-1] <= 2 * usual:
+    if least and 0.5 * usual <= total - ends[-1] <= 2 * usual:
         ends = np.append(ends, total)
     return ends
+
+
+# -- by the stacks of optimizers -----------------------------------------------------------------------------------
+
+
+def _by_optimizers(trace: Trace, _: _Lives, likeness: _Likeness) -> Detection:
+    """The steps by what optimizers allocate, where stacks tell it."""
+    ends = ends_of_rounds(bursts(trace))
+    if len(ends) < MIN_TICKS:
+        return _NOTHING
+    return _rated(likeness, ends, 1.0, "updates" if likeness.accesses else "allocations")
 
 
 # -- by updates ----------------------------------------------------------------------------------------------------
 
 
-def _by_updates(trace: Trace, lives: _Lives) -> tuple[Array, float] | None:
-    """The rows after the last update of each step, and the agreement of the updated blocks."""
+def _by_updates(trace: Trace, lives: _Lives, likeness: _Likeness) -> Detection:
+    """The steps by the beat of the updated blocks: they end after the last update of each."""
     rows = _update_rows(trace, lives)
     if len(rows) < MIN_TICKS:
-        return None
+        return _NOTHING
     events = trace.columns("events", "block", "op")
     block = events["block"][rows].astype(np.int64)
     name = op_column(trace, events["op"][rows], "name").astype(np.int64) + 1
@@ -133,14 +161,15 @@ def _by_updates(trace: Trace, lives: _Lives) -> tuple[Array, float] | None:
     size = lives.size[keys // (int(name.max()) + 1)].astype(np.float64)
     found = clocks(symbol, rows, size)
     if not found or len(found[0].ticks) < MIN_TICKS:
-        return None
+        return _NOTHING
     clock = found[0]
     followers = np.isin(symbol, clock.symbols)
-    return _ends_of_bursts(symbol[followers], rows[followers], clock), clock.agreement
+    return _rated(likeness, _ends_of_bursts(symbol[followers], rows[followers], clock), clock.agreement, "updates")
 
 
 def _update_rows(trace: Trace, lives: _Lives) -> Array:
-    """Writes of long-lived blocks by operators that read the same block and allocate nothing.
+    """Writes of long-lived blocks by operators that read the same block and allocate nothing. Those of a backward are
+    not meant: they add up gradients.
 
     Tiny blocks count where others read them too: the parameters of a narrow last layer do, counters of batches do not.
     """
@@ -154,6 +183,7 @@ def _update_rows(trace: Trace, lives: _Lives) -> Array:
     allocates = np.zeros(int(op.max()) + 1, bool)
     allocates[op[(kind == KIND["alloc"]) & (op >= 0)]] = True
     rows = rows[~allocates[op[rows]]]
+    rows = rows[op_column(trace, op[rows], "phase") != PHASE["backward"]]
     reads = np.flatnonzero((kind == KIND["read"]) & (op >= 0))
     reads = reads[long_lived[block[reads]]]
     width = len(lives.size)
@@ -210,12 +240,69 @@ def _by_allocations(trace: Trace, lives: _Lives, likeness: _Likeness) -> Detecti
     found = clocks(symbol, np.arange(len(made)), np.ones(int(symbol.max()) + 1))
     usable = [clock for clock in found if len(clock.ticks) >= MIN_TICKS and len(clock.symbols) > 1][:_MAX_RATED]
     live = _live_bytes(trace, lives)
-    ends = [_least_live(live, begin[clock.ticks]) for clock in usable]
-    rated = [
-        (clock, _rated(likeness, rows, 0.0 if _piles_up(live, rows) else clock.agreement, "allocations"))
-        for clock, rows in zip(usable, ends, strict=True)
-    ]
-    return _shortest_whole(rated, symbol, np.where(never, 0, lasts)) if rated else _NOTHING
+    phases = _Phases(trace, begin, site)
+    rated, certainty = [], []
+    for clock in usable:
+        least = _least_live(live, begin[clock.ticks])
+        certainty.append(phases.certainty(least, np.isin(symbol, clock.symbols)))
+        none = certainty[-1] == 0 or _piles_up(live, least)
+        agreement = 0.0 if none else clock.agreement
+        rated.append((clock, _rated(likeness, phases.placed(least), agreement, "allocations", least=True)))
+    if not rated:
+        return _NOTHING
+    steps = _shortest_whole(rated, symbol, np.where(never, 0, lasts))
+    sure = next(one for one, (_, of_clock) in zip(certainty, rated, strict=True) if of_clock is steps)
+    return replace(steps, confidence=round(sure * steps.confidence, 4))
+
+
+class _Phases:
+    """What is told of backward and optimizer beside the beat of allocations, at the rows of all allocations."""
+
+    def __init__(self, trace: Trace, rows: Array, site: Array) -> None:
+        op = trace.columns("events", "op")["op"][rows]
+        self._rows, self._bursts = rows, bursts(trace)
+        in_backward = op_column(trace, op, "phase") == PHASE["backward"]
+        self._backward = rows[in_backward]
+        self._in_module = op_column(trace, op, "module") >= 0
+        self._told = site > 0
+        # What a step begins with is what the trace has before its first backward.
+        before = rows < self._backward[0] if len(self._backward) else np.zeros(len(rows), bool)
+        named = rows[self._told & ~in_backward]
+        begins = np.isin(site[self._told & ~in_backward], site[before & self._told])
+        # An optimizer has one or the other operator of the forward too, but not several in a row.
+        several = begins & np.append(begins[1:], True) & np.append(begins[2:], [True, True])[: len(begins)]
+        self._begins = named[several]
+
+    def placed(self, ends: Array) -> Array:
+        """The ends of least memory, put behind the optimizer: before the first allocation after the last backward that
+        a step may begin with. Gradients may be freed only then, and data be made before."""
+        if not len(self._backward) or not len(self._begins):
+            return ends
+        last = np.searchsorted(self._backward, ends) - 1
+        ends, last = ends[last >= 0], last[last >= 0]
+        after = np.searchsorted(self._begins, self._backward[last])
+        known = after < len(self._begins)
+        return np.unique(np.where(known, self._begins[np.minimum(after, len(self._begins) - 1)], ends))
+
+    def certainty(self, ends: Array, followers: Array) -> float:
+        """How far the ends may be those of steps: 0 where they cut an optimizer's step, or where there is a backward
+        and most have none; less where they have several, after each of which the optimizer may have been; little where
+        neither backward nor modules tell a step from one layer of many."""
+        burst = np.searchsorted(self._bursts.first, ends, side="right") - 1
+        cuts = (burst >= 0) & (ends < np.append(self._bursts.end, 0)[burst])
+        if 2 * cuts.sum() > len(ends):
+            return 0.0
+        if len(self._backward):
+            # Each is told by its first row; where nothing is known that a step begins with, every row must do.
+            after = np.unique(np.searchsorted(self._backward, self._begins))
+            passes = self._backward[after[after < len(self._backward)]] if len(after) else self._backward
+            each = np.diff(np.searchsorted(passes, ends))
+            if 2 * (each > 0).sum() < len(each):
+                return 0.0
+            return _PLACED if not len(after) or 2 * (each > 1).sum() <= len(each) else _SEVERAL
+        if self._told[followers].any() and not self._in_module[followers].any():
+            return _MAYBE_LAYERS
+        return _UNPLACED
 
 
 def site_of_rows(trace: Trace, rows: Array) -> Array:
@@ -300,6 +387,7 @@ class _Likeness:
     def __init__(self, trace: Trace, lives: _Lives) -> None:
         kind = trace.columns("events", "kind")["kind"]
         self.total = len(kind)
+        self.accesses = bool((kind == KIND["write"]).any())
         self._trace, self._lives = trace, lives
         self._rows = np.flatnonzero((kind == KIND["alloc"]) | (kind == KIND["write"]))
         site = site_of_rows(trace, self._rows)

@@ -7,7 +7,7 @@ runs of different lengths compare).
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -86,14 +86,25 @@ class Diff:
 
 def diff(before: Trace, after: Trace) -> Diff:
     """What changed from one single-rank trace to another, all devices added. A line that only moved within its function
-    is the same line."""
+    is the same line. A file of totals tells only the bytes of its categories."""
     steps = _compared_steps(before, after)
     changes = _changes(MEASURES[0], _held(before), _held(after))
     changes += _changes(MEASURES[1], _allocated(before, steps[0]), _allocated(after, steps[1]))
+    if not (before.has_blocks and after.has_blocks):
+        changes = [_of_totals(change, before, after) for change in changes if _is_of_totals(change)]
     changes = [change for change in changes if change.kind != "same"]
     changes.sort(key=lambda change: -abs(change.change_bytes))
     one, two = _totals(before, steps[0]), _totals(after, steps[1])
     return Diff({name: (one[name], two[name]) for name in one}, tuple(changes), _step_peaks(before, after))
+
+
+def _is_of_totals(change: Change) -> bool:
+    return (change.grouping, change.measure) == (GROUPINGS[0], MEASURES[0])
+
+
+def _of_totals(change: Change, before: Trace, after: Trace) -> Change:
+    had = change.before_blocks if before.has_blocks else None
+    return replace(change, before_blocks=had, after_blocks=change.after_blocks if after.has_blocks else None)
 
 
 def diff_table(before: Trace, after: Trace) -> pd.DataFrame:
@@ -209,7 +220,7 @@ def _totals(trace: Trace, steps: Array) -> dict[str, float | None]:
     }
     medians = {name: float(np.median(columns[of][usual])) if usual.any() else None for name, of in names.items()}
     peaks = [peak(trace, device).requested.bytes for device in trace.devices]
-    return {"peak_bytes": sum(peaks), "num_steps": len(columns["step"]), **medians}
+    return {"peak_bytes": sum(peaks), "num_steps": len(columns["step"]) if trace.has_blocks else None, **medians}
 
 
 def _step_peaks(before: Trace, after: Trace) -> tuple[tuple[int, int, int], ...]:

@@ -102,8 +102,8 @@ class DeviceFindings:
     peak_bytes: int
     lower_bound_bytes: int | None
     """The most bytes one operator touches: no schedule is below it. None: not told."""
-    peak_if_all_mended_bytes: int
-    """With every finding mended at once that saves something and needs no mechanism."""
+    peak_if_all_mended_bytes: int | None
+    """With every finding mended at once that saves something and needs no mechanism; None for a file of totals."""
     findings: tuple[Finding, ...]
     not_judged: tuple[str, ...]
     """Patterns that the trace cannot tell, each with the reason."""
@@ -138,6 +138,9 @@ def findings_table(trace: Trace) -> pd.DataFrame:
 
 def _find(trace: Trace, device: str, min_bytes: int | None) -> DeviceFindings:
     found, top = blocks(trace), peak(trace, device)
+    if not trace.has_blocks:
+        reason = "all patterns: the file holds totals by category and no blocks"
+        return DeviceFindings(device, top.requested.bytes, None, None, (), (reason,))
     chosen = np.flatnonzero((found.device == trace.devices.index(device)) & (found.size > 0))
     least = int(MIN_SHARE * top.requested.bytes) if min_bytes is None else min_bytes
     listed: list[Finding] = []

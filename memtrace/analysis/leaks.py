@@ -51,10 +51,13 @@ class Outliving:
 
 @dataclass(frozen=True)
 class Leaks:
-    """What grows. None in ``steps_to_capacity``: no capacity is known, or nothing grows."""
+    """What grows. None in ``steps_to_capacity``: no capacity is known, or nothing grows.
+
+    ``bytes_per_step``: of all of them; None where there are too few steps to tell.
+    """
 
     leaks: tuple[Leak, ...]
-    bytes_per_step: float
+    bytes_per_step: float | None
     num_steps: int
     """Steps looked at, warm-up left out; 0 where there are too few to tell."""
     capacity_bytes: int | None
@@ -85,7 +88,7 @@ def leaks(
     cycle = _cycle_blocks(trace)
     if len(ends) <= min_steps:
         told = None if cycle is None else int(blocks(trace).size[cycle].sum())
-        return Leaks((), 0.0, 0, capacity_bytes, None, (), cycle is not None, told)
+        return Leaks((), None, 0, capacity_bytes, None, (), cycle is not None, told)
     found = blocks(trace)
     first, end = ends_lived(trace, ends)
     kept = np.flatnonzero((found.alloc_event >= 0) & (end > first) & (found.size > 0))

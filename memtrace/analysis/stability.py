@@ -163,6 +163,11 @@ class StepPattern:
     detection: Detection
     agreement: float | None
     """Share of the marked steps whose end was also found in the events alone; None without marks."""
+    shift_events: int | None
+    """How many events later than marked (frees not counted; below 0: earlier) the most ends were found. None: nothing
+    to compare."""
+    shifted_agreement: float | None
+    """The share of the marked steps whose end was found just so much later."""
 
 
 def step_pattern(trace: Trace, from_events: bool = False) -> StepPattern:
@@ -172,28 +177,44 @@ def step_pattern(trace: Trace, from_events: bool = False) -> StepPattern:
     """
     detection = detect(trace)
     marked = steps_are_marked(trace)
-    agreement = _agreement(trace, step_rows(trace).end_row, detection) if marked else None
+    check = _check(trace, step_rows(trace).end_row, detection) if marked else (None, None, None)
     if marked and not from_events:
-        return StepPattern("marks", step_rows(trace), detection, agreement)
+        return StepPattern("marks", step_rows(trace), detection, *check)
     source = "events" if detection.num_steps else "none"
-    return StepPattern(source, detected_step_rows(trace), detection, agreement)
+    return StepPattern(source, detected_step_rows(trace), detection, *check)
 
 
-def _agreement(trace: Trace, ends: Array, detection: Detection) -> float:
+def _check(trace: Trace, ends: Array, detection: Detection) -> tuple[float, int | None, float | None]:
+    """The share of the ends that were found, the usual shift of those found, and the share found with that shift."""
+    if not len(ends) or not detection.num_steps:
+        return 0.0, None, None
     kind = trace.columns("events", "kind")["kind"]
     frees = (kind == KIND["free"]) | (kind == KIND["free_requested"])
     acted = np.concatenate([[0], np.cumsum(~frees)])
-    return float(np.isin(acted[ends], acted[detection.rows[1:]]).mean()) if len(ends) else 0.0
+    marked, found = acted[ends], acted[detection.rows[1:]]
+    after = np.minimum(np.searchsorted(found, marked), len(found) - 1)
+    before = np.maximum(after - 1, 0)
+    nearest = np.where(np.abs(found[after] - marked) <= np.abs(found[before] - marked), after, before)
+    shifts, number = np.unique(found[nearest] - marked, return_counts=True)
+    usual = np.lexsort((np.abs(shifts), -number))[0]
+    return float(np.isin(marked, found).mean()), int(shifts[usual]), float(number[usual] / len(marked))
+
+
+def _confidence(trace: Trace, found: StepPattern) -> float | None:
+    if not trace.has_blocks:
+        return None
+    return 1.0 if found.source == "marks" else found.detection.confidence
 
 
 def pattern_as_dict(trace: Trace, from_events: bool = False) -> dict[str, Any]:
     """What ``memtrace steps --json`` prints. Times in ns, shares from 0 to 1, unknown None.
 
-    ``source``, ``iterative``, ``num_steps``, ``boundaries_ns`` (each step's start, and the last one's end; none
-    without times), ``boundaries_events`` (the same as rows of events), ``period_events`` (median events of a step),
-    ``confidence`` (of the detection; 1 for marks), ``method``, ``agreement`` (see ``StepPattern``), ``stability`` (the
-    usual share of events, bytes and roles, and by step), ``differences`` (see ``Difference``), ``law`` (see ``Law``),
-    all of the steps told.
+    ``source``, ``iterative`` (None for a file of totals, as ``confidence``), ``num_steps``, ``boundaries_ns`` (each
+    step's start, and the last one's end; none without times), ``boundaries_events`` (the same as rows of events),
+    ``period_events`` (median events of a step), ``confidence`` (of the detection; 1 for marks), ``method``,
+    ``agreement``, ``shift_events`` and ``shifted_agreement`` (see ``StepPattern``), ``stability`` (the usual share of
+    events, bytes and roles, and by step), ``differences`` (see ``Difference``), ``law`` (see ``Law``), all of the steps
+    told.
     """
     found = step_pattern(trace, from_events)
     told = trace
@@ -210,14 +231,16 @@ def pattern_as_dict(trace: Trace, from_events: bool = False) -> dict[str, Any]:
     ]
     return {
         "source": found.source,
-        "iterative": bool(len(rows.number)),
+        "iterative": bool(len(rows.number)) if trace.has_blocks else None,
         "num_steps": len(rows.number),
         "boundaries_ns": boundaries.tolist() if trace.has_times else [],
         "boundaries_events": np.append(rows.first_row, rows.end_row[-1:]).tolist(),
         "period_events": period,
-        "confidence": 1.0 if found.source == "marks" else found.detection.confidence,
+        "confidence": _confidence(trace, found),
         "method": found.detection.method,
         "agreement": found.agreement,
+        "shift_events": found.shift_events,
+        "shifted_agreement": found.shifted_agreement,
         "stability": {
             "events": even.usual_events,
             "bytes": even.usual_bytes,

@@ -30,17 +30,17 @@ MAX_PATTERN_EVENTS = 500_000
 def summary(trace: Trace) -> dict[str, Any]:
     """What held the memory, when and where from, as plain JSON values; unknown is None. Bytes and ns.
 
-    ``coverage`` (see ``Coverage``); ``source`` (kind, observer, command); ``steps``: count, source ("marks",
-    "events": found in the events alone, None: no steps), median_duration_ns, median_peak_bytes, max_peak_bytes,
-    median_allocated_bytes, data_wait_share, growth_bytes_per_step and growth_sources (None with too few steps);
-    ``devices``: a list of device, peak (requested_bytes, allocated_bytes, reserved_bytes, time_ns, event (row of
-    events; -1: the start), step, phase, by_category, top_sites, top_modules, top_blocks), baseline_requested_bytes,
-    live_requested_bytes_at_end, reserved_bytes_at_end, fragmentation (see ``Fragmentation``; None without
-    segments); ``patterns``: iterative, stability_bytes (share of a usual step's bytes that match the others),
-    swappable_bytes_at_peak, leak_bytes_per_step, leak_site, finding (the ``Finding`` whose mending would save
-    most); ``out_of_memory``: a list (see ``OutOfMemory``, with ``site`` for each stack). Requested is what the
-    program asked for, allocated what the allocator counts; each has its own maximum over time. What is grouped is
-    live at the requested peak (where requests are not told, at the peak of the blocks' own sizes, and in those).
+    ``coverage`` (see ``Coverage``); ``source`` (kind, observer, command); ``steps``: count (None: a file of totals),
+    source ("marks", "events": found in the events alone, None: no steps), median_duration_ns, median_peak_bytes,
+    max_peak_bytes, median_allocated_bytes, data_wait_share, growth_bytes_per_step and growth_sources (None with too few
+    steps); ``devices``: a list of device, peak (requested_bytes, allocated_bytes, reserved_bytes, time_ns, event (row
+    of events; -1: the start), step, phase, by_category, top_sites, top_modules, top_blocks), baseline_requested_bytes,
+    live_requested_bytes_at_end, reserved_bytes_at_end, fragmentation (see ``Fragmentation``; None without segments);
+    ``patterns``: iterative, stability_bytes (share of a usual step's bytes that match the others),
+    swappable_bytes_at_peak, leak_bytes_per_step, leak_site, finding (the ``Finding`` whose mending would save most);
+    ``out_of_memory``: a list (see ``OutOfMemory``, with ``site`` for each stack). Requested is what the program asked
+    for, allocated what the allocator counts; each has its own maximum over time. What is grouped is live at the
+    requested peak (where requests are not told, at the peak of the blocks' own sizes, and in those).
     """
     manifest = trace.manifest
     return {
@@ -64,7 +64,7 @@ def _patterns(trace: Trace) -> dict[str, Any]:
         "iterative": bool(len(step_columns(trace)["step"])),
         "stability_bytes": stability(trace).usual_bytes if small else None,
         "swappable_bytes_at_peak": swappable_at_peak(trace) if small else None,
-        "leak_bytes_per_step": grows.bytes_per_step if grows.num_steps else None,
+        "leak_bytes_per_step": grows.bytes_per_step,
         "leak_site": grows.leaks[0].site if grows.leaks else None,
         "finding": _best_finding(trace) if small else None,
     }
@@ -86,7 +86,7 @@ def _steps(trace: Trace) -> dict[str, Any]:
     made = {name: _median(columns[name]) if trace.has_blocks else None for name in ("allocated_bytes", "num_allocs")}
     total = int(columns["duration_ns"].sum())
     return {
-        "count": len(columns["step"]),
+        "count": len(columns["step"]) if trace.has_blocks else None,
         "source": ("marks" if steps_are_marked(trace) else "events") if len(columns["step"]) else None,
         "median_duration_ns": _median(columns["duration_ns"]) if trace.has_times else None,
         "median_peak_bytes": _median(columns["peak_bytes"]),

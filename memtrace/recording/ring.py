@@ -47,6 +47,10 @@ class Ring:
         """Tell of a new step; called on the training thread."""
         self._step_starts.append(start_ns)
 
+    def forget_steps(self) -> None:
+        """The steps told so far were none."""
+        self._step_starts.clear()
+
     def part_written(self, index: int) -> None:
         """Tell of a new part and drop those that are no longer needed."""
         self._parts.append(index)

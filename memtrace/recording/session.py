@@ -231,7 +231,7 @@ class Recording:
     # What the program tells.
 
     def step(self) -> None:
-        """Mark the end of a training step; from the first call on, only such marks make steps."""
+        """Mark the end of a training step. Only such marks make steps then; the first began with the recording."""
         if self._outer is not None:
             self._outer.step()
         elif self._steps is not None and self.is_recording:
@@ -354,7 +354,8 @@ class Recording:
             ring = Ring(self._folder, last_steps)
         self._labeller = Labeller(observer)
         self._cuda = make_cuda_side(observer, self._manifest)
-        self._steps = StepFinder(observer, ring, self._options["max_steps"], self._end_at_max_steps, self._step_ended)
+        told = (self._end_at_max_steps, self._step_ended, self._steps_numbered_anew)
+        self._steps = StepFinder(observer, ring, self._options["max_steps"], *told)
         self._writer = Writer(
             observer,
             self._folder,
@@ -410,6 +411,10 @@ class Recording:
             self._look_for_rank(self._observer)
         if self._cuda is not None:
             self._cuda.read_totals()
+
+    def _steps_numbered_anew(self) -> None:
+        if self._writer is not None:
+            self._writer.steps_numbered_anew()
 
     def _end_at_max_steps(self) -> None:
         self._stop("max_steps reached")

@@ -21,7 +21,8 @@ class StepFinder:
 
     Without marks a step ends where the last optimizer of a round ended: a round is over when an optimizer steps that
     has stepped in it already, so that loops with several optimizers (a GAN's) count one step a round. Gradient
-    accumulation makes one step of its micro-batches. With ``mark`` the program says it itself.
+    accumulation makes one step of its micro-batches. With ``mark`` the program says it itself: its first step is
+    everything since the recording began, and ``numbered_anew`` hears when others are written already: they are void.
     """
 
     def __init__(
@@ -31,14 +32,16 @@ class StepFinder:
         max_steps: int | None,
         reached: Callable[[], None],
         step_ended: Callable[[], None],
+        numbered_anew: Callable[[], None],
     ) -> None:
         self._observer = observer
         self._ring = ring
         self._max_steps = max_steps
         self._reached = reached
         self._step_ended = step_ended
+        self._numbered_anew = numbered_anew
         self._marked = False
-        self._start = 0
+        self._start = self._began = 0
         self._round: set[int] = set()
         self._round_end = 0
         self._usual_round = 1
@@ -53,9 +56,14 @@ class StepFinder:
     def mark(self) -> None:
         """The program says that a step ends here."""
         if not self._marked:
-            # A round of optimizer steps that is open belongs to the step that ends here.
+            # What optimizers did so far belongs to the step that ends here.
             self._marked = True
             self._round.clear()
+            if self.num_steps:
+                self._start, self.num_steps = self._began, 0
+                if self._ring is not None:
+                    self._ring.forget_steps()
+                self._numbered_anew()
         self._end_step(self._observer.now())
         self._check_limit()
 

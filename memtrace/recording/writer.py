@@ -75,6 +75,7 @@ class PartWriter:
         self._index = 0
         self.num_events = 0
         self.rows_in_part = 0
+        self.numbered_anew = False
 
     def _path(self, table: str, *, temporary: bool) -> Path:
         name = f"{table}-{self._index:05d}.parquet"
@@ -99,12 +100,38 @@ class PartWriter:
         for name in _IN_ORDER:
             if name in self._open:
                 self._open[name].close()
+                if name == "spans" and self.numbered_anew:
+                    self._drop_void_steps()
                 self._path(name, temporary=True).replace(self._path(name, temporary=False))
         self._open.clear()
         self.rows_in_part = 0
         if self._ring is not None:
             self._ring.part_written(self._index)
         self._index += 1
+
+    def _drop_void_steps(self) -> None:
+        """Steps count from the last step 0 on: those before it were the optimizers', until the program marked its own.
+
+        The parts on disk are mended before the one with that step 0 is in place: a killed process leaves no step twice.
+        """
+        import pyarrow.compute as pc  # 7 MB that hardly any recording needs
+
+        paths = [*sorted(self._folder.glob("spans-*.parquet")), self._path("spans", temporary=True)]
+        parts = [pq.read_table(path).cast(schema.arrow_schema("spans")) for path in paths]
+        is_step = [pc.equal(pc.cast(part["kind"], pa.string()), "step") for part in parts]
+        begins = pc.indices_nonzero(pc.and_(is_step[-1], pc.fill_null(pc.equal(parts[-1]["index"], 0), False)))
+        start = begins[-1].as_py() if len(begins) else 0
+        void = [*is_step[:-1], is_step[-1].slice(0, start)]
+        if not any(pc.any(one).as_py() for one in void if len(begins)):  # what was marked is not drained yet
+            return
+        self.numbered_anew = False
+        kept = [part.filter(pc.invert(one)) for part, one in zip(parts[:-1], void[:-1], strict=True)]
+        kept.append(pa.concat_tables([parts[-1].slice(0, start).filter(pc.invert(void[-1])), parts[-1].slice(start)]))
+        for path, rows in zip(paths, kept, strict=True):
+            temporary = self._folder / ".spans.rewritten.tmp"
+            with open_part(temporary, "spans") as writer:
+                writer.write_table(rows.unify_dictionaries())
+            temporary.replace(path)
 
     def abandon(self) -> None:
         """Drop the current part after an error."""
@@ -164,6 +191,10 @@ class Writer:
     def num_events(self) -> int:
         """Events written so far."""
         return self._parts.num_events
+
+    def steps_numbered_anew(self) -> None:
+        """A second step 0 is on its way, which voids the steps before it; called on the training thread."""
+        self._parts.numbered_anew = True
 
     def start(self) -> None:
         """Begin to write."""

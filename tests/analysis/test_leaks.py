@@ -106,7 +106,7 @@ def _made(sizes):
 def test_what_is_a_leak(sizes, is_leak):
     found = leaks(_made(sizes))
     assert bool(found.leaks) == is_leak
-    assert found.bytes_per_step == pytest.approx(8 if is_leak else 0)
+    assert found.bytes_per_step == (None if len(sizes) <= 5 else pytest.approx(8 if is_leak else 0))
     assert found.cycle_bytes is None
     assert found.steps_to_capacity is None
 

@@ -64,10 +64,27 @@ def test_totals_have_no_allocations(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     path.write_text(json.dumps([list(range(1000, 1000 + len(levels))), levels]))
     told = json.loads(said("summary", path, "--json"))
-    assert told["steps"]["count"] and told["devices"][0]["peak"]["requested_bytes"] == 5 << 20
+    assert told["steps"]["count"] is None and told["devices"][0]["peak"]["requested_bytes"] == 5 << 20
     assert told["steps"]["median_allocated_bytes"] is None and told["steps"]["median_allocations"] is None
     assert told["patterns"]["stability_bytes"] is None
-    assert "allocates unknown in unknown blocks" in " ".join(said("summary", path).split())
+    assert "steps: cannot be told, the file holds totals" in " ".join(said("summary", path).split())
+    steps = json.loads(said("steps", path, "--json"))
+    assert (steps["iterative"], steps["confidence"], steps["num_steps"]) == (None, None, 0)
+    assert json.loads(said("leaks", path, "--json"))["bytes_per_step"] is None
+    access = json.loads(said("access", path, "--json"))
+    assert access["num_intervals"] is None and set(access["swappable"].values()) == {None}
+    (device,) = json.loads(said("findings", path, "--json"))["devices"]
+    assert device["findings"] == [] and device["peak_if_all_mended_bytes"] is None
+    for command in ("steps", "leaks", "access", "findings"):
+        assert "the file holds totals by category and no blocks" in " ".join(said(command, path).split())
+    levels[12][4] *= 2
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps([list(range(1000, 1000 + len(levels))), levels]))
+    changes = json.loads(said("diff", path, other, "--json"))["changes"]
+    assert [(row["grouping"], row["change_bytes"], row["after_blocks"]) for row in changes] == [
+        ("category", 4 << 20, None)
+    ]
+    assert "lines cannot be told: the file holds totals" in " ".join(said("diff", path, other).split())
 
 
 def test_only_allocations_taken_for_the_backward_are_said_to_be(tmp_path: Path) -> None:
