@@ -12,6 +12,7 @@ from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import peak
 from memtrace.analysis.roles import WARM_UP_STEPS, middle_by, role_text, roles
 from memtrace.analysis.sites import sites_of
+from memtrace.analysis.steps import step_columns
 from memtrace.arrays import Array
 from memtrace.schema import CATEGORIES
 from memtrace.trace import Trace
@@ -81,8 +82,8 @@ def leaks(
     A site leaks when its live bytes at step ends grow in at least ``min_steps`` steps after warm-up, over a third of
     them or more and still in the last third, and no more than a tenth of what it gains is given back. What is made
     once (optimizer state, a workspace) and a cache that fills up and then stays are none. ``steps_to_capacity`` counts
-    from the end of the trace, from the peak of the device that has the highest. ``with_outliving``: roles are worked
-    out.
+    from the end of the trace, from the peak of the device that has the highest, by what grows faster: what is live at
+    the steps' ends or their peaks. ``with_outliving``: roles are worked out.
     """
     ends = step_rows(trace).end_row[WARM_UP_STEPS:]
     cycle = _cycle_blocks(trace)
@@ -97,7 +98,9 @@ def leaks(
     top = max((peak(trace, device).requested.bytes for device in trace.devices), default=0)
     left = None
     if capacity_bytes is not None and slope > 0:
-        left = max(int((capacity_bytes - top) // slope), 0)
+        # What is grown by copying (torch.cat) is there twice at the peak, which then grows faster than what stays.
+        of_peaks = float(np.median(np.diff(step_columns(trace)["peak_bytes"][WARM_UP_STEPS:])))
+        left = max(int((capacity_bytes - top) // max(slope, of_peaks)), 0)
     outliving = _outliving(trace, first, end) if with_outliving else ()
     return Leaks(
         tuple(rows[:TOP]), slope, len(ends), capacity_bytes, left, outliving,

@@ -125,3 +125,14 @@ def test_live_bytes_at_ends_are_those_of_brute_force(blocks):
 def test_a_saw_is_no_growth():
     assert not is_growth(np.array([0, 5, 10, 0, 5, 10, 0, 5, 10]), 3)
     assert is_growth(np.array([0, 5, 10, 15, 20, 25, 30]), 3)
+
+
+def test_what_grows_by_copying_reaches_the_capacity_twice_as_soon(tmp_path):
+    kept = [torch.zeros(0, 1 << 18)]
+
+    def grow(_):
+        kept[0] = torch.cat([kept[0], torch.ones(1, 1 << 18)])
+
+    found = leaks(recorded(lambda: _training(grow), tmp_path / "run.memtrace"), capacity_bytes=1 << 30)
+    assert found.bytes_per_step == pytest.approx(1 << 20, rel=0.01)
+    assert found.steps_to_capacity == pytest.approx((1024 - 60) / 2, abs=2)
