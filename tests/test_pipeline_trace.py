@@ -106,6 +106,29 @@ def test_outputs_are_one_hidden_state(measured: TraceCosts) -> None:
     assert measured.layers[0].unsaved_output_bytes == hidden
 
 
+def test_the_batch_is_read_at_both_ends_and_outputs_go_to_the_loss(gpt: GPT, measured: TraceCosts) -> None:
+    # Inputs and targets are views of one tensor, which has one token more than either.
+    assert [layer.batch_bytes for layer in measured.layers] == [BATCH * (LENGTH + 1) * 8, 0, 0, 0, 0, 0,
+                                                                BATCH * (LENGTH + 1) * 8]  # fmt: skip
+    logits = BATCH * LENGTH * gpt.head.out_features * 4
+    assert [layer.handed_bytes for layer in measured.layers] == [0] * 6 + [logits]
+    assert measured.layers[-1].loss_bytes == 4
+
+
+def test_the_loss_has_the_storage_that_it_was_reduced_in(tmp_path: Path) -> None:
+    model, inputs, targets = nn.Linear(8, 64), torch.rand(16, 8), torch.rand(16, 64)
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+
+    (layer,) = trace_costs(record(tmp_path, model, step)).layers
+    expected = nn.functional.mse_loss(model(inputs), targets).untyped_storage().nbytes()
+    assert (layer.handed_bytes, layer.loss_bytes) == (16 * 64 * 4, expected)
+    assert layer.batch_bytes == inputs.nbytes + targets.nbytes
+
+
 def test_seconds_are_positive_and_sum_up(measured: TraceCosts) -> None:
     assert all(layer.forward_s > 0 and layer.backward_s > 0 for layer in measured.layers)
     assert all(0 < layer.forward_s + layer.backward_s < 5 for layer in measured.layers)

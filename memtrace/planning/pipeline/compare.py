@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from memtrace.errors import MemtraceError
 from memtrace.planning.pipeline.costs import Layer, cut_costs
@@ -90,7 +90,7 @@ def compare(
     if first_layers != sorted({0, *first_layers}) or first_layers[-1] >= len(costs.layers):
         raise MemtraceError(f"the cut {first_layers} must begin with 0 and rise, below the {len(costs.layers)} layers")
     simulation = simulate(planned, cut_costs(costs.layers, first_layers))
-    memories = memory(simulation, _as_run(costs.model, found.torch_schedule))
+    memories = memory(simulation, _as_run(costs.model, found))
     predicted = [memories[places.index(one.places)] for one in found.ranks]
     workers = tuple(
         WorkerComparison(
@@ -112,11 +112,12 @@ def kept_comparison(trace: Trace) -> Comparison | None:
     return kept
 
 
-def _as_run(model: MemoryModel, torch_schedule: str | None) -> MemoryModel:
+def _as_run(model: MemoryModel, found: Measured) -> MemoryModel:
     """The memory model with what torch's stages keep besides, where torch ran the pipeline."""
-    if torch_schedule is None:
+    if found.torch_schedule is None:
         return model
-    return replace(model, receive_buffers=True, sent="last" if torch_schedule in LAST_SENT else "all")
+    sent: Literal["last", "all"] = "last" if found.torch_schedule in LAST_SENT else "all"
+    return replace(model, receive_buffers=True, sent=sent, outputs=found.outputs)
 
 
 def recorded_cut(found: Measured, layers: Sequence[Layer]) -> list[int]:

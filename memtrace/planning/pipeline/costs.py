@@ -54,6 +54,12 @@ class Layer:
     well."""
     result_bytes: int = 0
     """Of the last layer: what it hands to the loss and no backward keeps."""
+    handed_bytes: int = 0
+    """Of the last layer: all that it hands to the loss, kept by a backward or not."""
+    loss_bytes: int = 0
+    """Of the last layer: the loss, with the storage that it was reduced in."""
+    batch_bytes: int = 0
+    """Of the first and the last layer: the part of the batch (inputs, targets) that it reads."""
     optimizer_temporary_bytes: int = 0
     """Alive within the optimizer's step only; adds up over the layers of a worker."""
     largest_optimizer_temporary_bytes: int = 0
@@ -142,6 +148,9 @@ class StageCosts:
     unsaved_output_bytes: int = 0
     """The part of ``output_bytes`` that is not in ``activation_bytes``."""
     result_bytes: int = 0
+    handed_bytes: int = 0
+    loss_bytes: int = 0
+    batch_bytes: int = 0
     optimizer_temporary_bytes: int = 0
     largest_optimizer_temporary_bytes: int = 0
 
@@ -182,6 +191,9 @@ def stage_costs(layers: Sequence[Layer], input_bytes: int = 0) -> StageCosts:
         output_bytes=layers[-1].output_bytes if layers else 0,
         unsaved_output_bytes=layers[-1].unsaved_output_bytes if layers else 0,
         result_bytes=layers[-1].result_bytes if layers else 0,
+        handed_bytes=layers[-1].handed_bytes if layers else 0,
+        loss_bytes=layers[-1].loss_bytes if layers else 0,
+        batch_bytes=sum(layer.batch_bytes for layer in layers),
         optimizer_temporary_bytes=sum(layer.optimizer_temporary_bytes for layer in layers),
         largest_optimizer_temporary_bytes=max((layer.largest_optimizer_temporary_bytes for layer in layers), default=0),
         forward_temporary_bytes=_forward_excess(layers),
@@ -239,6 +251,9 @@ _WITH_MICROBATCH: Final = (
     "output_bytes",
     "unsaved_output_bytes",
     "result_bytes",
+    "handed_bytes",
+    "loss_bytes",
+    "batch_bytes",
     "forward_temporary_bytes",
     "backward_temporary_bytes",
     "input_backward_temporary_bytes",

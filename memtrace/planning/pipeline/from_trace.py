@@ -62,6 +62,7 @@ def trace_costs(trace: Trace, layers: Sequence[str] = ()) -> TraceCosts:
     state = state_of_layers(trace, last)
     kept, output, unsaved = window.kept_bytes(), *window.output_bytes()
     rises = window.temporaries(state.gradient_bytes)
+    handed, batch = window.handed_bytes(), window.batch_bytes()
     made = [
         Layer(
             name=name,
@@ -76,7 +77,8 @@ def trace_costs(trace: Trace, layers: Sequence[str] = ()) -> TraceCosts:
             activation_bytes=int(kept[n]),
             output_bytes=int(output[n]),
             unsaved_output_bytes=int(unsaved[n]),
-            result_bytes=window.result_bytes() if n == len(last.names) - 1 else 0,
+            batch_bytes=int(batch[n]),
+            **(handed if n == len(last.names) - 1 else {}),
             **{field: int(rise[n]) for field, rise in rises.items()},
         )
         for n, name in enumerate(last.names)
@@ -147,9 +149,10 @@ class _Window:
         self._layer_rows, self._turn, self._end = rows[:-2], int(rows[-2]), int(rows[-1])
         found = self._blocks
         born = (found.alloc_event >= self._layer_rows[0]) & (found.alloc_event < self._end)
-        state = np.isin(found.category, [CATEGORY["parameter"], CATEGORY["optimizer_state"]])
+        of_state = [CATEGORY[name] for name in ("parameter", "gradient", "optimizer_state")]
+        self._of_state = np.isin(found.category, of_state)
         self._gradient = born & (found.category == CATEGORY["gradient"])
-        self._mine = np.flatnonzero(born & ~state & ~self._gradient)
+        self._mine = np.flatnonzero(born & ~self._of_state)
         self._free = np.where(found.free_event < 0, np.iinfo(np.int64).max, found.free_event)
         self._last_reader, self._read_in_backward = self._reads(found)
 
@@ -195,12 +198,44 @@ class _Window:
         unsaved = crossing & ~np.isin(forward, self._kept())
         return self._crossings(forward, made, read, crossing), self._crossings(forward, made, read, unsaved)
 
-    def result_bytes(self) -> int:
-        """What the model hands to the loss and no backward keeps."""
+    def handed_bytes(self) -> dict[str, int]:
+        """What the model hands to the loss, what of it no backward keeps, and the loss, by the fields of Layer."""
         row = int(rows_at(self._trace, np.array([self._pass.model_end_ns]))[0])
         born = self._blocks.alloc_event[self._mine]
-        handed = self._mine[(born >= self._layer_rows[-1]) & (born < row) & (self._free[self._mine] >= row)]
-        return int(self._blocks.size[np.setdiff1d(handed, self._kept())].sum())
+        left = self._mine[(born >= self._layer_rows[-1]) & (born < row) & (self._free[self._mine] >= row)]
+        result = np.setdiff1d(left, self._kept())
+        # Of what the backward keeps, the loss reads outputs only.
+        handed = np.union1d(result, np.intersect1d(left, self._read_blocks(row, self._turn)))
+        sizes = self._blocks.size
+        return {
+            "handed_bytes": int(sizes[handed].sum()),
+            "result_bytes": int(sizes[result].sum()),
+            "loss_bytes": self._loss_bytes(row),
+        }
+
+    def _loss_bytes(self, model_end_row: int) -> int:
+        """The block made behind the model that is read last: ``backward`` makes a gradient of its shape."""
+        events = self._trace.columns("events", "kind", "block")
+        rows = np.arange(model_end_row, self._turn)
+        read = events["block"][rows[(events["kind"][rows] == KIND["read"]) & (events["block"][rows] >= 0)]]
+        made = len(read) and self._blocks.alloc_event[read[-1]] >= model_end_row
+        return int(self._blocks.size[read[-1]]) if made else 0
+
+    def batch_bytes(self) -> Array:
+        """What the first and the last layer read that was there before the forward and is no state of the model."""
+        total = np.zeros(len(self._pass.names), dtype=np.int64)
+        edges = np.append(self._layer_rows, self._turn)
+        for layer in {0, len(total) - 1}:
+            read = self._read_blocks(int(edges[layer]), int(edges[layer + 1]))
+            read = read[(self._blocks.alloc_event[read] < self._layer_rows[0]) & ~self._of_state[read]]
+            total[layer] = self._blocks.size[read[self._blocks.size[read] > 0]].sum()
+        return total
+
+    def _read_blocks(self, begin: int, end: int) -> Array:
+        """The blocks that the rows from ``begin`` on, before ``end``, read."""
+        events = self._trace.columns("events", "kind", "block")
+        read = events["block"][begin:end][events["kind"][begin:end] == KIND["read"]]
+        return np.unique(read[read >= 0])
 
     def _crossings(self, chosen: Array, made: Array, read: Array, mask: Array) -> Array:
         """Bytes over each boundary: a block made in layer a and last read in layer b crosses those of a to b
