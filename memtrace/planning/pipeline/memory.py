@@ -189,7 +189,7 @@ def _changes(
     last_stage = simulation.schedule.num_stages - 1
     for index, action in enumerate(row):
         costs = simulation.stages[action.stage]
-        up, down = _activation_change(action, costs, _input_comes(simulation.schedule, action), simulation, model)
+        up, down = _activation_change(action, costs, input_comes(simulation.schedule, action), simulation, model)
         at_start["activation"][index], at_end["activation"][index] = up, left[index] - down
         if action.stage == last_stage and action.kind in (BACKWARD, INPUT_BACKWARD):
             at_end["activation"][index] += _left_of_outputs(costs, model)
@@ -212,7 +212,7 @@ def _changes(
     return at_start, at_end
 
 
-def _input_comes(schedule: Schedule, action: Action) -> bool:
+def input_comes(schedule: Schedule, action: Action) -> bool:
     """Whether the input of the action's stage is new to the worker; from a stage of its own it is no copy."""
     workers = schedule.placement[action.pipeline]
     return action.stage == 0 or workers[action.stage - 1] != workers[action.stage]
