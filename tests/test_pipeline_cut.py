@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ from pipeline_cases import uniform_layers
 
 from memtrace.errors import MemtraceError
 from memtrace.planning.pipeline import cut as cut_module
-from memtrace.planning.pipeline.costs import Layer, cut_costs
+from memtrace.planning.pipeline.costs import Layer, Shared, cut_costs
 from memtrace.planning.pipeline.cut import MEMORY, OBJECTIVES, TIME, balanced_cut
 from memtrace.planning.pipeline.memory import PAPER, TORCH, MemoryModel, memory
 from memtrace.planning.pipeline.plan import Setting, predict
@@ -21,7 +22,7 @@ from memtrace.planning.pipeline.simulate import simulate
 from memtrace.planning.pipeline.table import Schedule
 
 even_bytes = st.integers(0, 20).map(lambda n: 2 * n)
-layer_lists = st.lists(
+plain_lists = st.lists(
     st.builds(
         Layer,
         name=st.just("layer"),
@@ -44,6 +45,9 @@ layer_lists = st.lists(
     ),
     min_size=4,
     max_size=7,
+)
+layer_lists = st.builds(
+    lambda layers, users: with_shared(layers, users), plain_lists, st.sets(st.integers(0, 6), max_size=3)
 )
 # One stage a worker, then two mirrored ones, then several that are no such pair: of so few cuts all are looked at.
 families = st.sampled_from(
@@ -69,6 +73,17 @@ families = st.sampled_from(
 
 def every_cut(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
     return [(0, *inner) for inner in itertools.combinations(range(1, num_layers), num_stages - 1)]
+
+
+def with_shared(layers: list[Layer], users: set[int]) -> list[Layer]:
+    """The layers where those with these numbers use the same weights."""
+    chosen = sorted(number for number in users if number < len(layers))
+    return [
+        replace(layer, shared=(Shared(0) if number == chosen[0] else Shared(0, 40, 40, 80, 6),))
+        if number in chosen
+        else layer
+        for number, layer in enumerate(layers)
+    ]
 
 
 def slowest_stage(layers: list[Layer], cut: tuple[int, ...], recompute: bool) -> float:

@@ -129,7 +129,7 @@ def test_stage_costs_add_up_and_rise_where_layers_do() -> None:
 def write_costs(path: Path, count: int = 8, **changes: Any) -> Path:
     layers = []
     for layer in uniform_layers(count):
-        fields = {key: value for key, value in dataclasses.asdict(layer).items() if value not in (None, 0)}
+        fields = {key: value for key, value in dataclasses.asdict(layer).items() if value not in (None, 0, ())}
         layers.append(fields | changes)
     path.write_text(json.dumps(layers))
     return path

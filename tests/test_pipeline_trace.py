@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memtrace
 from memtrace.errors import TraceError
-from memtrace.planning.pipeline.costs import stage_costs
+from memtrace.planning.pipeline.costs import cut_costs, stage_costs
 from memtrace.planning.pipeline.from_trace import TraceCosts, trace_costs
 
 BATCH, LENGTH, WIDTH = 3, 32, 64
@@ -252,11 +252,19 @@ def tied_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def test_tied_weights_and_other_ranks_are_told(tmp_path: Path, measured: TraceCosts) -> None:
     model = Tied()
     trace = record(tmp_path, model, lambda optimizer: tied_step(model, optimizer)).rank(0)
-    (note,) = trace_costs(trace).notes
-    assert note.startswith("head reads 1,024 bytes of parameters of tokens")
+    found = trace_costs(trace)
+    (note,) = found.notes
+    assert note.startswith("head uses 1,024 bytes of parameters of tokens: each stage")
+    # Two stages have a copy each, one has both users.
+    for first_layers, expected in (([0, 1], [1024, 1024]), ([0, 2], [1024, 1024]), ([0], [1024])):
+        stages = cut_costs(found.layers, first_layers)
+        middle = [[0, 288], [288, 0]][first_layers[-1] == 2] if len(stages) == 2 else [288]
+        assert [stage.parameter_bytes for stage in stages] == [a + b for a, b in zip(expected, middle, strict=True)]
+        assert [stage.gradient_bytes for stage in stages] == [stage.parameter_bytes for stage in stages]
+        assert all(stage.optimizer_bytes >= 2 * stage.parameter_bytes for stage in stages)
     trace.manifest["world_size"] = 4
     assert trace_costs(trace).notes[0].startswith("it is of one of 4 ranks")
-    assert not any("reads" in told for told in measured.notes)
+    assert not any("bytes of parameters of" in told for told in measured.notes)
 
 
 def test_seconds_of_fake_tensors_are_none(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from memtrace.errors import MemtraceError
-from memtrace.planning.pipeline.costs import Layer, cut_costs
+from memtrace.planning.pipeline.costs import Layer, cut_costs, stage_costs
 from memtrace.planning.pipeline.from_trace import TraceCosts
 from memtrace.planning.pipeline.measured import Measured
 from memtrace.planning.pipeline.memory import LAST_SENT, MemoryModel, WorkerMemory, memory
@@ -131,8 +131,8 @@ def recorded_cut(found: Measured, layers: Sequence[Layer]) -> list[int]:
         first_layers.append(layer)
         held, begin = 0, layer
         while layer < len(layers) and (layer == begin or held < (wanted.get(stage) or 0)):
-            held += layers[layer].parameter_bytes
             layer += 1
+            held = stage_costs(layers[begin:layer]).parameter_bytes
         if held != wanted.get(stage):
             raise MemtraceError(
                 f"no run of layers from {begin} on has the {wanted.get(stage)} bytes of parameters of stage {stage}: "

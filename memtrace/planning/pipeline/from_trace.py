@@ -18,7 +18,7 @@ from memtrace.arrays import Array
 from memtrace.planning.pipeline.costs import Layer
 from memtrace.planning.pipeline.memory import TORCH, MemoryModel
 from memtrace.planning.pipeline.trace_passes import Pass, passes
-from memtrace.planning.pipeline.trace_state import state_of_layers, tied_bytes
+from memtrace.planning.pipeline.trace_state import State, state_of_layers
 from memtrace.trace import Trace
 
 
@@ -50,7 +50,7 @@ def trace_costs(trace: Trace, layers: Sequence[str] = ()) -> TraceCosts:
       with its sequence number.
     - activations: blocks made in the layer's forward, alive when backward begins and read or freed in it.
     - output: blocks made up to the layer and read by a later one.
-    - parameters: by the first layer that reads them, so tied weights count once.
+    - parameters: by the first layer that reads them; a stage with other layers that do holds a copy.
 
     ``layers`` as in ``trace_passes.passes``. Raises TraceError where the trace has no such step.
     """
@@ -61,7 +61,7 @@ def trace_costs(trace: Trace, layers: Sequence[str] = ()) -> TraceCosts:
     window = _Window(trace, last)
     state = state_of_layers(trace, last)
     kept, output, unsaved = window.kept_bytes(), *window.output_bytes()
-    rises = window.temporaries(state.gradient_bytes)
+    rises = window.temporaries(state.made_gradient_bytes())
     handed, batch = window.handed_bytes(), window.batch_bytes()
     made = [
         Layer(
@@ -78,16 +78,17 @@ def trace_costs(trace: Trace, layers: Sequence[str] = ()) -> TraceCosts:
             output_bytes=int(output[n]),
             unsaved_output_bytes=int(unsaved[n]),
             batch_bytes=int(batch[n]),
+            shared=state.shared_of(n),
             **(handed if n == len(last.names) - 1 else {}),
             **{field: int(rise[n]) for field, rise in rises.items()},
         )
         for n, name in enumerate(last.names)
     ]
     model = TORCH if state.fresh_gradients else MemoryModel(boundaries=True)
-    return TraceCosts(made, model, last.step, len(found), tuple(_notes(trace, last, made)))
+    return TraceCosts(made, model, last.step, len(found), tuple(_notes(trace, last, made, state)))
 
 
-def _notes(trace: Trace, one: Pass, layers: Sequence[Layer]) -> Iterator[str]:
+def _notes(trace: Trace, one: Pass, layers: Sequence[Layer], state: State) -> Iterator[str]:
     yield from trace.coverage.notes
     ranks = int(trace.manifest.get("world_size") or 1)
     if ranks > 1:
@@ -101,11 +102,18 @@ def _notes(trace: Trace, one: Pass, layers: Sequence[Layer]) -> Iterator[str]:
     events = trace.columns("events", "kind", "address")
     if not (events["address"][events["kind"] == KIND["alloc"]] >= 0).any():
         yield "its tensors have no addresses: seconds are those of Python alone and rank no schedules"
-    for (first, other), size in tied_bytes(trace, one).items():
-        yield (
-            f"{one.names[other]} reads {size:,} bytes of parameters of {one.names[first]}: they count there alone, but "
-            "where the two lie on different workers each holds a copy, with gradients and optimizer state"
-        )
+    for users, shared in state.shared.items():
+        if shared.gradient_bytes:
+            first, *others = (one.names[layer] for layer in users)
+            yield (
+                f"{_several(others)} {'uses' if len(others) == 1 else 'use'} {shared.parameter_bytes:,} bytes of "
+                f"parameters of {first}: each stage with one of them and without {first} holds a copy, which counts "
+                "with gradients and optimizer state; the sum of their gradients over stages takes no time here"
+            )
+
+
+def _several(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]} ({len(names)} layers)"
 
 
 def _forward_seconds(one: Pass) -> Array:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from memtrace.planning.pipeline.costs import Layer
+from memtrace.planning.pipeline.costs import Layer, backward_rises
 from memtrace.planning.pipeline.profile import PARTS, WorkerProfile
 
 Floats = npt.NDArray[np.float64]
@@ -44,7 +44,7 @@ class RangeCosts:
         """The tables by the names of PARTS, of StageCosts' fields."""
 
         def sums(field: str) -> Floats:
-            return self._sums([getattr(layer, field) for layer in layers])
+            return self._sums([getattr(layer, field) for layer in layers]) + self._copies(layers, field)
 
         def per_end(values: Sequence[int]) -> Floats:
             return np.tile(np.array([0, *values], dtype=np.float64), (len(values) + 1, 1))
@@ -55,31 +55,23 @@ class RangeCosts:
             for layer in layers
         ]
         outputs = per_end([layer.output_bytes for layer in layers])
-        backward = [layer.backward_temporary_bytes + layer.largest_gradient_bytes for layer in layers]
         of_inputs = [
             layer.backward_temporary_bytes
             if layer.input_backward_temporary_bytes is None
             else layer.input_backward_temporary_bytes
             for layer in layers
         ]
-        first = [
-            layer.backward_temporary_bytes + layer.gradient_bytes
-            if layer.first_backward_temporary_bytes is None
-            else layer.first_backward_temporary_bytes
-            for layer in layers
-        ]
-        without_gradients = [layer.activation_bytes - layer.gradient_bytes for layer in layers]
-        backward_excess = self._excess(backward, kept)
+        backward, first = (self._rises(layers, fresh_gradients=fresh) for fresh in (False, True))
         return {
             "activation": self._sums(kept),
             "weight_activation": self._sums(of_weights),
             "input": outputs.T,
             "unsaved_output": per_end([layer.unsaved_output_bytes for layer in layers]),
             "output": outputs,
-            "forward_temporary": self._excess([layer.forward_temporary_bytes for layer in layers], kept),
-            "backward_temporary": backward_excess,
+            "forward_temporary": self._forward_excess(layers),
+            "backward_temporary": backward,
             "input_backward_temporary": self._largest(of_inputs),
-            "first_gradients": np.maximum(0, self._excess(first, without_gradients) - backward_excess),
+            "first_gradients": np.maximum(0, first - backward),
             "parameter": sums("parameter_bytes"),
             "gradient": sums("gradient_bytes"),
             "optimizer": sums("optimizer_bytes"),
@@ -92,11 +84,30 @@ class RangeCosts:
         sums: Floats = total[None, :] - total[:, None]
         return sums
 
-    def _excess(self, above: Sequence[int], kept: Sequence[int]) -> Floats:
-        """How far a pass rises above what is kept at its end (a forward) or start (a backward)."""
-        level = np.concatenate([[0], np.cumsum(kept)])
-        excess: Floats = np.maximum(self._running(level[1:] + np.array(above)) - level[None, :], 0)
+    def _copies(self, layers: Sequence[Layer], field: str) -> Floats:
+        """What stages hold of shared weights whose first user lies before them."""
+        copies = np.zeros((self.num_layers + 1, self.num_layers + 1))
+        for begin in range(1, self.num_layers):
+            found: dict[int, int] = {}
+            for place, layer in enumerate(layers[begin:], begin):
+                for one in layer.shared:
+                    found.setdefault(one.number, getattr(one, field))
+                copies[begin, place + 1] = sum(found.values())
+        return copies
+
+    def _forward_excess(self, layers: Sequence[Layer]) -> Floats:
+        """How far a forward rises above what is kept at its end."""
+        kept = np.concatenate([[0], np.cumsum([layer.activation_bytes for layer in layers])])
+        highest = self._running(kept[1:] + np.array([layer.forward_temporary_bytes for layer in layers]))
+        excess: Floats = np.maximum(highest - kept[None, :], 0)
         return excess
+
+    def _rises(self, layers: Sequence[Layer], *, fresh_gradients: bool) -> Floats:
+        """How far a backward rises above what is kept at its start."""
+        rises = np.zeros((self.num_layers + 1, self.num_layers + 1))
+        for end in range(1, self.num_layers + 1):
+            rises[:end, end] = [*backward_rises(layers[:end], fresh_gradients=fresh_gradients)][::-1]
+        return rises
 
     def _largest(self, values: Sequence[int]) -> Floats:
         return self._running(np.array(values))
