@@ -267,6 +267,15 @@ def test_tied_weights_and_other_ranks_are_told(tmp_path: Path, measured: TraceCo
     assert not any("bytes of parameters of" in told for told in measured.notes)
 
 
+def test_the_part_of_a_tied_gradient_is_no_temporary_of_the_layers_between(tmp_path: Path) -> None:
+    """Autograd keeps what the head made until the embedding adds to it; a stage between has neither."""
+    model = Tied()
+    trace = record(tmp_path, model, lambda optimizer: tied_step(model, optimizer))
+    middle = trace_costs(trace).layers[1]
+    weight, hidden = 1024, 2 * 4 * 8 * 4
+    assert middle.backward_temporary_bytes < weight and middle.backward_temporary_bytes >= hidden
+
+
 def test_seconds_of_fake_tensors_are_none(tmp_path: Path) -> None:
     with FakeTensorMode():
         model = Tied()

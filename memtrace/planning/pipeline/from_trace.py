@@ -58,8 +58,8 @@ def trace_costs(trace: Trace, layers: Sequence[str] = ()) -> TraceCosts:
     last = found[-1]
     forward_s = np.median([_forward_seconds(one) for one in found], axis=0)
     backward_s = np.median([_backward_seconds(trace, one) for one in found], axis=0)
-    window = _Window(trace, last)
     state = state_of_layers(trace, last)
+    window = _Window(trace, last, state)
     kept, output, unsaved = window.kept_bytes(), *window.output_bytes()
     rises = window.temporaries(state.made_gradient_bytes())
     handed, batch = window.handed_bytes(), window.batch_bytes()
@@ -150,7 +150,7 @@ def _backward_seconds(trace: Trace, one: Pass) -> Array:
 class _Window:
     """What the blocks do between the start of the forward and the end of the backward, by rows of events."""
 
-    def __init__(self, trace: Trace, one: Pass) -> None:
+    def __init__(self, trace: Trace, one: Pass, state: State) -> None:
         self._trace, self._pass, self._blocks = trace, one, blocks(trace)
         edges = np.array([*one.starts_ns, one.backward_start_ns, one.backward_end_ns + 1], dtype=np.int64)
         rows = rows_at(trace, edges)
@@ -159,10 +159,22 @@ class _Window:
         born = (found.alloc_event >= self._layer_rows[0]) & (found.alloc_event < self._end)
         of_state = [CATEGORY[name] for name in ("parameter", "gradient", "optimizer_state")]
         self._of_state = np.isin(found.category, of_state)
-        self._gradient = born & (found.category == CATEGORY["gradient"])
-        self._mine = np.flatnonzero(born & ~self._of_state)
         self._free = np.where(found.free_event < 0, np.iinfo(np.int64).max, found.free_event)
+        partial = self._partial_gradients(state)
+        self._gradient = born & ((found.category == CATEGORY["gradient"]) | partial)
+        self._mine = np.flatnonzero(born & ~self._of_state & ~partial)
         self._last_reader, self._read_in_backward = self._reads(found)
+
+    def _partial_gradients(self, state: State) -> Array:
+        """What later users of shared parameters make and the first one adds to: to a stage without that one these are
+        the gradients."""
+        found, partial = self._blocks, np.zeros(len(self._blocks), dtype=bool)
+        edges = self._backward_edges()
+        for parameter, users in state.shared_parameters.items():
+            begin = edges[len(self._pass.names) - 1 - users[0]]
+            born = (found.alloc_event >= self._turn) & (found.alloc_event < begin) & (self._free >= begin)
+            partial |= born & (found.size == found.size[parameter]) & ~self._of_state
+        return partial
 
     def _reads(self, found: Blocks) -> tuple[Array, Array]:
         """The last layer that reads each block in forward, -1 for none; whether the backward reads it."""

@@ -29,8 +29,10 @@ class State:
     """Of one that takes them one after another, else 0."""
     fresh_gradients: bool
     """Whether the step allocated its gradients anew."""
+    shared_parameters: dict[int, tuple[int, ...]]
+    """The blocks of parameters that several layers use, with these layers in order."""
     shared: dict[tuple[int, ...], Shared]
-    """Parameters that several layers use, by these layers; the bytes of the first of them have them."""
+    """What they take, by these layers; the bytes of the first of them have them."""
 
     def shared_of(self, layer: int) -> tuple[Shared, ...]:
         """The entries of one layer."""
@@ -94,6 +96,7 @@ def state_of_layers(trace: Trace, one: Pass) -> State:
         np.zeros(count) if one_by_one else np.ceil(share * parameter_bytes),
         np.ceil(alone) if one_by_one else np.zeros(count),
         bool((found.alloc_event[gradient] >= begin).all()),
+        users,
         _shared(trace, found, users, gradient, optimizer, 0.0 if one_by_one else share),
     )
 
