@@ -215,6 +215,8 @@ def test_a_rank_with_a_truncated_manifest_does_not_spoil_the_others(ddp, tmp_pat
     assert found.look_at in trace.ranks
     shown = " ".join(CliRunner().invoke(cli, ["ranks", str(path)]).output.split())
     assert "rank 2: " in shown and "cannot be read" in shown
+    checked = CliRunner().invoke(cli, ["check", str(path), "--max-peak", "1TiB"])
+    assert checked.exit_code == 1 and "cannot be read" in str(checked.exception)
     for wrong in (lambda: trace.rank(2), lambda: memtrace.load(path / "rank=2")):
         with pytest.raises(TraceError, match="cannot be read"):
             wrong()
