@@ -51,7 +51,8 @@ def command(
     if not wanted:
         raise MemtraceError("nothing to check: give --max-peak, --max-growth, --max-category, --max-module or --limits")
     opened = open_traces(traces)
-    ranks = opened.ranks if rank is None else (rank,)
+    # A rank that cannot be opened has not kept its limits: the error that it raises below is the answer.
+    ranks = sorted({*opened.ranks, *opened.unreadable}) if rank is None else [rank]
     rows = [{"rank": n} | verdict.as_dict() for n in ranks for verdict in check(opened.rank(n), wanted)]
     passed = all(row["passed"] for row in rows)
     if as_json:

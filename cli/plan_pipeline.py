@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
-from memtrace.cli.output import console, duration, plain_table, print_json, share, size
+from memtrace.cli.output import console, duration, plain_table, print_json, share, size, working
 from memtrace.cli.quantities import BYTES
 from rich.markup import escape
 
@@ -101,16 +101,17 @@ def command(
     setting = _setting(model, options)
     recompute = _RECOMPUTE[options["recompute"]]
     if workers is not None:
-        found = _search(
-            model_layers,
-            workers,
-            batch,
-            sizes or (measured_size,),
-            measured_size,
-            schedules,
-            recompute,
-            setting,
-        )
+        with working(f"searching pipelines over {workers} workers"):
+            found = _search(
+                model_layers,
+                workers,
+                batch,
+                sizes or (measured_size,),
+                measured_size,
+                schedules,
+                recompute,
+                setting,
+            )
         if as_json:
             print_json({"configurations": [one.as_dict() for one in found], "notes": notes})
         else:
@@ -120,7 +121,8 @@ def command(
     if stages is None or microbatches is None:
         raise MemtraceError("give --stages and --microbatches, or --workers and --batch to search for them")
     chosen = _choices(schedules, stages, microbatches)
-    result = plan(model_layers, stages, microbatches, choices=chosen, recompute=recompute, setting=setting)
+    with working(f"cutting and simulating {len(chosen)} schedules"):
+        result = plan(model_layers, stages, microbatches, choices=chosen, recompute=recompute, setting=setting)
     if not result.predictions:
         reasons = dict.fromkeys(reason for _, reason in result.skipped)
         raise MemtraceError("; ".join(reasons))
@@ -259,7 +261,7 @@ def _print_schedules(result: Plan, capacity: int | None) -> None:
             share(one.bubble_ratio, 1),
             size(max(peaks)),
             size(min(peaks)),
-            "yes" if one.fits else "no",
+            _fits(one),
             " ".join(str(memory.in_flight_peak) for memory in one.memories),
         )
     out = console()
@@ -274,6 +276,13 @@ def _print_schedules(result: Plan, capacity: int | None) -> None:
         out.print(f"left out: {escape(str(choice))}: {escape(reason)}", style="dim")
 
 
+def _fits(prediction: Prediction) -> str:
+    """No only where no cut at all fits."""
+    if prediction.fits:
+        return "yes"
+    return "no" if prediction.cut.exact else "not found"
+
+
 def _notes(shown: Sequence[Prediction]) -> list[str]:
     """What the figures of some schedules rest on."""
     notes = []
@@ -282,7 +291,8 @@ def _notes(shown: Sequence[Prediction]) -> list[str]:
         notes.append(f"{', '.join(free)}: each worker begins its next step when its own work is done")
     inexact = dict.fromkeys(_named(one) for one in shown if not one.cut.exact)
     if inexact:
-        notes.append(f"{', '.join(inexact)}: several stages share a worker, another cut may hold less")
+        notes.append(f"{', '.join(inexact)}: several stages share a worker and cuts are too many to try all; another "
+                     "may be better")  # fmt: skip
     return notes
 
 
@@ -297,6 +307,8 @@ def _print_configurations(found: list[Configuration]) -> None:
             _seconds(one.prediction.step_time_s),
             f"{one.samples_per_s:,.1f}",
             size(one.prediction.peak_bytes),
-            "yes" if one.prediction.fits else "no",
+            _fits(one.prediction),
         )
     console().print(table)
+    for note in _notes([one.prediction for one in found[:_SHOWN]]):
+        console().print(escape(note), style="dim")

@@ -190,8 +190,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def open_folder(path: Path) -> dict[int, RankFolder]:
-    """The ranks of a trace folder (``rank=N`` inside), or of the folder of one rank."""
+def open_folder(path: Path) -> tuple[dict[int, RankFolder], dict[int, str]]:
+    """The ranks of a trace folder (``rank=N`` inside), or of the folder of one rank; and why others cannot be opened.
+
+    TraceError where none can.
+    """
     if (path / MANIFEST_NAME).exists():
         folders = [path]
     else:
@@ -203,17 +206,34 @@ def open_folder(path: Path) -> dict[int, RankFolder]:
         )
     # A rank that died, or whose disk was full, before it wrote anything is missing; it does not spoil the others.
     begun = [folder for folder in folders if (folder / MANIFEST_NAME).exists()]
-    opened = [RankFolder(folder) for folder in begun or folders]
+    attempts = [(_named_rank(folder, number), _attempt(folder)) for number, folder in enumerate(begun or folders)]
+    opened = [folder for _, folder in attempts if isinstance(folder, RankFolder)]
+    faults = {number: fault for number, fault in attempts if isinstance(fault, TraceError)}
+    if not opened:
+        raise next(iter(faults.values()))
     ranks = {_rank_of(folder): folder for folder in opened}
     if len(ranks) < len(opened):
         raise TraceError(f"{path}: two folders are of the same rank. Keep one recording a folder.")
-    return dict(sorted(ranks.items()))
+    return dict(sorted(ranks.items())), {number: str(fault) for number, fault in sorted(faults.items())}
+
+
+def _attempt(path: Path) -> RankFolder | TraceError:
+    try:
+        return RankFolder(path)
+    except TraceError as fault:
+        return fault
+
+
+def _named_rank(folder: Path, otherwise: int) -> int:
+    """The rank that a folder's name says."""
+    named = re.fullmatch(r"rank=(\d+)", folder.name)
+    return int(named[1]) if named else otherwise
 
 
 def _rank_of(folder: RankFolder) -> int:
-    named = re.fullmatch(r"rank=(\d+)", folder.path.name)
-    rank = folder.manifest.get("rank", int(named[1]) if named else 0)
-    if not isinstance(rank, int) or (named and int(named[1]) != rank):
+    named = _named_rank(folder.path, 0)
+    rank = folder.manifest.get("rank", named)
+    if not isinstance(rank, int) or _named_rank(folder.path, rank) != rank:
         raise TraceError(
             f"{folder.path / MANIFEST_NAME} says rank {rank}, its folder says {folder.path.name}: "
             "the parts of two ranks were mixed. Copy the trace again from where it was recorded."

@@ -85,8 +85,12 @@ class Coverage:
 class Trace:
     """One recording: the tables of one rank, or of several (then ``rank(n)`` gives one)."""
 
-    def __init__(self, path: Path | None, sources: Mapping[int, Source]) -> None:
+    def __init__(
+        self, path: Path | None, sources: Mapping[int, Source], unreadable: Mapping[int, str] | None = None
+    ) -> None:
         self.path = path
+        self.unreadable = dict(unreadable or {})
+        """Ranks of the folder that could not be opened, and why; they do not spoil the others."""
         self._sources = dict(sources)
         self._columns: dict[tuple[str, str], Array] = {}
         self._results: dict[Any, Any] = {}
@@ -103,16 +107,18 @@ class Trace:
 
     def rank(self, number: int) -> Trace:
         """The trace of one rank; TraceError where it is not there."""
+        if number in self.unreadable:
+            raise TraceError(self.unreadable[number])
         if number not in self._sources:
             held = ", ".join(map(str, self.ranks))
             raise TraceError(f"{self._where} has no rank {number}: it holds rank {held}.")
         if len(self._sources) == 1:
             return self
-        return self.cached(("rank", number), lambda: Trace(self.path, {number: self._sources[number]}))
+        return self.cached(("rank", number), lambda: Trace(self.path, {number: self._sources[number]}, self.unreadable))
 
     def without_marks(self) -> Trace:
         """The same trace of one rank as if no steps had been marked: analyses take those found in the events."""
-        bare = Trace(self.path, self._sources)
+        bare = Trace(self.path, self._sources, self.unreadable)
         bare._columns = dict(self._columns)
         bare._results = {key: self._results[key] for key in ("block_ids",) if key in self._results}
         spans = bare.columns("spans", *(column.name for column in TABLES["spans"]))
@@ -128,7 +134,8 @@ class Trace:
     @property
     def file_notes(self) -> list[str]:
         """What the files themselves tell about what is missing."""
-        return self._source.notes()
+        unread = [f"rank {number} is left out: {why}" for number, why in self.unreadable.items()]
+        return [*self._source.notes(), *unread]
 
     @property
     def has_times(self) -> bool:
@@ -359,7 +366,7 @@ def load(path: str | Path, *others: str | Path) -> Trace:
     if others:
         return _load_job([path, *map(Path, others)])
     if path.is_dir():
-        return Trace(path, open_folder(path))
+        return Trace(path, *open_folder(path))
     if not path.exists():
         raise TraceError(f"{path} does not exist. Give the folder that memtrace.record wrote (*.memtrace), or a file.")
     from memtrace import readers
@@ -372,14 +379,17 @@ def _load_job(paths: list[Path]) -> Trace:
     from memtrace import readers
 
     found: list[tuple[Path, Source]] = []
+    unreadable: dict[int, str] = {}
     for path in paths:
         if path.is_dir():
-            found += [(path, folder) for folder in open_folder(path).values()]
+            folders, faults = open_folder(path)
+            found += [(path, folder) for folder in folders.values()]
+            unreadable |= faults
         else:
             found += [(path, MemoryTables(manifest, tables)) for manifest, tables in readers.read(path)]
     readers.number_ranks([(path, source.manifest) for path, source in found])
     ranks = {int(source.manifest["rank"]): source for _, source in found}
-    return Trace(None, dict(sorted(ranks.items())))
+    return Trace(None, dict(sorted(ranks.items())), {n: why for n, why in unreadable.items() if n not in ranks})
 
 
 def _present(pairs: Iterable[tuple[int, T | None]]) -> Iterable[tuple[int, T]]:

@@ -89,6 +89,29 @@ def test_memory_and_micro_batches_in_flight_are_as_predicted(ran: Ran, costs: An
         assert worker.predicted_peak_bytes == pytest.approx(worker.measured_peak_bytes, rel=0.1)
 
 
+@pytest.fixture(scope="module", params=[2, 4])
+def ran_with_outputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Torch's schedules as they come, which return outputs; these are large beside the activations."""
+    folder = tmp_path_factory.mktemp("outputs")
+    command = [sys.executable, str(RUN), "--workers", str(request.param), "--microbatches", "8", "--blocks", "6"]
+    command += ["--vocabulary", "1024", "--return-outputs", "--record", str(folder)]
+    for schedule in TORCH:
+        command += ["--schedule", schedule]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def test_outputs_that_torch_keeps_until_the_next_step_are_predicted(ran_with_outputs: Path) -> None:
+    costs = trace_costs(memtrace.load(ran_with_outputs / "single.memtrace"))
+    tokens = 4 * 64 * 1024 * 4
+    assert (costs.layers[-1].handed_bytes, costs.layers[-1].loss_bytes) == (tokens, 4)
+    for schedule in TORCH:
+        found = measured(memtrace.load(ran_with_outputs / f"{file_name(schedule)}.memtrace"))
+        assert found.outputs == "kept"
+        assert compare(found, costs).largest_error <= 0.05
+
+
 @pytest.mark.parametrize("schedule", COPIES + SINGLE)
 def test_the_order_that_ran_is_the_one_of_the_table(ran: Ran, schedule: str) -> None:
     table, found = table_of(schedule), recorded_schedule(measured(recorded(ran, schedule)).ranks)

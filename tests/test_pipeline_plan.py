@@ -129,7 +129,7 @@ def test_stage_costs_add_up_and_rise_where_layers_do() -> None:
 def write_costs(path: Path, count: int = 8, **changes: Any) -> Path:
     layers = []
     for layer in uniform_layers(count):
-        fields = {key: value for key, value in dataclasses.asdict(layer).items() if value not in (None, 0)}
+        fields = {key: value for key, value in dataclasses.asdict(layer).items() if value not in (None, 0, ())}
         layers.append(fields | changes)
     path.write_text(json.dumps(layers))
     return path
@@ -186,11 +186,14 @@ def test_text_names_the_best_and_shows_its_table(tmp_path: Path) -> None:
 
 
 def test_text_says_what_figures_rest_on(tmp_path: Path) -> None:
-    costs = write_costs(tmp_path / "costs.json")
+    costs = write_costs(tmp_path / "costs.json", 40)
     common = ("--costs", costs, "--stages", 4, "--microbatches", 8)
     text = " ".join(run(*common, "--schedule", "zb-h2", "--schedule", "interleaved", "--schedule", "dapple").split())
     assert "zb-h2: each worker begins its next step when its own work is done" in text
     assert "interleaved: several stages share a worker" in text
+    full = run(*common, "--schedule", "interleaved", "--schedule", "dapple", "--capacity", 10)
+    rows = {line.split()[0]: " ".join(line.split()) for line in full.splitlines() if line.strip()}
+    assert " not found " in rows["interleaved"] and " no " in rows["dapple"]
     alone = run(*common, "--schedule", "dapple")
     assert "share a worker" not in alone and "begins its next step" not in alone
 

@@ -36,6 +36,10 @@ def rank_trace(actions: list[tuple[str, int, int]], rank: int = 0, **tables) -> 
         }
         for text, start, end in actions
     ]
+    spans += [
+        {"kind": "range", "name": 1, "start_ns": start, "duration_ns": end - start, "index": None}
+        for start, end in tables.get("steps", [])
+    ]
     made = trace_of(
         events=tables.get("events", [event("alloc", 0, 0, 8)]),
         ops=tables.get("ops", [op(0, "forward", name=0)]),
@@ -150,6 +154,23 @@ def test_bytes_of_a_stage_by_hand() -> None:
     assert (first.gradient_bytes, second.gradient_bytes) == (64, 0)
     assert (first.activation_bytes, second.activation_bytes) == (100, 240)
     assert (first.forward_ns, first.backward_ns) == (10, 10)
+
+
+@pytest.mark.parametrize(("merged", "expected"), [(None, "gone"), ((28, 29), "kept"), ((28, 58), "held")])
+def test_outputs_that_a_step_of_torch_returns(merged: tuple[int, int] | None, expected: str) -> None:
+    """Made behind the last action, inside the step, and not freed by it: gone or not while the next step runs."""
+    events = [event("alloc", 0, 21, 8), event("alloc", 1, 26, 8), event("free", 1, 27, 8)]
+    if merged is not None:
+        events += [event("alloc", 2, merged[0], 8), event("free", 2, merged[1] + 5, 8)]
+    events += [event("alloc", number, time, 8) for number, time in ((3, 45), (4, 54), (5, 90))]
+    events.sort(key=lambda row: row["time_ns"])
+    trace = rank_trace(
+        [("F0.0", 20, 22), ("B0.0", 23, 25), ("F0.0", 50, 52), ("B0.0", 53, 55)],
+        events=events,
+        names=[{"id": 1, "kind": "range", "text": "torch.distributed.pipelining.ScheduleGPipe"}],
+        steps=[(15, 30), (45, 60)],
+    )
+    assert measured(job(trace)).outputs == expected
 
 
 def test_clocks_by_what_was_measured_else_by_the_wall() -> None:

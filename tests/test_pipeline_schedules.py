@@ -11,8 +11,8 @@ from pipeline_cases import schedules
 from memtrace.errors import MemtraceError
 from memtrace.planning.pipeline.actions import KINDS, Action, parse_action
 from memtrace.planning.pipeline.costs import Network, StageCosts
-from memtrace.planning.pipeline.memory import PAPER, TORCH, memory
-from memtrace.planning.pipeline.profile import profiles
+from memtrace.planning.pipeline.memory import PAPER, TORCH, MemoryModel, memory
+from memtrace.planning.pipeline.profile import PARTS, profiles
 from memtrace.planning.pipeline.registry import FAMILIES, all_choices, build, parse_choice
 from memtrace.planning.pipeline.simulate import simulate
 from memtrace.planning.pipeline.table import Schedule, parse
@@ -30,6 +30,13 @@ stage_costs = st.builds(
     weight_activation_bytes=st.integers(0, 50),
     input_bytes=st.integers(0, 20),
     output_bytes=st.integers(0, 20),
+    forward_temporary_bytes=st.integers(0, 99),
+    backward_temporary_bytes=st.integers(0, 99),
+    input_backward_temporary_bytes=st.integers(0, 99),
+    first_backward_temporary_bytes=st.integers(0, 199),
+    unsaved_output_bytes=st.integers(0, 20),
+    optimizer_temporary_bytes=st.integers(0, 99),
+    largest_optimizer_temporary_bytes=st.integers(0, 99),
 )
 
 
@@ -99,17 +106,24 @@ def test_simulated_times_respect_order_and_durations(data: st.DataObject, schedu
             assert row.start_s >= where["I", stage, microbatch, half].end_s - 1e-9
 
 
-@given(st.data(), schedules())
-@settings(max_examples=100, deadline=None)
-def test_profile_gives_the_simulated_activation_peak(data: st.DataObject, schedule: Schedule) -> None:
+@given(st.data(), schedules(), st.sampled_from([PAPER, TORCH, MemoryModel(boundaries=True)]), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_profile_gives_the_simulated_peak(
+    data: st.DataObject, schedule: Schedule, model: MemoryModel, recompute: bool
+) -> None:
     stages = [data.draw(stage_costs) for _ in range(schedule.num_stages)]
-    workers = memory(simulate(schedule, stages))
-    for worker, profile in zip(workers, profiles(schedule), strict=True):
-        kept = [stages[stage].activation_bytes for stage in profile.stages]
-        kept += [stages[stage].weight_activation_bytes for stage in profile.stages]
-        expected = max((load @ kept for load in profile.load), default=0)
+    workers = memory(simulate(schedule, stages, recompute=recompute), model)
+    for worker, profile in zip(workers, profiles(schedule, model, recompute=recompute), strict=True):
+        bytes_of = np.array([part_bytes(stages[stage]) for stage in profile.stages])
+        expected = (profile.moments * bytes_of).sum(axis=(1, 2)).max()
         # Halves of an odd number of bytes are not equal: up to one byte for each micro-batch in flight.
-        assert expected == pytest.approx(worker.activation_peak_bytes, abs=len(schedule.rows[worker.worker]))
+        halved = any(action.half is not None for action in schedule.actions())
+        assert expected == pytest.approx(worker.peak_bytes, abs=2 * len(schedule.rows[worker.worker]) if halved else 0)
+
+
+def part_bytes(stage: StageCosts) -> list[int]:
+    first = max(0, stage.first_backward_temporary_bytes - stage.backward_temporary_bytes)
+    return [first if part == "first_gradients" else getattr(stage, f"{part}_bytes") for part in PARTS]
 
 
 def _broken(**changes: object) -> Schedule:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memtrace
 from memtrace.errors import TraceError
-from memtrace.planning.pipeline.costs import stage_costs
+from memtrace.planning.pipeline.costs import cut_costs, stage_costs
 from memtrace.planning.pipeline.from_trace import TraceCosts, trace_costs
 
 BATCH, LENGTH, WIDTH = 3, 32, 64
@@ -104,6 +104,29 @@ def test_outputs_are_one_hidden_state(measured: TraceCosts) -> None:
     assert measured.layers[-1].output_bytes == 0
     # Autograd keeps none of the embedding's output: a stage that ends there holds it for its own backward.
     assert measured.layers[0].unsaved_output_bytes == hidden
+
+
+def test_the_batch_is_read_at_both_ends_and_outputs_go_to_the_loss(gpt: GPT, measured: TraceCosts) -> None:
+    # Inputs and targets are views of one tensor, which has one token more than either.
+    assert [layer.batch_bytes for layer in measured.layers] == [BATCH * (LENGTH + 1) * 8, 0, 0, 0, 0, 0,
+                                                                BATCH * (LENGTH + 1) * 8]  # fmt: skip
+    logits = BATCH * LENGTH * gpt.head.out_features * 4
+    assert [layer.handed_bytes for layer in measured.layers] == [0] * 6 + [logits]
+    assert measured.layers[-1].loss_bytes == 4
+
+
+def test_the_loss_has_the_storage_that_it_was_reduced_in(tmp_path: Path) -> None:
+    model, inputs, targets = nn.Linear(8, 64), torch.rand(16, 8), torch.rand(16, 64)
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+
+    (layer,) = trace_costs(record(tmp_path, model, step)).layers
+    expected = nn.functional.mse_loss(model(inputs), targets).untyped_storage().nbytes()
+    assert (layer.handed_bytes, layer.loss_bytes) == (16 * 64 * 4, expected)
+    assert layer.batch_bytes == inputs.nbytes + targets.nbytes
 
 
 def test_seconds_are_positive_and_sum_up(measured: TraceCosts) -> None:
@@ -229,11 +252,28 @@ def tied_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def test_tied_weights_and_other_ranks_are_told(tmp_path: Path, measured: TraceCosts) -> None:
     model = Tied()
     trace = record(tmp_path, model, lambda optimizer: tied_step(model, optimizer)).rank(0)
-    (note,) = trace_costs(trace).notes
-    assert note.startswith("head reads 1,024 bytes of parameters of tokens")
+    found = trace_costs(trace)
+    (note,) = found.notes
+    assert note.startswith("head uses 1,024 bytes of parameters of tokens: each stage")
+    # Two stages have a copy each, one has both users.
+    for first_layers, expected in (([0, 1], [1024, 1024]), ([0, 2], [1024, 1024]), ([0], [1024])):
+        stages = cut_costs(found.layers, first_layers)
+        middle = [[0, 288], [288, 0]][first_layers[-1] == 2] if len(stages) == 2 else [288]
+        assert [stage.parameter_bytes for stage in stages] == [a + b for a, b in zip(expected, middle, strict=True)]
+        assert [stage.gradient_bytes for stage in stages] == [stage.parameter_bytes for stage in stages]
+        assert all(stage.optimizer_bytes >= 2 * stage.parameter_bytes for stage in stages)
     trace.manifest["world_size"] = 4
     assert trace_costs(trace).notes[0].startswith("it is of one of 4 ranks")
-    assert not any("reads" in told for told in measured.notes)
+    assert not any("bytes of parameters of" in told for told in measured.notes)
+
+
+def test_the_part_of_a_tied_gradient_is_no_temporary_of_the_layers_between(tmp_path: Path) -> None:
+    """Autograd keeps what the head made until the embedding adds to it; a stage between has neither."""
+    model = Tied()
+    trace = record(tmp_path, model, lambda optimizer: tied_step(model, optimizer))
+    middle = trace_costs(trace).layers[1]
+    weight, hidden = 1024, 2 * 4 * 8 * 4
+    assert middle.backward_temporary_bytes < weight and middle.backward_temporary_bytes >= hidden
 
 
 def test_seconds_of_fake_tensors_are_none(tmp_path: Path) -> None:

@@ -202,6 +202,27 @@ def test_a_rank_that_wrote_nothing_is_missing(ddp, tmp_path):
     assert found.missing == (2,)
 
 
+def test_a_rank_with_a_truncated_manifest_does_not_spoil_the_others(ddp, tmp_path):
+    path = tmp_path / "job.memtrace"
+    shutil.copytree(ddp, path)
+    manifest = path / "rank=2" / "manifest.json"
+    manifest.write_text(manifest.read_text()[:40])
+    trace = memtrace.load(path)
+    assert trace.ranks == (0, 1, 3)
+    assert any("rank 2 is left out" in note and str(manifest) in note for note in trace.rank(1).coverage.notes)
+    found = ranks(trace)
+    assert [row.rank for row in found.rows] == [0, 1, 2, 3] and found.missing == ()
+    assert str(manifest) in (found.rows[2].problem or "") and found.rows[2].peak_bytes is None
+    assert found.look_at in trace.ranks
+    shown = " ".join(CliRunner().invoke(cli, ["ranks", str(path)]).output.split())
+    assert "rank 2: " in shown and "cannot be read" in shown
+    checked = CliRunner().invoke(cli, ["check", str(path), "--max-peak", "1TiB"])
+    assert checked.exit_code == 1 and "cannot be read" in str(checked.exception)
+    for wrong in (lambda: trace.rank(2), lambda: memtrace.load(path / "rank=2")):
+        with pytest.raises(TraceError, match="cannot be read"):
+            wrong()
+
+
 def test_missing_and_unreadable_ranks_are_named():
     class Damaged:
         def __init__(self) -> None:

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-VOCABULARY = 256
 HEADS = 4
 
 
@@ -16,6 +15,7 @@ class Sizes(NamedTuple):
     blocks: int
     width: int
     sequence: int
+    vocabulary: int = 256
 
     @property
     def num_layers(self) -> int:
@@ -25,7 +25,7 @@ class Sizes(NamedTuple):
 class Embedding(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, sizes.width)
+        self.tokens = nn.Embedding(sizes.vocabulary, sizes.width)
         self.positions = nn.Embedding(sizes.sequence, sizes.width)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ class Head(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(sizes.width)
-        self.decoder = nn.Linear(sizes.width, VOCABULARY)
+        self.decoder = nn.Linear(sizes.width, sizes.vocabulary)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.decoder(self.norm(x))
@@ -75,6 +75,6 @@ def make_layers(sizes: Sizes) -> list[nn.Module]:
 def samples(step: int, microbatch: int, batch: int, sizes: Sizes) -> torch.Tensor:
     """Counting sequences with random starts and strides, the same whoever asks."""
     generator = torch.Generator().manual_seed(1000 * step + microbatch)
-    start = torch.randint(VOCABULARY, (batch, 1), generator=generator)
+    start = torch.randint(sizes.vocabulary, (batch, 1), generator=generator)
     stride = torch.randint(1, 4, (batch, 1), generator=generator)
-    return (start + stride * torch.arange(sizes.sequence + 1)) % VOCABULARY
+    return (start + stride * torch.arange(sizes.sequence + 1)) % sizes.vocabulary

@@ -70,7 +70,7 @@ def train_schedule(name: str, schedule: Schedule, arguments: argparse.Namespace)
     worker: Worker | TorchWorker
     recording: Any = nullcontext()
     if name.startswith(TORCH):
-        worker = TorchWorker(schedule, make_stage, loss)
+        worker = TorchWorker(schedule, make_stage, loss, return_outputs=arguments.return_outputs)
     else:
         shape = (arguments.batch, sizes.sequence, sizes.width)
         worker = Worker(schedule, make_stage, loss, lambda stage: shape, lambda action: mark(recording, action))
@@ -168,10 +168,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=14, help="transformer blocks, besides embedding and head")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--sequence", type=int, default=64)
+    parser.add_argument("--vocabulary", type=int, default=256, help="width of the last stage's output")
+    parser.add_argument("--return-outputs", action="store_true", help="torch's stages merge and return their outputs")
     parser.add_argument("--cut", type=int, nargs="*", help="first layer of every stage; else equal numbers")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="record every rank, and one process alone")
     arguments = parser.parse_args()
-    arguments.sizes = Sizes(arguments.blocks, arguments.width, arguments.sequence)
+    arguments.sizes = Sizes(arguments.blocks, arguments.width, arguments.sequence, arguments.vocabulary)
     if arguments.table:
         schedule = parse(arguments.table.read_text())
         arguments.workers, arguments.microbatches = schedule.num_workers, schedule.num_microbatches

@@ -25,6 +25,8 @@ class TorchWorker:
         schedule: Schedule,
         make_stage: Callable[[int], nn.Module],
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        *,
+        return_outputs: bool,
     ) -> None:
         from torch.distributed import pipelining
 
@@ -39,6 +41,7 @@ class TorchWorker:
         kind = getattr(pipelining.schedules, CLASSES[schedule.name])
         many = issubclass(kind, pipelining.schedules.PipelineScheduleMulti)
         self._runner = kind(stages if many else stages[0], schedule.num_microbatches, loss_fn=loss)
+        self._return_outputs = return_outputs
         self._first, self._last = 0 in own, schedule.num_stages - 1 in own
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -52,7 +55,9 @@ class TorchWorker:
         given = (torch.cat([inputs(m) for m in range(count)]),) if self._first else ()
         target = torch.cat([targets(m) for m in range(count)]) if self._last else None
         losses: list[torch.Tensor] = []
-        self._runner.step(*given, target=target, losses=losses if self._last else None, return_outputs=False)
+        kept = losses if self._last else None
+        outputs = self._runner.step(*given, target=target, losses=kept, return_outputs=self._return_outputs)
+        del outputs  # as most programs do, which look at the losses alone
         return [loss.item() / count for loss in losses]
 
     def close(self) -> None:

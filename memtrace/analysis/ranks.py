@@ -85,12 +85,12 @@ def ranks(trace: Trace) -> Ranks:
 
     Source: events, ops, spans and labels of every rank, and the manifests.
     """
-    rows = tuple(_row(trace, number) for number in trace.ranks)
+    rows = tuple(_row(trace, number) for number in sorted({*trace.ranks, *trace.unreadable}))
     peaks = [row.peak_bytes for row in rows if row.peak_bytes is not None]
     look_at, why = _look_at(rows)
     return Ranks(
         rows,
-        missing_ranks(trace),
+        tuple(number for number in missing_ranks(trace) if number not in trace.unreadable),
         max(peaks) / (sum(peaks) / len(peaks)) if peaks and sum(peaks) else None,
         _slowest(rows),
         look_at,
@@ -182,6 +182,7 @@ def working_ns(trace: Trace) -> Array | None:
 
 
 def _slowest(rows: tuple[RankRow, ...]) -> int | None:
+    rows = tuple(row for row in rows if row.finished is not None)  # that could be read
     for name in ("working_ns", "step_ns"):
         times = {row.rank: getattr(row, name) for row in rows if getattr(row, name) is not None}
         if len(times) == len(rows) > 1 and max(times.values()) > SLOW * float(np.median([*times.values()])):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from memtrace.errors import MemtraceError
-from memtrace.planning.pipeline.costs import Layer, cut_costs
+from memtrace.planning.pipeline.costs import Layer, cut_costs, stage_costs
 from memtrace.planning.pipeline.from_trace import TraceCosts
 from memtrace.planning.pipeline.measured import Measured
 from memtrace.planning.pipeline.memory import LAST_SENT, MemoryModel, WorkerMemory, memory
@@ -90,7 +90,7 @@ def compare(
     if first_layers != sorted({0, *first_layers}) or first_layers[-1] >= len(costs.layers):
         raise MemtraceError(f"the cut {first_layers} must begin with 0 and rise, below the {len(costs.layers)} layers")
     simulation = simulate(planned, cut_costs(costs.layers, first_layers))
-    memories = memory(simulation, _as_run(costs.model, found.torch_schedule))
+    memories = memory(simulation, _as_run(costs.model, found))
     predicted = [memories[places.index(one.places)] for one in found.ranks]
     workers = tuple(
         WorkerComparison(
@@ -112,11 +112,12 @@ def kept_comparison(trace: Trace) -> Comparison | None:
     return kept
 
 
-def _as_run(model: MemoryModel, torch_schedule: str | None) -> MemoryModel:
+def _as_run(model: MemoryModel, found: Measured) -> MemoryModel:
     """The memory model with what torch's stages keep besides, where torch ran the pipeline."""
-    if torch_schedule is None:
+    if found.torch_schedule is None:
         return model
-    return replace(model, receive_buffers=True, sent="last" if torch_schedule in LAST_SENT else "all")
+    sent: Literal["last", "all"] = "last" if found.torch_schedule in LAST_SENT else "all"
+    return replace(model, receive_buffers=True, sent=sent, outputs=found.outputs)
 
 
 def recorded_cut(found: Measured, layers: Sequence[Layer]) -> list[int]:
@@ -130,8 +131,8 @@ def recorded_cut(found: Measured, layers: Sequence[Layer]) -> list[int]:
         first_layers.append(layer)
         held, begin = 0, layer
         while layer < len(layers) and (layer == begin or held < (wanted.get(stage) or 0)):
-            held += layers[layer].parameter_bytes
             layer += 1
+            held = stage_costs(layers[begin:layer]).parameter_bytes
         if held != wanted.get(stage):
             raise MemtraceError(
                 f"no run of layers from {begin} on has the {wanted.get(stage)} bytes of parameters of stage {stage}: "

@@ -6,12 +6,23 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from memtrace.errors import MemtraceError
+
+
+class Shared(NamedTuple):
+    """Weights that several layers use. The bytes of the first of them have them already: its entry says 0."""
+
+    number: int
+    """The same for all users."""
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    optimizer_temporary_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +65,24 @@ class Layer:
     well."""
     result_bytes: int = 0
     """Of the last layer: what it hands to the loss and no backward keeps."""
+    handed_bytes: int = 0
+    """Of the last layer: all that it hands to the loss, kept by a backward or not."""
+    loss_bytes: int = 0
+    """Of the last layer: the loss, with the storage that it was reduced in."""
+    batch_bytes: int = 0
+    """Of the first and the last layer: the part of the batch (inputs, targets) that it reads."""
     optimizer_temporary_bytes: int = 0
     """Alive within the optimizer's step only; adds up over the layers of a worker."""
     largest_optimizer_temporary_bytes: int = 0
     """Alive while the optimizer is at one parameter only: of the layers of a worker the largest counts."""
+    shared: tuple[Shared, ...] = ()
+    """A stage without the first user of shared weights holds a copy of them."""
 
 
 MOST_SECONDS: Final = 1e9
 MOST_BYTES: Final = 1e13
 """Of one layer. Sums over layers, micro-batches and versions of weights then stay far within 64 bits."""
-_NUMBERS: Final = tuple(field.name for field in dataclasses.fields(Layer) if field.name != "name")
+_NUMBERS: Final = tuple(field.name for field in dataclasses.fields(Layer) if field.name not in ("name", "shared"))
 _REQUIRED: Final = tuple(field.name for field in dataclasses.fields(Layer) if field.default is dataclasses.MISSING)
 
 
@@ -142,6 +161,9 @@ class StageCosts:
     unsaved_output_bytes: int = 0
     """The part of ``output_bytes`` that is not in ``activation_bytes``."""
     result_bytes: int = 0
+    handed_bytes: int = 0
+    loss_bytes: int = 0
+    batch_bytes: int = 0
     optimizer_temporary_bytes: int = 0
     largest_optimizer_temporary_bytes: int = 0
 
@@ -169,20 +191,24 @@ def uniform_stages(
 def stage_costs(layers: Sequence[Layer], input_bytes: int = 0) -> StageCosts:
     """The costs of a stage made of ``layers``; ``input_bytes`` is the message it receives."""
     weight_s = [_or(layer.weight_backward_s, layer.backward_s / 2) for layer in layers]
+    held: list[Layer | Shared] = [*layers, *_copies(layers)]
     return StageCosts(
         forward_s=math.fsum(layer.forward_s for layer in layers),
         input_backward_s=math.fsum(layer.backward_s - weight for layer, weight in zip(layers, weight_s, strict=True)),
         weight_backward_s=math.fsum(weight_s),
-        parameter_bytes=sum(layer.parameter_bytes for layer in layers),
-        gradient_bytes=sum(layer.gradient_bytes for layer in layers),
-        optimizer_bytes=sum(layer.optimizer_bytes for layer in layers),
+        parameter_bytes=sum(one.parameter_bytes for one in held),
+        gradient_bytes=sum(one.gradient_bytes for one in held),
+        optimizer_bytes=sum(one.optimizer_bytes for one in held),
         activation_bytes=sum(layer.activation_bytes for layer in layers),
         weight_activation_bytes=sum(_or(layer.weight_activation_bytes, layer.activation_bytes) for layer in layers),
         input_bytes=input_bytes,
         output_bytes=layers[-1].output_bytes if layers else 0,
         unsaved_output_bytes=layers[-1].unsaved_output_bytes if layers else 0,
         result_bytes=layers[-1].result_bytes if layers else 0,
-        optimizer_temporary_bytes=sum(layer.optimizer_temporary_bytes for layer in layers),
+        handed_bytes=layers[-1].handed_bytes if layers else 0,
+        loss_bytes=layers[-1].loss_bytes if layers else 0,
+        batch_bytes=sum(layer.batch_bytes for layer in layers),
+        optimizer_temporary_bytes=sum(one.optimizer_temporary_bytes for one in held),
         largest_optimizer_temporary_bytes=max((layer.largest_optimizer_temporary_bytes for layer in layers), default=0),
         forward_temporary_bytes=_forward_excess(layers),
         backward_temporary_bytes=_backward_excess(layers, fresh_gradients=False),
@@ -192,6 +218,15 @@ def stage_costs(layers: Sequence[Layer], input_bytes: int = 0) -> StageCosts:
         ),
         first_backward_temporary_bytes=_backward_excess(layers, fresh_gradients=True),
     )
+
+
+def _copies(layers: Sequence[Layer]) -> list[Shared]:
+    """The shared weights of the layers, each once; where their first user is among these, it has them."""
+    found: dict[int, Shared] = {}
+    for layer in layers:
+        for one in layer.shared:
+            found.setdefault(one.number, one)
+    return list(found.values())
 
 
 def _forward_excess(layers: Sequence[Layer]) -> int:
@@ -205,14 +240,23 @@ def _forward_excess(layers: Sequence[Layer]) -> int:
 
 def _backward_excess(layers: Sequence[Layer], *, fresh_gradients: bool) -> int:
     """How far the backward, last layer first, rises above the activations that it starts with."""
+    return max(backward_rises(layers, fresh_gradients=fresh_gradients), default=0)
+
+
+def backward_rises(layers: Sequence[Layer], *, fresh_gradients: bool) -> Iterator[int]:
+    """The same for the stages that begin with the last layer, the one before it and so on."""
     level, highest = 0, 0
+    seen: set[int] = set()
     for layer in reversed(layers):
-        above = layer.backward_temporary_bytes + layer.largest_gradient_bytes
+        made, above = 0, layer.backward_temporary_bytes + layer.largest_gradient_bytes
         if fresh_gradients:
-            above = _or(layer.first_backward_temporary_bytes, layer.backward_temporary_bytes + layer.gradient_bytes)
+            # The gradient of shared weights is made by their last user, others add to it.
+            made = layer.gradient_bytes + sum(one.gradient_bytes for one in layer.shared if one.number not in seen)
+            seen.update(one.number for one in layer.shared)
+            above = _or(layer.first_backward_temporary_bytes, layer.backward_temporary_bytes + made)
         highest = max(highest, level + above)
-        level += (layer.gradient_bytes if fresh_gradients else 0) - layer.activation_bytes
-    return highest
+        level += made - layer.activation_bytes
+        yield highest
 
 
 def _or(value: Any, default: Any) -> Any:
@@ -239,6 +283,9 @@ _WITH_MICROBATCH: Final = (
     "output_bytes",
     "unsaved_output_bytes",
     "result_bytes",
+    "handed_bytes",
+    "loss_bytes",
+    "batch_bytes",
     "forward_temporary_bytes",
     "backward_temporary_bytes",
     "input_backward_temporary_bytes",

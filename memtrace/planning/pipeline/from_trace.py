@@ -18,7 +18,7 @@ from memtrace.arrays import Array
 from memtrace.planning.pipeline.costs import Layer
 from memtrace.planning.pipeline.memory import TORCH, MemoryModel
 from memtrace.planning.pipeline.trace_passes import Pass, passes
-from memtrace.planning.pipeline.trace_state import state_of_layers, tied_bytes
+from memtrace.planning.pipeline.trace_state import State, state_of_layers
 from memtrace.trace import Trace
 
 
@@ -50,7 +50,7 @@ def trace_costs(trace: Trace, layers: Sequence[str] = ()) -> TraceCosts:
       with its sequence number.
     - activations: blocks made in the layer's forward, alive when backward begins and read or freed in it.
     - output: blocks made up to the layer and read by a later one.
-    - parameters: by the first layer that reads them, so tied weights count once.
+    - parameters: by the first layer that reads them; a stage with other layers that do holds a copy.
 
     ``layers`` as in ``trace_passes.passes``. Raises TraceError where the trace has no such step.
     """
@@ -58,10 +58,11 @@ def trace_costs(trace: Trace, layers: Sequence[str] = ()) -> TraceCosts:
     last = found[-1]
     forward_s = np.median([_forward_seconds(one) for one in found], axis=0)
     backward_s = np.median([_backward_seconds(trace, one) for one in found], axis=0)
-    window = _Window(trace, last)
     state = state_of_layers(trace, last)
+    window = _Window(trace, last, state)
     kept, output, unsaved = window.kept_bytes(), *window.output_bytes()
-    rises = window.temporaries(state.gradient_bytes)
+    rises = window.temporaries(state.made_gradient_bytes())
+    handed, batch = window.handed_bytes(), window.batch_bytes()
     made = [
         Layer(
             name=name,
@@ -76,16 +77,18 @@ def trace_costs(trace: Trace, layers: Sequence[str] = ()) -> TraceCosts:
             activation_bytes=int(kept[n]),
             output_bytes=int(output[n]),
             unsaved_output_bytes=int(unsaved[n]),
-            result_bytes=window.result_bytes() if n == len(last.names) - 1 else 0,
+            batch_bytes=int(batch[n]),
+            shared=state.shared_of(n),
+            **(handed if n == len(last.names) - 1 else {}),
             **{field: int(rise[n]) for field, rise in rises.items()},
         )
         for n, name in enumerate(last.names)
     ]
     model = TORCH if state.fresh_gradients else MemoryModel(boundaries=True)
-    return TraceCosts(made, model, last.step, len(found), tuple(_notes(trace, last, made)))
+    return TraceCosts(made, model, last.step, len(found), tuple(_notes(trace, last, made, state)))
 
 
-def _notes(trace: Trace, one: Pass, layers: Sequence[Layer]) -> Iterator[str]:
+def _notes(trace: Trace, one: Pass, layers: Sequence[Layer], state: State) -> Iterator[str]:
     yield from trace.coverage.notes
     ranks = int(trace.manifest.get("world_size") or 1)
     if ranks > 1:
@@ -99,11 +102,18 @@ def _notes(trace: Trace, one: Pass, layers: Sequence[Layer]) -> Iterator[str]:
     events = trace.columns("events", "kind", "address")
     if not (events["address"][events["kind"] == KIND["alloc"]] >= 0).any():
         yield "its tensors have no addresses: seconds are those of Python alone and rank no schedules"
-    for (first, other), size in tied_bytes(trace, one).items():
-        yield (
-            f"{one.names[other]} reads {size:,} bytes of parameters of {one.names[first]}: they count there alone, but "
-            "where the two lie on different workers each holds a copy, with gradients and optimizer state"
-        )
+    for users, shared in state.shared.items():
+        if shared.gradient_bytes:
+            first, *others = (one.names[layer] for layer in users)
+            yield (
+                f"{_several(others)} {'uses' if len(others) == 1 else 'use'} {shared.parameter_bytes:,} bytes of "
+                f"parameters of {first}: each stage with one of them and without {first} holds a copy, which counts "
+                "with gradients and optimizer state; the sum of their gradients over stages takes no time here"
+            )
+
+
+def _several(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]} ({len(names)} layers)"
 
 
 def _forward_seconds(one: Pass) -> Array:
@@ -140,18 +150,31 @@ def _backward_seconds(trace: Trace, one: Pass) -> Array:
 class _Window:
     """What the blocks do between the start of the forward and the end of the backward, by rows of events."""
 
-    def __init__(self, trace: Trace, one: Pass) -> None:
+    def __init__(self, trace: Trace, one: Pass, state: State) -> None:
         self._trace, self._pass, self._blocks = trace, one, blocks(trace)
         edges = np.array([*one.starts_ns, one.backward_start_ns, one.backward_end_ns + 1], dtype=np.int64)
         rows = rows_at(trace, edges)
         self._layer_rows, self._turn, self._end = rows[:-2], int(rows[-2]), int(rows[-1])
         found = self._blocks
         born = (found.alloc_event >= self._layer_rows[0]) & (found.alloc_event < self._end)
-        state = np.isin(found.category, [CATEGORY["parameter"], CATEGORY["optimizer_state"]])
-        self._gradient = born & (found.category == CATEGORY["gradient"])
-        self._mine = np.flatnonzero(born & ~state & ~self._gradient)
+        of_state = [CATEGORY[name] for name in ("parameter", "gradient", "optimizer_state")]
+        self._of_state = np.isin(found.category, of_state)
         self._free = np.where(found.free_event < 0, np.iinfo(np.int64).max, found.free_event)
+        partial = self._partial_gradients(state)
+        self._gradient = born & ((found.category == CATEGORY["gradient"]) | partial)
+        self._mine = np.flatnonzero(born & ~self._of_state & ~partial)
         self._last_reader, self._read_in_backward = self._reads(found)
+
+    def _partial_gradients(self, state: State) -> Array:
+        """What later users of shared parameters make and the first one adds to: to a stage without that one these are
+        the gradients."""
+        found, partial = self._blocks, np.zeros(len(self._blocks), dtype=bool)
+        edges = self._backward_edges()
+        for parameter, users in state.shared_parameters.items():
+            begin = edges[len(self._pass.names) - 1 - users[0]]
+            born = (found.alloc_event >= self._turn) & (found.alloc_event < begin) & (self._free >= begin)
+            partial |= born & (found.size == found.size[parameter]) & ~self._of_state
+        return partial
 
     def _reads(self, found: Blocks) -> tuple[Array, Array]:
         """The last layer that reads each block in forward, -1 for none; whether the backward reads it."""
@@ -195,12 +218,44 @@ class _Window:
         unsaved = crossing & ~np.isin(forward, self._kept())
         return self._crossings(forward, made, read, crossing), self._crossings(forward, made, read, unsaved)
 
-    def result_bytes(self) -> int:
-        """What the model hands to the loss and no backward keeps."""
+    def handed_bytes(self) -> dict[str, int]:
+        """What the model hands to the loss, what of it no backward keeps, and the loss, by the fields of Layer."""
         row = int(rows_at(self._trace, np.array([self._pass.model_end_ns]))[0])
         born = self._blocks.alloc_event[self._mine]
-        handed = self._mine[(born >= self._layer_rows[-1]) & (born < row) & (self._free[self._mine] >= row)]
-        return int(self._blocks.size[np.setdiff1d(handed, self._kept())].sum())
+        left = self._mine[(born >= self._layer_rows[-1]) & (born < row) & (self._free[self._mine] >= row)]
+        result = np.setdiff1d(left, self._kept())
+        # Of what the backward keeps, the loss reads outputs only.
+        handed = np.union1d(result, np.intersect1d(left, self._read_blocks(row, self._turn)))
+        sizes = self._blocks.size
+        return {
+            "handed_bytes": int(sizes[handed].sum()),
+            "result_bytes": int(sizes[result].sum()),
+            "loss_bytes": self._loss_bytes(row),
+        }
+
+    def _loss_bytes(self, model_end_row: int) -> int:
+        """The block made behind the model that is read last: ``backward`` makes a gradient of its shape."""
+        events = self._trace.columns("events", "kind", "block")
+        rows = np.arange(model_end_row, self._turn)
+        read = events["block"][rows[(events["kind"][rows] == KIND["read"]) & (events["block"][rows] >= 0)]]
+        made = len(read) and self._blocks.alloc_event[read[-1]] >= model_end_row
+        return int(self._blocks.size[read[-1]]) if made else 0
+
+    def batch_bytes(self) -> Array:
+        """What the first and the last layer read that was there before the forward and is no state of the model."""
+        total = np.zeros(len(self._pass.names), dtype=np.int64)
+        edges = np.append(self._layer_rows, self._turn)
+        for layer in {0, len(total) - 1}:
+            read = self._read_blocks(int(edges[layer]), int(edges[layer + 1]))
+            read = read[(self._blocks.alloc_event[read] < self._layer_rows[0]) & ~self._of_state[read]]
+            total[layer] = self._blocks.size[read[self._blocks.size[read] > 0]].sum()
+        return total
+
+    def _read_blocks(self, begin: int, end: int) -> Array:
+        """The blocks that the rows from ``begin`` on, before ``end``, read."""
+        events = self._trace.columns("events", "kind", "block")
+        read = events["block"][begin:end][events["kind"][begin:end] == KIND["read"]]
+        return np.unique(read[read >= 0])
 
     def _crossings(self, chosen: Array, made: Array, read: Array, mask: Array) -> Array:
         """Bytes over each boundary: a block made in layer a and last read in layer b crosses those of a to b

@@ -8,11 +8,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from memtrace.analysis.attribution import rows_at
 from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
 from memtrace.analysis.ranks import fullest, missing_ranks
 from memtrace.arrays import Array
 from memtrace.planning.pipeline.actions import BACKWARD, FORWARD, INPUT_BACKWARD
-from memtrace.planning.pipeline.recorded import RankActions, last_complete_round, recorded_actions, torch_schedule
+from memtrace.planning.pipeline.memory import Outputs
+from memtrace.planning.pipeline.recorded import (
+    RankActions,
+    last_complete_round,
+    recorded_actions,
+    torch_schedule,
+    torch_steps,
+)
 from memtrace.trace import Trace
 
 if TYPE_CHECKING:
@@ -69,6 +77,8 @@ class Measured:
     """The round whose bubbles are counted."""
     torch_schedule: str | None
     """The class of torch.distributed.pipelining that ran it; None: another program."""
+    outputs: Outputs
+    """What torch's schedule left of the outputs of the last stage."""
     missing: tuple[int, ...]
     """Ranks of the job that the trace does not have: their stages are not among these."""
 
@@ -86,6 +96,7 @@ class Measured:
             "imbalance": self.imbalance,
             "round": self.round,
             "torch_schedule": self.torch_schedule,
+            "outputs": self.outputs,
             "missing_ranks": list(self.missing),
         }
 
@@ -103,8 +114,34 @@ def measured(trace: Trace, capacity_bytes: int | None = None) -> Measured:
         tuple(found),
         chosen,
         torch_schedule(trace.rank(found[0].rank)),
+        _outputs(trace, found),
         missing_ranks(trace),
     )
+
+
+def _outputs(trace: Trace, found: Sequence[RankActions]) -> Outputs:
+    """Whether torch's steps returned outputs, and whether the program held these while the next step ran.
+
+    Merged outputs are what a step makes behind its last action and does not free itself.
+    """
+    last = max(found, key=lambda one: max(stage for _, stage in one.places))
+    rank = trace.rank(last.rank)
+    steps = torch_steps(rank)
+    if not len(steps):
+        return "gone"
+    blocks_of = blocks(rank)
+    freed = np.where(blocks_of.free_event < 0, np.iinfo(np.int64).max, blocks_of.free_event)
+    of_state = np.isin(blocks_of.category, [CATEGORY[name] for name in STATE])
+    begins, ends = rows_at(rank, steps[:, 0]), rows_at(rank, steps[:, 1])
+    behind = last.end_row[np.maximum(np.searchsorted(last.end_row, ends, side="right") - 1, 0)]
+    step = np.searchsorted(ends, blocks_of.alloc_event, side="right")
+    place = np.minimum(step, len(ends) - 1)
+    returned = ~of_state & (step < len(ends)) & (blocks_of.alloc_event >= behind[place]) & (freed >= ends[place])
+    if not returned.any():
+        return "gone"
+    following = np.append(begins[1:], np.iinfo(np.int64).max)
+    # The name that a program gives them is bound anew when the next step has returned.
+    return "held" if (returned & (freed > following[place])).sum() > returned.sum() // 2 else "kept"
 
 
 def _workers(

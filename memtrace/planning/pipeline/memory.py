@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 Integers = npt.NDArray[np.int64]
 
 
+Outputs = Literal["gone", "kept", "held"]
+"""Nothing; the outputs of all micro-batches until the next step, and merged ones that the end of the step makes (a
+schedule of torch that returns them); the same where the program holds the merged ones until the next are there."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryModel:
     """What counts besides activations and state."""
@@ -40,8 +45,11 @@ class MemoryModel:
     optimizer_step: bool = False
     """The optimizer's temporaries at the end of the step count."""
     receive_buffers: bool = False
-    """Each stage has a buffer for every message of a step all the time, and the last one keeps what it hands to the
-    loss until the backward: torch.distributed.pipelining."""
+    """Each stage has a buffer for every message of a step all the time, the first and the last one the whole batch,
+    and the last one keeps what it hands to the loss until the backward and losses until the next step:
+    torch.distributed.pipelining."""
+    outputs: Outputs = "gone"
+    """What is left of what the last stage handed to the loss once a backward has ended."""
     sent: Literal["gone", "last", "all"] = "gone"
     """What is left of messages that were sent, until the step ends: nothing, the last one each way, all."""
 
@@ -116,16 +124,32 @@ def _worker_memory(simulation: Simulation, worker: int, model: MemoryModel) -> W
         levels[name] = np.concatenate([[0], np.cumsum(deltas)])
     weights = levels["weight"] + _resident_bytes(simulation, worker, model)
     optimizer = _optimizer_bytes(simulation, worker) if model.optimizer_step else 0
-    # At the end of the step the optimizer runs; then the gradients made in the step are given back.
-    step_end = simulation.makespan_s
+    # At the end of the step outputs are merged and the optimizer runs; then the gradients made in the step are given
+    # back.
+    outputs, left = _outputs_bytes(simulation, worker, model)
     return WorkerMemory(
         worker,
-        np.concatenate([[0.0], times, [step_end, step_end]]),
-        np.append(levels["activation"], [0, 0]),
-        np.append(weights, [weights[-1], weights[0]]),
-        np.append(levels["temporary"], [optimizer, 0]),
-        np.append(levels["in_flight"], [0, 0]),
+        np.concatenate([[0.0], times, [simulation.makespan_s] * 3]),
+        np.append(levels["activation"], [left, left, 0]),
+        np.append(weights, [weights[-1], weights[-1], weights[0]]),
+        np.append(levels["temporary"], [outputs, optimizer, 0]),
+        np.append(levels["in_flight"], [0, 0, 0]),
     )
+
+
+def _outputs_bytes(simulation: Simulation, worker: int, model: MemoryModel) -> tuple[int, int]:
+    """The merged outputs at the end of the step, and what else the step's backwards left."""
+    last, count = simulation.schedule.num_stages - 1, simulation.schedule.num_microbatches
+    if (worker, last) not in simulation.schedule.replicas:
+        return 0, 0
+    merged = 0 if model.outputs == "gone" else simulation.stages[last].handed_bytes
+    return count * merged, count * _left_of_outputs(simulation.stages[last], model)
+
+
+def _left_of_outputs(costs: StageCosts, model: MemoryModel) -> int:
+    """Bytes that a backward of the last stage leaves of what was handed to the loss, and of the loss."""
+    outputs = 0 if model.outputs == "gone" else costs.handed_bytes
+    return outputs + (costs.loss_bytes if model.receive_buffers else 0)
 
 
 def _optimizer_bytes(simulation: Simulation, worker: int) -> int:
@@ -141,7 +165,7 @@ def _optimizer_bytes(simulation: Simulation, worker: int) -> int:
 
 def _resident_bytes(simulation: Simulation, worker: int, model: MemoryModel) -> int:
     """State that is there all the time: one version of every copy."""
-    total = 0
+    total = _outputs_bytes(simulation, worker, model)[0] if model.outputs == "held" else 0
     for (holder, stage), pipelines in simulation.schedule.replicas.items():
         if holder == worker:
             costs = simulation.stages[stage]
@@ -149,7 +173,7 @@ def _resident_bytes(simulation: Simulation, worker: int, model: MemoryModel) -> 
             total += len(pipelines) * (costs.parameter_bytes + costs.optimizer_bytes + gradients)
             if model.receive_buffers:
                 backwards = costs.output_bytes if stage < simulation.schedule.num_stages - 1 else 0
-                total += simulation.schedule.num_microbatches * (costs.input_bytes + backwards)
+                total += simulation.schedule.num_microbatches * (costs.input_bytes + backwards + costs.batch_bytes)
     return total
 
 
@@ -162,10 +186,13 @@ def _changes(
     at_end = {name: np.zeros(len(row), dtype=np.int64) for name in _DELTAS}
     with_gradients: set[tuple[int, int]] = set()
     left = _left_of_messages(simulation, worker, model)
+    last_stage = simulation.schedule.num_stages - 1
     for index, action in enumerate(row):
         costs = simulation.stages[action.stage]
-        up, down = _activation_change(action, costs, _input_comes(simulation.schedule, action), simulation, model)
+        up, down = _activation_change(action, costs, input_comes(simulation.schedule, action), simulation, model)
         at_start["activation"][index], at_end["activation"][index] = up, left[index] - down
+        if action.stage == last_stage and action.kind in (BACKWARD, INPUT_BACKWARD):
+            at_end["activation"][index] += _left_of_outputs(costs, model)
         copy = action.stage, action.pipeline
         makes_gradients = action.kind in (BACKWARD, WEIGHT_BACKWARD)
         first = makes_gradients and model.fresh_gradients and copy not in with_gradients
@@ -185,7 +212,7 @@ def _changes(
     return at_start, at_end
 
 
-def _input_comes(schedule: Schedule, action: Action) -> bool:
+def input_comes(schedule: Schedule, action: Action) -> bool:
     """Whether the input of the action's stage is new to the worker; from a stage of its own it is no copy."""
     workers = schedule.placement[action.pipeline]
     return action.stage == 0 or workers[action.stage - 1] != workers[action.stage]

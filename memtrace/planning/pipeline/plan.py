@@ -235,7 +235,7 @@ def _fitting_cut(layers: Sequence[Layer], schedule: Schedule, recompute: bool, s
             objective=objective,
             capacity_bytes=capacity_bytes,
             recompute=recompute,
-            boundaries=setting.model.boundaries,
+            model=setting.model,
         )
 
     found = cut(setting.objective, setting.capacity_bytes) or cut(MEMORY, None)

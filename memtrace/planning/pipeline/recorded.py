@@ -87,6 +87,17 @@ def torch_schedule(trace: Trace) -> str | None:
     return next((text.removeprefix(_TORCH) for text in texts if text.startswith(_TORCH)), None)
 
 
+def torch_steps(trace: Trace) -> Array:
+    """Start and end of every step of torch.distributed.pipelining in a single-rank trace, by its own clock."""
+    spans = trace.columns("spans", "kind", "name", "start_ns", "duration_ns")
+    chosen = np.flatnonzero(spans["kind"] == SPAN["range"])
+    ours = [int(name) for name in np.unique(spans["name"][chosen]) if (trace.name(int(name)) or "").startswith(_TORCH)]
+    chosen = chosen[np.isin(spans["name"][chosen], ours)]
+    start = spans["start_ns"][chosen]
+    steps = np.stack([start, start + spans["duration_ns"][chosen]], axis=1)
+    return steps[np.argsort(start, kind="stable")]
+
+
 def clock_shift_ns(manifest: Mapping[str, Any], reference: Mapping[str, Any]) -> int:
     """What to add to the times of one rank for those of the reference rank.
 

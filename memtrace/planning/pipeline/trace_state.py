@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from memtrace.analysis.attribution import KIND, PHASE, phase_rows, rows_at, step_rows
 from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
 from memtrace.arrays import Array
+from memtrace.planning.pipeline.costs import Shared
 from memtrace.planning.pipeline.trace_passes import Pass
 from memtrace.trace import Trace
 
@@ -27,6 +29,24 @@ class State:
     """Of one that takes them one after another, else 0."""
     fresh_gradients: bool
     """Whether the step allocated its gradients anew."""
+    shared_parameters: dict[int, tuple[int, ...]]
+    """The blocks of parameters that several layers use, with these layers in order."""
+    shared: dict[tuple[int, ...], Shared]
+    """What they take, by these layers; the bytes of the first of them have them."""
+
+    def shared_of(self, layer: int) -> tuple[Shared, ...]:
+        """The entries of one layer."""
+        return tuple(
+            one if layer > users[0] else Shared(one.number) for users, one in self.shared.items() if layer in users
+        )
+
+    def made_gradient_bytes(self) -> Array:
+        """Gradients by the layer whose backward makes them: the last user of a parameter."""
+        made: Array = self.gradient_bytes.copy()
+        for users, one in self.shared.items():
+            made[users[0]] -= one.gradient_bytes
+            made[users[-1]] += one.gradient_bytes
+        return made
 
 
 def state_of_layers(trace: Trace, one: Pass) -> State:
@@ -58,8 +78,13 @@ def state_of_layers(trace: Trace, one: Pass) -> State:
     parameter_bytes = per_layer(parameter)
     largest = np.zeros(count)
     np.maximum.at(largest, homes(gradient), found.size[gradient])
+    users = _shared_parameters(trace, one, found)
+    shared_gradients = _ByName({trace.name(int(found.name[block])): block for block in users}, ())
+    for block in gradient:
+        for layer in users.get(shared_gradients(trace.name(int(found.name[block]))), ()):
+            largest[layer] = max(largest[layer], found.size[block])
     temporary, num_blocks = _optimizer_temporary(trace, found, end, step_end)
-    together = temporary * parameter_bytes / max(parameter_bytes.sum(), 1)
+    share = temporary / max(parameter_bytes.sum(), 1)
     alone = temporary * largest / max(largest.max(initial=0), 1)
     # Fewer temporaries than gradients: they are of one parameter at a time (foreach=False, torch's default on a CPU).
     one_by_one = num_blocks < len(gradient)
@@ -68,9 +93,11 @@ def state_of_layers(trace: Trace, one: Pass) -> State:
         per_layer(gradient),
         largest,
         per_layer(optimizer),
-        np.zeros(count) if one_by_one else np.ceil(together),
+        np.zeros(count) if one_by_one else np.ceil(share * parameter_bytes),
         np.ceil(alone) if one_by_one else np.zeros(count),
         bool((found.alloc_event[gradient] >= begin).all()),
+        users,
+        _shared(trace, found, users, gradient, optimizer, 0.0 if one_by_one else share),
     )
 
 
@@ -98,22 +125,43 @@ def _first_readers(trace: Trace, one: Pass, begin: int, turn: int, count: int) -
     return first
 
 
-def tied_bytes(trace: Trace, one: Pass) -> dict[tuple[int, int], int]:
-    """Bytes of parameters that a layer (the second) reads though they are those of an earlier one (the first)."""
-    found = blocks(trace)
+def _shared_parameters(trace: Trace, one: Pass, found: Blocks) -> dict[int, tuple[int, ...]]:
+    """The parameters that several layers read, with these layers in order."""
     events = trace.columns("events", "kind", "block", "time_ns")
     begin, end = (int(row) for row in rows_at(trace, np.array([one.starts_ns[0], one.model_end_ns])))
     rows = np.arange(begin, end)
     rows = rows[(events["kind"][rows] == KIND["read"]) & (events["block"][rows] >= 0)]
     rows = rows[found.category[events["block"][rows]] == CATEGORY["parameter"]]
     pairs = np.unique(np.stack([events["block"][rows], one.layers_at(events["time_ns"][rows])], axis=1), axis=0)
-    tied: dict[tuple[int, int], int] = {}
-    first: dict[int, int] = {}
+    users: dict[int, tuple[int, ...]] = {}
     for block, layer in pairs.tolist():
-        pair = first.setdefault(block, layer), layer
-        if pair[0] < layer:
-            tied[pair] = tied.get(pair, 0) + int(found.size[block])
-    return tied
+        users[block] = (*users.get(block, ()), layer)
+    return {block: layers for block, layers in users.items() if len(layers) > 1}
+
+
+def _shared(
+    trace: Trace,
+    found: Blocks,
+    users: dict[int, tuple[int, ...]],
+    gradient: Array,
+    optimizer: Array,
+    temporary_share: float,
+) -> dict[tuple[int, ...], Shared]:
+    """What the parameters take that the same layers share, by these layers."""
+    by_layers = {layers: number for number, layers in enumerate(sorted(set(users.values())))}
+    named = _ByName({trace.name(int(found.name[block])): by_layers[layers] for block, layers in users.items()}, ())
+    total = np.zeros((len(by_layers), 3), dtype=np.int64)
+    for block, layers in users.items():
+        total[by_layers[layers], 0] += found.size[block]
+    for place, blocks_of in enumerate((gradient, optimizer), 1):
+        for block in blocks_of:
+            number = named(trace.name(int(found.name[block])))
+            if number >= 0:
+                total[number, place] += found.size[block]
+    return {
+        layers: Shared(number, parameters, gradients, states, math.ceil(temporary_share * parameters))
+        for (layers, number), (parameters, gradients, states) in zip(by_layers.items(), total.tolist(), strict=True)
+    }
 
 
 def _optimizer_temporary(trace: Trace, found: Blocks, end: int, step_end: int) -> tuple[int, int]:
