@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memtrace.cli.output import UNKNOWN, console, duration, escape, plain_table, size
+
+from memtrace.interpreter import run_python
 
 NO_STACK = "(no stack: older than the recording, small, or stacks were off)"
 
@@ -54,9 +54,7 @@ def explain_failure(folder: Path) -> None:
 
     A process of its own works it out: this one may have no memory left to do that in.
     """
-    command = [sys.executable, "-c", "from memtrace.cli.failure import main; main()", str(folder)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-    subprocess.run(command, check=False, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    run_python("from memtrace.cli.failure import main; main()", str(folder), silent=False)
 
 
 def main() -> None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from memtrace.schema import NO_BLOCKS
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -111,7 +113,7 @@ def open_traces(traces: Sequence[str], then: str | None = None) -> Trace:
 
 def cannot_tell(trace: Trace) -> str | None:
     """Why nothing can be told of the trace's blocks, for a sentence on what cannot be; None where they are there."""
-    return None if trace.has_blocks else "cannot be told: the file holds totals by category and no blocks"
+    return None if trace.has_blocks else f"cannot be told: {NO_BLOCKS}"
 
 
 def print_json(value: Any) -> None:

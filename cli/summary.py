@@ -21,6 +21,8 @@ from memtrace.cli.output import (
     working,
 )
 
+from memtrace.schema import NO_BLOCKS
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -172,7 +174,7 @@ _NOWHERE = {
 def _print_steps(out: Console, steps: dict[str, Any]) -> None:
     out.print()
     if steps["count"] is None:
-        out.print("steps: cannot be told, the file holds totals by category and no blocks")
+        out.print(f"steps: cannot be told, {NO_BLOCKS}")
         return
     if steps["count"] == 0:
         out.print(

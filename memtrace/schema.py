@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION: Final = 1
 MANIFEST_NAME: Final = "manifest.json"
+NO_BLOCKS: Final = "the file holds totals by category and no blocks"
+"""Why nothing is told of the blocks of such a trace (``Trace.has_blocks``)."""
 
 EVENT_KINDS: Final = (
     "alloc",  # a block begins; memory from outside the traced allocators (NumPy): it is first seen, op is null

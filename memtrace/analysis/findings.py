@@ -16,7 +16,7 @@ from memtrace.analysis.sites import site
 from memtrace.analysis.uses import most_bytes_of_an_operator, tells_accesses, uses
 from memtrace.analysis.without import FOREVER, Absences, peak_without
 from memtrace.arrays import Array
-from memtrace.schema import CATEGORIES
+from memtrace.schema import CATEGORIES, NO_BLOCKS
 from memtrace.trace import Trace
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def findings_table(trace: Trace) -> pd.DataFrame:
 def _find(trace: Trace, device: str, min_bytes: int | None) -> DeviceFindings:
     found, top = blocks(trace), peak(trace, device)
     if not trace.has_blocks:
-        reason = "all patterns: the file holds totals by category and no blocks"
+        reason = f"all patterns: {NO_BLOCKS}"
         return DeviceFindings(device, top.requested.bytes, None, None, (), (reason,))
     chosen = np.flatnonzero((found.device == trace.devices.index(device)) & (found.size > 0))
     least = int(MIN_SHARE * top.requested.bytes) if min_bytes is None else min_bytes

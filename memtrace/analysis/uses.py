@@ -49,13 +49,17 @@ def _compute(trace: Trace) -> Uses:
 def filled_from_nothing(trace: Trace) -> Array:
     """For each access of ``uses`` whether it is the write of a block by the operator that made it and read nothing:
     zeros, random numbers, a table."""
-    used, made = uses(trace), blocks(trace).alloc_event
-    op = trace.columns("events", "op")["op"]
-    maker = np.where(made >= 0, op[made], -1)[used.block]
-    reads = np.zeros(int(op.max(initial=-1)) + 2, bool)
-    reads[used.op[used.is_read]] = True
-    filled: Array = (maker >= 0) & (used.op == maker) & ~reads[maker]
-    return filled
+
+    def compute() -> Array:
+        used, made = uses(trace), blocks(trace).alloc_event
+        op = trace.columns("events", "op")["op"]
+        maker = np.where(made >= 0, op[made], -1)[used.block]
+        reads = np.zeros(int(op.max(initial=-1)) + 2, bool)
+        reads[used.op[used.is_read]] = True
+        filled: Array = (maker >= 0) & (used.op == maker) & ~reads[maker]
+        return filled
+
+    return trace.cached("filled from nothing", compute)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from memtrace.errors import MemtraceError, TraceError
+from memtrace.interpreter import run_python
 from memtrace.readers.limits import GIB, MIB, Limits
 
 if TYPE_CHECKING:
@@ -80,9 +81,9 @@ def _fork(path: Path, folder: Path, limits: Limits) -> int:
             os._exit(status)
     os.close(tell)
     try:
-        while MEANWHILE:
-            MEANWHILE.pop()()
         with os.fdopen(done, "rb") as answer:
+            while MEANWHILE:
+                MEANWHILE.pop()()
             told = answer.read(1)
         if told:
             # Its memory goes back on another core meanwhile.
@@ -117,13 +118,8 @@ def _be_silent() -> None:
 
 def _spawn(path: Path, folder: Path, limits: Limits) -> int:
     """Read in a new interpreter; its exit status, negative for a signal."""
-    import subprocess
-
     request = json.dumps([str(path), str(folder), limits.memory_bytes, limits.cpu_seconds])
-    command = [sys.executable, "-c", "from memtrace.readers import isolated; isolated.main()", request]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-    silent = subprocess.DEVNULL
-    return subprocess.run(command, check=False, env=environment, stdout=silent, stderr=silent).returncode
+    return run_python("from memtrace.readers import isolated; isolated.main()", request, silent=True)
 
 
 def _work(path: Path, folder: Path, limits: Limits) -> int:

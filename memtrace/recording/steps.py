@@ -41,7 +41,7 @@ class StepFinder:
         self._step_ended = step_ended
         self._numbered_anew = numbered_anew
         self._marked = False
-        self._start = self._began = 0
+        self._start = 0
         self._round: set[int] = set()
         self._round_end = 0
         self._usual_round = 1
@@ -60,7 +60,7 @@ class StepFinder:
             self._marked = True
             self._round.clear()
             if self.num_steps:
-                self._start, self.num_steps = self._began, 0
+                self._start = self.num_steps = 0
                 if self._ring is not None:
                     self._ring.forget_steps()
                 self._numbered_anew()
