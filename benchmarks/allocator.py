@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from memtrace.planning.allocator.devices import InventedDevice
-from memtrace.planning.allocator.history import (
+from memtrace.allocator.devices import InventedDevice
+from memtrace.allocator.history import (
     ALLOC,
     FREE,
     FREE_REQUESTED,
@@ -28,13 +28,13 @@ from memtrace.planning.allocator.history import (
     History,
     Segments,
 )
-from memtrace.planning.allocator.model import Allocator
-from memtrace.planning.allocator.plan import case_of
-from memtrace.planning.allocator.replay import Prepared, prepare, replay
-from memtrace.planning.allocator.reproduce import reproduce
-from memtrace.planning.allocator.settings import Settings
-from memtrace.planning.allocator.sources import read_device
-from memtrace.planning.allocator.what_if import outcome
+from memtrace.allocator.infer_rules import reproduce
+from memtrace.allocator.model import Allocator
+from memtrace.allocator.plan import case_of
+from memtrace.allocator.replay import Prepared, prepare, replay
+from memtrace.allocator.requests import read_device
+from memtrace.allocator.settings import Settings
+from memtrace.allocator.what_if import outcome
 
 DATA = Path(__file__).parents[1] / ".." / "shared" / "data" / "snapshots"
 TARGET = 200_000

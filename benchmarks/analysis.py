@@ -35,7 +35,7 @@ import sys, time, numpy as np, pyarrow.parquet as pq
 from pathlib import Path
 began = time.perf_counter()
 for part in sorted(Path(sys.argv[1]).glob("events-*.parquet")):
-    table = pq.read_table(part, columns=["time_ns", "kind", "block", "size"])
+    table = pq.read_table(part, columns=["time_ns", "kind", "block_id", "size"])
     kind = table["kind"].combine_chunks()
     sizes = table["size"].to_numpy()
     np.nancumsum(sizes)
@@ -71,18 +71,18 @@ def tile(base: Path, target: Path, events: int) -> int:
     time_ns = tables["events"]["time_ns"].to_numpy()
     first, last = np.searchsorted(time_ns, [low, high])
     head, body = tables["events"].slice(0, first), tables["events"].slice(first, last - first)
-    block = pc.fill_null(body["block"], -1).to_numpy()
+    block = pc.fill_null(body["block_id"], -1).to_numpy()
     # A block that is made in the body is a new one in every tile; older ones are the same in all.
     made = np.unique(block[np.isin(pc.cast(body["kind"], pa.string()).to_pylist(), ["alloc"])])
-    stays = int(pc.max(tables["events"]["block"]).as_py()) + 1
+    stays = int(pc.max(tables["events"]["block_id"]).as_py()) + 1
     new_number = np.full(stays + 1, -1)
     new_number[made] = np.arange(len(made))
     ops_start = tables["ops"]["start_ns"].to_numpy()
     ops_body = tables["ops"].filter(pa.array((ops_start >= low) & (ops_start < high)))
-    num_ops = int(pc.max(tables["ops"]["op"]).as_py()) + 1
+    num_ops = int(pc.max(tables["ops"]["op_id"]).as_py()) + 1
     spans_start = tables["spans"]["start_ns"].to_numpy()
     spans_body = tables["spans"].filter(pa.array((spans_start >= low) & (spans_start < high)))
-    labels_block = tables["labels"]["block"].to_numpy()
+    labels_block = tables["labels"]["block_id"].to_numpy()
     labels_body = tables["labels"].filter(pa.array(new_number[labels_block] >= 0))
     num_steps = len(starts) - 3
     tiles = -(-(events - len(head)) // len(body))
@@ -114,16 +114,16 @@ def tile(base: Path, target: Path, events: int) -> int:
             return np.where(new_number[values] >= 0, stays + number * len(made) + new_number[values], values)
 
         rows = shifted(body, "time_ns", time_ns[first:last] + later)
-        rows = shifted(rows, "block", move(block))
-        rows = shifted(rows, "op", pc.fill_null(body["op"], 0).to_numpy() + number * num_ops)
+        rows = shifted(rows, "block_id", move(block))
+        rows = shifted(rows, "op_id", pc.fill_null(body["op_id"], 0).to_numpy() + number * num_ops)
         writers["events"].write_table(rows)
         ops = shifted(ops_body, "start_ns", ops_body["start_ns"].to_numpy() + later)
-        writers["ops"].write_table(shifted(ops, "op", ops_body["op"].to_numpy() + number * num_ops))
+        writers["ops"].write_table(shifted(ops, "op_id", ops_body["op_id"].to_numpy() + number * num_ops))
         spans = shifted(spans_body, "start_ns", spans_body["start_ns"].to_numpy() + later)
         writers["spans"].write_table(
             shifted(spans, "index", pc.fill_null(spans_body["index"], 0).to_numpy() + number * num_steps)
         )
-        writers["labels"].write_table(shifted(labels_body, "block", move(labels_body["block"].to_numpy())))
+        writers["labels"].write_table(shifted(labels_body, "block_id", move(labels_body["block_id"].to_numpy())))
     for writer in writers.values():
         writer.close()
     manifest = json.loads((base / "manifest.json").read_text())

@@ -12,10 +12,10 @@ import argparse
 import math
 import time
 
-from memtrace.planning.pipeline.costs import Network, StageCosts
-from memtrace.planning.pipeline.memory import TORCH, memory
-from memtrace.planning.pipeline.registry import Choice, all_choices
-from memtrace.planning.pipeline.simulate import simulate
+from memtrace.pipeline.costs import Network, StageCosts
+from memtrace.pipeline.schedules.registry import Choice, all_choices
+from memtrace.pipeline.simulation.memory import TORCH, memory
+from memtrace.pipeline.simulation.simulate import simulate
 
 
 def uneven(num_stages: int) -> list[StageCosts]:

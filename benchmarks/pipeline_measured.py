@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 
 import memtrace
-from memtrace.planning.pipeline.compare import Comparison, compare
-from memtrace.planning.pipeline.cut import MEMORY
-from memtrace.planning.pipeline.from_trace import TraceCosts, trace_costs
-from memtrace.planning.pipeline.measured import Measured, measured
-from memtrace.planning.pipeline.plan import Setting, predict
-from memtrace.planning.pipeline.recorded import RankActions
-from memtrace.planning.pipeline.registry import parse_choice
+from memtrace.pipeline.compare import Comparison, compare
+from memtrace.pipeline.from_trace import TraceCosts, trace_costs
+from memtrace.pipeline.measured import Measured, measured
+from memtrace.pipeline.partition import MEMORY
+from memtrace.pipeline.plan import Setting, predict
+from memtrace.pipeline.recorded import RankActions
+from memtrace.pipeline.schedules.registry import parse_choice
 
 RUN = Path(__file__).parent.parent / "examples" / "pipeline" / "run.py"
 SCHEDULES = (

@@ -13,12 +13,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from training import PROGRAMS, not_iterative, recorded  # noqa: E402
-
 import memtrace  # noqa: E402
 from memtrace.analysis.detection import detect  # noqa: E402
 from memtrace.analysis.leaks import leaks  # noqa: E402
 from memtrace.analysis.stability import law, stability, step_pattern  # noqa: E402
+from tests.programs.training import PROGRAMS, not_iterative, recorded  # noqa: E402
 
 
 def main() -> None:

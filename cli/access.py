@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from memtrace.cli.arguments import RANK, TRACES, open_rank
+from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.output import UNKNOWN, cannot_tell, console, duration, plain_table, print_json, size
 from memtrace.cli.quantities import BYTES_OR_NONE
 from memtrace.cli.tabular import print_csv
@@ -23,8 +23,7 @@ CSV_COLUMNS = ("site", "category", "bytes", "num_intervals", "median_ns", "swap_
 
 
 @click.command("access")
-@TRACES
-@RANK
+@selects_traces
 @click.option("--bandwidths", type=click.Path(), help="What memtrace doctor --bandwidth --json printed.")
 @click.option("--out", "out_gb", type=float, help="Bandwidth out of the device in GB/s; with --in.")
 @click.option("--in", "in_gb", type=float, help="Bandwidth into the device in GB/s.")
@@ -32,23 +31,23 @@ CSV_COLUMNS = ("site", "category", "bytes", "num_intervals", "median_ns", "swap_
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print one line an outlier.")
 def command(
-    traces: tuple[str, ...], rank: int | None, bandwidths: str | None, out_gb: float | None, in_gb: float | None,
+    selection: Selection, bandwidths: str | None, out_gb: float | None, in_gb: float | None,
     min_bytes: int, as_json: bool, as_csv: bool,
 ) -> None:  # fmt: skip
     """Tell how long the blocks of TRACE lie untouched between accesses, and what could be swapped out meanwhile."""
     from memtrace.analysis.access import access
 
     costs = _costs(bandwidths, out_gb, in_gb)
-    one = open_rank(traces, rank)
+    one = selection.open_rank()
     found = access(one, costs, min_bytes)
     if as_json:
         print_json(found)
     elif as_csv:
         print_csv(CSV_COLUMNS, found["outliers"])
     elif reason := cannot_tell(one):
-        console().print(f"[bold]{escape(' '.join(traces))}[/]: access intervals {reason}")
+        console().print(f"[bold]{escape(selection.name)}[/]: access intervals {reason}")
     else:
-        _print(console(), " ".join(traces), found)
+        _print(console(), selection.name, found)
 
 
 def _costs(file: str | None, out_gb: float | None, in_gb: float | None) -> Bandwidths:

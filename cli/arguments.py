@@ -1,9 +1,11 @@
-"""What several commands take: traces, and a rank of them."""
+"""What every command that reads traces takes: the traces, a rank of them, and a window of steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from memtrace.cli.output import open_traces
@@ -11,14 +13,73 @@ from memtrace.cli.output import open_traces
 if TYPE_CHECKING:
     from memtrace.trace import Trace
 
-TRACES: Final = click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path())
-"""``traces``: folders or files; several are the ranks of one job."""
-RANK: Final = click.option("--rank", type=int, help="One rank of a trace of several; without it the first.")
+RANK: Final = click.option("--rank", type=int, help="Rank to analyze; default: the first.")
+WINDOW: Final = (
+    click.option("--from-step", type=click.IntRange(min=0), help="First step to analyze; default: the first recorded."),
+    click.option("--to-step", type=click.IntRange(min=0), help="Last step to analyze; default: the last recorded."),
+)
 
 
-def open_rank(traces: Sequence[str], rank: int | None) -> Trace:
-    """One rank of some traces: the first, saying so, where none is asked for."""
-    opened = open_traces(traces)
-    if rank is None and len(opened.ranks) > 1:
-        click.echo(f"memtrace: rank {opened.ranks[0]} of {len(opened.ranks)}; --rank asks for another", err=True)
-    return opened.rank(opened.ranks[0] if rank is None else rank)
+@dataclass(frozen=True)
+class Selection:
+    """The traces named on the command line, and which rank and steps of them to analyze.
+
+    Attributes:
+        paths: trace folders or files; several are the ranks of one job.
+        rank: the rank asked for; None: not given.
+        from_step: first step of the window; None: the first recorded.
+        to_step: last step of the window, included; None: the last recorded.
+    """
+
+    paths: tuple[str, ...]
+    rank: int | None = None
+    from_step: int | None = None
+    to_step: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The traces as the user named them."""
+        return " ".join(self.paths)
+
+    def open(self, preload: str | None = None) -> Trace:
+        """Open the traces: all ranks, or the one asked for; of each the window of steps.
+
+        Args:
+            preload: a module to import while a file is being read.
+        """
+        trace = open_traces(self.paths, preload)
+        return self._window(trace if self.rank is None else trace.rank(self.rank))
+
+    def open_rank(self) -> Trace:
+        """Open one rank: the one asked for, else the first, saying so on stderr where there are several."""
+        trace = open_traces(self.paths)
+        if self.rank is None and len(trace.ranks) > 1:
+            click.echo(
+                f"memtrace: showing rank {trace.ranks[0]} of {len(trace.ranks)}; choose another with --rank", err=True
+            )
+        return self._window(trace.rank(trace.ranks[0] if self.rank is None else self.rank))
+
+    def _window(self, trace: Trace) -> Trace:
+        if self.from_step is None and self.to_step is None:
+            return trace
+        from memtrace.analysis.windows import step_window
+
+        return step_window(trace, self.from_step, self.to_step)
+
+
+def selects_traces(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the argument TRACE... and the options --rank, --from-step and --to-step, as one ``Selection``."""
+
+    @click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path())
+    @RANK
+    @WINDOW[0]
+    @WINDOW[1]
+    @wraps(command)
+    def with_selection(
+        traces: Sequence[str], rank: int | None, from_step: int | None, to_step: int | None, **options: Any
+    ) -> Any:
+        if from_step is not None and to_step is not None and from_step > to_step:
+            raise click.UsageError(f"--from-step {from_step} is after --to-step {to_step}")
+        return command(selection=Selection(tuple(traces), rank, from_step, to_step), **options)
+
+    return with_selection

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import click
-from memtrace.cli.arguments import TRACES
-from memtrace.cli.output import UNKNOWN, console, open_traces, plain_table, print_json, size
+from memtrace.cli.arguments import Selection, selects_traces
+from memtrace.cli.output import UNKNOWN, console, plain_table, print_json, size
 from memtrace.cli.quantities import BYTES_OR_NONE
 from memtrace.cli.tabular import print_csv
 from rich.markup import escape
@@ -16,23 +16,21 @@ from memtrace.errors import MemtraceError
 
 
 @click.command("check")
-@TRACES
+@selects_traces
 @click.option("--max-peak", type=BYTES_OR_NONE, help="Most requested bytes live at once, devices added.")
 @click.option("--max-growth", type=BYTES_OR_NONE, help="Most bytes by which a step may leave more live than the last.")
 @click.option("--max-category", multiple=True, metavar="NAME=BYTES", help="Most held at the peak; repeat for more.")
 @click.option("--max-module", multiple=True, metavar="NAME=BYTES", help="The same of a module with all in it.")
 @click.option("--limits", type=click.Path(path_type=Path), help="The same in a JSON file.")
-@click.option("--rank", type=int, help="One rank of a trace of several; without it every rank must pass.")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print the same as CSV.")
 def command(
-    traces: tuple[str, ...],
+    selection: Selection,
     max_peak: int | None,
     max_growth: int | None,
     max_category: tuple[str, ...],
     max_module: tuple[str, ...],
     limits: Path | None,
-    rank: int | None,
     as_json: bool,
     as_csv: bool,
 ) -> None:
@@ -50,9 +48,9 @@ def command(
     )
     if not wanted:
         raise MemtraceError("nothing to check: give --max-peak, --max-growth, --max-category, --max-module or --limits")
-    opened = open_traces(traces)
+    opened = selection.open()
     # A rank that cannot be opened has not kept its limits: the error that it raises below is the answer.
-    ranks = sorted({*opened.ranks, *opened.unreadable}) if rank is None else [rank]
+    ranks = sorted({*opened.ranks, *opened.unreadable}) if selection.rank is None else [selection.rank]
     rows = [{"rank": n} | verdict.as_dict() for n in ranks for verdict in check(opened.rank(n), wanted)]
     passed = all(row["passed"] for row in rows)
     if as_json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import click
-from memtrace.cli.arguments import open_rank
+from memtrace.cli.arguments import RANK, WINDOW, Selection
 from memtrace.cli.output import UNKNOWN, cannot_tell, console, duration, plain_table, print_json, size
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
@@ -17,14 +17,18 @@ _ROWS = 15
 @click.command("diff")
 @click.argument("before", type=click.Path())
 @click.argument("after", type=click.Path())
-@click.option("--rank", type=int, help="One rank of traces of several; without it the first.")
+@RANK
+@WINDOW[0]
+@WINDOW[1]
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print the changes as CSV.")
-def command(before: str, after: str, rank: int | None, as_json: bool, as_csv: bool) -> None:
+def command(
+    before: str, after: str, rank: int | None, from_step: int | None, to_step: int | None, as_json: bool, as_csv: bool
+) -> None:  # fmt: skip
     """Say what changed from trace BEFORE to trace AFTER: by step, category, module and line, never by address."""
     from memtrace.analysis.diff import diff
 
-    one, two = open_rank([before], rank), open_rank([after], rank)
+    one, two = (Selection((path,), rank, from_step, to_step).open_rank() for path in (before, after))
     found = diff(one, two)
     if as_json:
         print_json(found.as_dict())

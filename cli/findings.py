@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import click
-from memtrace.cli.arguments import RANK, TRACES, open_rank
+from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.output import UNKNOWN, console, counted, plain_table, print_json, size
 from memtrace.cli.quantities import BYTES
 from memtrace.cli.tabular import print_csv
@@ -14,12 +14,11 @@ from memtrace.analysis.findings import FIELDS, DeviceFindings
 
 
 @click.command("findings")
-@TRACES
-@RANK
+@selects_traces
 @click.option("--min-bytes", type=BYTES, help="Leave out what holds less at any time; default a 1,000th of the peak.")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print the findings as CSV.")
-def command(traces: tuple[str, ...], rank: int | None, min_bytes: int | None, as_json: bool, as_csv: bool) -> None:
+def command(selection: Selection, min_bytes: int | None, as_json: bool, as_csv: bool) -> None:
     """Name memory of TRACE that is there without need, and the peak that would result without it.
 
     Each is mended on the recorded timeline, and the peak replayed. What moving or deleting a line mends stands first;
@@ -27,7 +26,7 @@ def command(traces: tuple[str, ...], rank: int | None, min_bytes: int | None, as
     """
     from memtrace.analysis.findings import findings
 
-    one = open_rank(traces, rank)
+    one = selection.open_rank()
     found = [findings(one, device, min_bytes=min_bytes) for device in one.devices]
     if as_json:
         print_json({"devices": [device.as_dict() for device in found]})

@@ -18,7 +18,7 @@ def command(files: tuple[Path, ...], output: Path, overwrite: bool) -> None:
     order of FILES.
     """
     from memtrace.readers import read_job
-    from memtrace.readers.keep import keep
+    from memtrace.readers.import_job import keep
 
     ranks = read_job(files)
     keep(ranks, output, overwrite=overwrite)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import click
-from memtrace.cli.arguments import RANK, TRACES, open_rank
+from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.output import cannot_tell, console, counted, plain_table, print_json, size
 from memtrace.cli.quantities import BYTES
 from memtrace.cli.tabular import print_csv
@@ -16,29 +16,26 @@ CSV_COLUMNS = ("site", "category", "bytes_per_step", "num_growing_steps", "num_b
 
 
 @click.command("leaks")
-@TRACES
-@RANK
+@selects_traces
 @click.option("--steps", "min_steps", type=click.IntRange(2), default=3, show_default=True,
               help="Growth in fewer steps is none.")  # fmt: skip
 @click.option("--capacity", type=BYTES, help="Bytes there are, such as 16GiB: says after how many steps they are used.")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print one line a leak.")
-def command(
-    traces: tuple[str, ...], rank: int | None, min_steps: int, capacity: int | None, as_json: bool, as_csv: bool
-) -> None:
+def command(selection: Selection, min_steps: int, capacity: int | None, as_json: bool, as_csv: bool) -> None:
     """Tell which lines of TRACE keep more memory after every step."""
     from memtrace.analysis.leaks import leaks
 
-    one = open_rank(traces, rank)
+    one = selection.open_rank()
     found = leaks(one, min_steps, capacity).as_dict()
     if as_json:
         print_json(found)
     elif as_csv:
         print_csv(CSV_COLUMNS, found["leaks"])
     elif reason := cannot_tell(one):
-        console().print(f"[bold]{escape(' '.join(traces))}[/]: what grows {reason}")
+        console().print(f"[bold]{escape(selection.name)}[/]: what grows {reason}")
     else:
-        _print(console(), " ".join(traces), found)
+        _print(console(), selection.name, found)
 
 
 def _print(out: Console, name: str, found: dict[str, Any]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields, is_dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memtrace.schema import NO_BLOCKS
+from memtrace.format.schema import NO_BLOCKS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -95,17 +96,17 @@ def working(what: str) -> Iterator[None]:
         yield
 
 
-def open_traces(traces: Sequence[str], then: str | None = None) -> Trace:
+def open_traces(traces: Sequence[str], preload: str | None = None) -> Trace:
     """The trace of a folder or of files; with a spinner where reading takes over a second.
 
-    ``then``: a module that is used next; it is imported while a file is read.
+    ``preload``: a module that is used next; it is imported while a file is read.
     """
     from memtrace.trace import load
 
-    if then is not None and any(Path(trace).is_file() for trace in traces):
+    if preload is not None and any(Path(trace).is_file() for trace in traces):
         from memtrace.readers import isolated
 
-        isolated.MEANWHILE.append(partial(import_module, then))
+        isolated.MEANWHILE.append(partial(import_module, preload))
     size_bytes = sum(Path(trace).stat().st_size for trace in traces if Path(trace).is_file())
     with working(f"reading {' '.join(traces)}") if size_bytes > _SLOW_BYTES else nullcontext():
         return load(*traces)
@@ -116,6 +117,17 @@ def cannot_tell(trace: Trace) -> str | None:
     return None if trace.has_blocks else f"cannot be told: {NO_BLOCKS}"
 
 
-def print_json(value: Any) -> None:
-    """One JSON document on stdout; NaN and infinity cannot occur."""
-    click.echo(json.dumps(value, indent=1, allow_nan=False))
+def print_json(result: Any) -> None:
+    """Print a result as one JSON document: dataclasses become objects, tuples lists; NaN and infinity are errors."""
+    click.echo(json.dumps(json_value(result), indent=1, allow_nan=False))
+
+
+def json_value(value: Any) -> Any:
+    """Convert a result to what ``json`` writes: dataclasses to objects by field name, tuples to lists."""
+    if is_dataclass(value):
+        return {field.name: json_value(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
+    return value

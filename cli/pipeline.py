@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import click
-from memtrace.cli.arguments import TRACES
+from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.output import console, duration, plain_table, print_json, share, size, working
 from memtrace.cli.quantities import BYTES
 from rich.console import Console
@@ -13,13 +13,13 @@ from rich.console import Console
 from memtrace.errors import MemtraceError
 
 if TYPE_CHECKING:
-    from memtrace.planning.pipeline.compare import Comparison
-    from memtrace.planning.pipeline.measured import Measured
-    from memtrace.planning.pipeline.table import Schedule
+    from memtrace.pipeline.compare import Comparison
+    from memtrace.pipeline.measured import Measured
+    from memtrace.pipeline.schedules.schedule import Schedule
 
 
 @click.command("pipeline")
-@TRACES
+@selects_traces
 @click.option("--capacity", type=BYTES, help="Memory of one worker, such as 16GiB: what is left of it.")
 @click.option("--predict", type=click.Path(), metavar="TRACE1",
               help="A trace of one process, the whole model on one micro-batch: predict from it.")  # fmt: skip
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @click.option("--show", is_flag=True, help="Print the recorded order of actions as a table as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
 def command(
-    traces: tuple[str, ...],
+    selection: Selection,
     capacity: int | None,
     predict: str | None,
     schedule: str | None,
@@ -39,14 +39,13 @@ def command(
     as_json: bool,
 ) -> None:
     """Compare the stages of the pipeline that the ranks of TRACE ran."""
-    from memtrace.planning.pipeline.measured import measured
-    from memtrace.planning.pipeline.recorded import recorded_schedule
-    from memtrace.trace import load
+    from memtrace.pipeline.measured import measured
+    from memtrace.pipeline.recorded import recorded_schedule
 
     if predict is None and (schedule or cut or layers):
         raise MemtraceError("--schedule, --cut and --layer are for --predict: give the trace to predict from")
-    with working(f"reading {' '.join(traces)}"):
-        found = measured(load(*traces), capacity)
+    with working(f"reading {selection.name}"):
+        found = measured(selection.open(), capacity)
         against = None if predict is None else _compare(found, predict, schedule, cut, layers)
     if as_json:
         predicted = {} if against is None else {"predicted": against.as_dict()}
@@ -62,8 +61,8 @@ def command(
 def _compare(
     found: Measured, predict: str, schedule: str | None, cut: str | None, layers: tuple[str, ...]
 ) -> Comparison:
-    from memtrace.planning.pipeline.compare import compare
-    from memtrace.planning.pipeline.from_trace import trace_costs
+    from memtrace.pipeline.compare import compare
+    from memtrace.pipeline.from_trace import trace_costs
     from memtrace.trace import load
 
     opened = load(predict)
@@ -72,8 +71,8 @@ def _compare(
 
 
 def _schedule(found: Measured, text: str | None) -> Schedule | None:
-    from memtrace.planning.pipeline.recorded import one_pipeline, recorded_schedule
-    from memtrace.planning.pipeline.registry import parse_choice
+    from memtrace.pipeline.recorded import one_pipeline, recorded_schedule
+    from memtrace.pipeline.schedules.registry import parse_choice
 
     if text is None:
         return None

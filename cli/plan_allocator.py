@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import click
-from memtrace.cli.arguments import RANK, TRACES, open_rank
+from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.output import UNKNOWN, console, plain_table, print_json, size
 from memtrace.cli.quantities import BYTES
 from rich.markup import escape
@@ -14,14 +14,14 @@ from rich.markup import escape
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from memtrace.planning.allocator.plan import DevicePlan
-    from memtrace.planning.allocator.settings import Settings
-    from memtrace.planning.allocator.what_if import Prediction
+    from memtrace.allocator.plan import DevicePlan
+    from memtrace.allocator.settings import Settings
+    from memtrace.allocator.what_if import Prediction
     from memtrace.trace import Trace
 
 
 @click.command("allocator")
-@TRACES
+@selects_traces
 @click.option(
     "--setting",
     "texts",
@@ -35,20 +35,17 @@ if TYPE_CHECKING:
     type=BYTES,
     help="What the device gives, such as 24GiB. Without it: what the trace tells of it.",
 )
-@RANK
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
-def command(
-    traces: tuple[str, ...], texts: tuple[str, ...], sweep: bool, capacity: int | None, rank: int | None, as_json: bool
-) -> None:
+def command(selection: Selection, texts: tuple[str, ...], sweep: bool, capacity: int | None, as_json: bool) -> None:
     """Replay the CUDA caching allocator over TRACE, and predict what other settings would reserve.
 
     First it checks that its model reproduces the trace exactly; a file it cannot reproduce gets no
     predictions. A trace without CUDA gets an estimate of what a GPU would reserve for it.
     """
-    from memtrace.planning.allocator.settings import Settings
+    from memtrace.allocator.settings import Settings
 
     wanted = [Settings.parse(text) for text in texts]
-    one = open_rank(traces, rank)
+    one = selection.open_rank()
     plans = _plans(one, _to_try(wanted, sweep, capacity), capacity)
     if as_json:
         print_json({"devices": [plan.as_dict() for plan in plans]})
@@ -61,8 +58,8 @@ def command(
 
 def _to_try(wanted: list[Settings], sweep: bool, capacity: int | None) -> list[Settings] | None:
     """The settings to predict; None: the sweep that the trace itself suggests."""
-    from memtrace.planning.allocator.settings import Settings
-    from memtrace.planning.allocator.what_if import GC_SWEEP, SWEEP
+    from memtrace.allocator.settings import Settings
+    from memtrace.allocator.what_if import GC_SWEEP, SWEEP
 
     if not wanted:
         return None
@@ -74,7 +71,7 @@ def _plans(trace: Trace, settings: list[Settings] | None, capacity: int | None) 
     from rich.console import Console
     from rich.progress import Progress
 
-    from memtrace.planning.allocator.plan import plan_allocator
+    from memtrace.allocator.plan import plan_allocator
 
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("trying settings", total=None)
@@ -184,7 +181,7 @@ def _advice(plan: DevicePlan) -> list[str]:
 
 def _minds(best: Prediction) -> list[str]:
     """What to know before pasting it."""
-    from memtrace.planning.allocator.settings import Settings
+    from memtrace.allocator.settings import Settings
 
     minds = []
     if best.certainty == 1:

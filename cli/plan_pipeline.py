@@ -13,11 +13,11 @@ from rich.markup import escape
 from memtrace.errors import MemtraceError
 
 if TYPE_CHECKING:
-    from memtrace.planning.pipeline.costs import Layer
-    from memtrace.planning.pipeline.memory import MemoryModel
-    from memtrace.planning.pipeline.plan import Plan, Prediction, Setting
-    from memtrace.planning.pipeline.registry import Choice
-    from memtrace.planning.pipeline.search import Configuration
+    from memtrace.pipeline.costs import Layer
+    from memtrace.pipeline.plan import Plan, Prediction, Setting
+    from memtrace.pipeline.schedules.registry import Choice
+    from memtrace.pipeline.search import Configuration
+    from memtrace.pipeline.simulation.memory import MemoryModel
 
 _COUNT = click.IntRange(min=1)
 _SHOWN = 20
@@ -94,7 +94,7 @@ def command(
 
     Every schedule is cut, simulated and ranked by its step time, those first that fit the capacity.
     """
-    from memtrace.planning.pipeline.plan import plan
+    from memtrace.pipeline.plan import plan
 
     _check(workers is not None, stages, microbatches, options["width"], batch, sizes)
     model_layers, model, notes = _costs(trace, costs, layers, rank)
@@ -149,8 +149,8 @@ def _check(
 def _costs(
     trace: str | None, costs: str | None, patterns: tuple[str, ...], rank: int | None
 ) -> tuple[list[Layer], MemoryModel, tuple[str, ...]]:
-    from memtrace.planning.pipeline.costs import read_layers
-    from memtrace.planning.pipeline.memory import PAPER
+    from memtrace.pipeline.costs import read_layers
+    from memtrace.pipeline.simulation.memory import PAPER
 
     if (trace is None) == (costs is None):
         raise MemtraceError("give a trace, or --costs with a JSON list of layers; one of them")
@@ -158,7 +158,7 @@ def _costs(
         if patterns or rank is not None:
             raise MemtraceError("--layer and --rank choose from a trace, not from --costs")
         return read_layers(costs), PAPER, ()
-    from memtrace.planning.pipeline.from_trace import trace_costs
+    from memtrace.pipeline.from_trace import trace_costs
     from memtrace.trace import load
 
     assert trace is not None
@@ -168,8 +168,8 @@ def _costs(
 
 
 def _setting(model: MemoryModel, options: dict[str, Any]) -> Setting:
-    from memtrace.planning.pipeline.costs import Network
-    from memtrace.planning.pipeline.plan import Setting
+    from memtrace.pipeline.costs import Network
+    from memtrace.pipeline.plan import Setting
 
     bandwidth = options["bandwidth"]
     return Setting(
@@ -184,7 +184,7 @@ def _setting(model: MemoryModel, options: dict[str, Any]) -> Setting:
 
 
 def _choices(schedules: Iterable[str], stages: int, microbatches: int) -> list[Choice]:
-    from memtrace.planning.pipeline.registry import all_choices, parse_choice
+    from memtrace.pipeline.schedules.registry import all_choices, parse_choice
 
     chosen: list[Choice] = []
     for text in schedules:
@@ -202,7 +202,7 @@ def _search(
     recompute: tuple[bool, ...],
     setting: Setting,
 ) -> list[Configuration]:
-    from memtrace.planning.pipeline.search import search
+    from memtrace.pipeline.search import search
 
     if batch is None:
         raise MemtraceError("--workers needs --batch: the samples of one step over all workers")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import click
-from memtrace.cli.arguments import TRACES
-from memtrace.cli.output import UNKNOWN, console, duration, open_traces, plain_table, print_json, size, working
+from memtrace.cli.arguments import Selection, selects_traces
+from memtrace.cli.output import UNKNOWN, console, duration, plain_table, print_json, size, working
 from rich.markup import escape
 
 if TYPE_CHECKING:
@@ -16,22 +16,22 @@ _CATEGORIES = ("parameter", "gradient", "optimizer_state", "activation", "tempor
 
 
 @click.command("ranks")
-@TRACES
+@selects_traces
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
-def command(traces: tuple[str, ...], as_json: bool) -> None:
+def command(selection: Selection, as_json: bool) -> None:
     """Compare the ranks of TRACE: peaks and what held them, who is slow, which rank to look at first.
 
     Several traces or files are the ranks of one job.
     """
     from memtrace.analysis.ranks import ranks
 
-    opened = open_traces(traces)
+    opened = selection.open()
     with working(f"comparing {len(opened.ranks)} ranks"):
         found = ranks(opened)
     if as_json:
         print_json(found.as_dict())
     else:
-        _print(found, " ".join(traces))
+        _print(found, selection.name)
 
 
 def _print(found: Ranks, trace: str) -> None:

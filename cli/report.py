@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from memtrace.cli.arguments import TRACES
-from memtrace.cli.output import open_traces, working
+from memtrace.cli.arguments import Selection, selects_traces
+from memtrace.cli.output import working
 
 from memtrace.errors import MemtraceError
 
@@ -16,16 +16,13 @@ if TYPE_CHECKING:
 
 
 @click.command("report")
-@TRACES
+@selects_traces
 @click.option("-o", "--output", type=click.Path(dir_okay=False), default="report.html", show_default=True)
-@click.option("--rank", type=int, help="One rank of a trace of several.")
 @click.option("--predict", type=click.Path(), metavar="TRACE1",
               help="Of a pipeline: show beside it what this trace of one process predicts.")  # fmt: skip
-def command(traces: tuple[str, ...], output: str, rank: int | None, predict: str | None) -> None:
+def command(selection: Selection, output: str, predict: str | None) -> None:
     """Write the page of TRACE: one HTML file that works offline."""
-    opened = open_traces(traces)
-    if rank is not None:
-        opened = opened.rank(rank)
+    opened = selection.open()
     if predict is not None:
         _predict(opened, predict)
     from memtrace.dashboards import report
@@ -40,9 +37,9 @@ def command(traces: tuple[str, ...], output: str, rank: int | None, predict: str
 
 
 def _predict(trace: Trace, predict: str) -> None:
-    from memtrace.planning.pipeline.compare import compare, keep_comparison
-    from memtrace.planning.pipeline.from_trace import trace_costs
-    from memtrace.planning.pipeline.measured import measured
+    from memtrace.pipeline.compare import compare, keep_comparison
+    from memtrace.pipeline.from_trace import trace_costs
+    from memtrace.pipeline.measured import measured
     from memtrace.trace import load
 
     single = load(predict)

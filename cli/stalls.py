@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import click
-from memtrace.cli.arguments import RANK, TRACES, open_rank
+from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.output import console, counted, duration, plain_table, print_json, share
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
@@ -20,15 +20,12 @@ _ROWS = 20
 
 
 @click.command("stalls")
-@TRACES
+@selects_traces
 @click.option("--synthetic", type=click.Path(), help="A recording of the same job on data made in memory.")
 @click.option("--cached", type=click.Path(), help="A recording of it with all data cached; TRACE is the cold one.")
-@RANK
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print the steps as CSV.")
-def command(
-    traces: tuple[str, ...], synthetic: str | None, cached: str | None, rank: int | None, as_json: bool, as_csv: bool
-) -> None:
+def command(selection: Selection, synthetic: str | None, cached: str | None, as_json: bool, as_csv: bool) -> None:
     """Say how long each step of TRACE waits for its data.
 
     With --synthetic and --cached, TRACE being recorded with an empty cache, the stall is split into fetching (from
@@ -38,11 +35,13 @@ def command(
 
     if (synthetic is None) != (cached is None):
         raise MemtraceError("--synthetic and --cached go together: the split is by the difference of three recordings")
-    one = open_rank(traces, rank)
+    one = selection.open_rank()
     found = stalls(one)
     parts = None
     if synthetic is not None and cached is not None:
-        parts = split(open_rank([synthetic], rank), one, open_rank([cached], rank))
+        parts = split(
+            replace(selection, paths=(synthetic,)).open_rank(), one, replace(selection, paths=(cached,)).open_rank()
+        )
     if as_json:
         print_json(found.as_dict() | {"split": parts.as_dict() if parts else None})
     elif as_csv:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import click
-from memtrace.cli.arguments import RANK, TRACES, open_rank
+from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.output import UNKNOWN, cannot_tell, console, counted, duration, plain_table, print_json, share, size
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
@@ -14,16 +14,15 @@ from rich.markup import escape
 
 
 @click.command("steps")
-@TRACES
-@RANK
+@selects_traces
 @click.option("--from-events", is_flag=True, help="Ignore marks and optimizers: find the steps in the events alone.")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print one line a step.")
-def command(traces: tuple[str, ...], rank: int | None, from_events: bool, as_json: bool, as_csv: bool) -> None:
+def command(selection: Selection, from_events: bool, as_json: bool, as_csv: bool) -> None:
     """Find the steps of TRACE, with or without marks, and tell whether they are alike."""
     from memtrace.analysis.stability import pattern_as_dict
 
-    one = open_rank(traces, rank)
+    one = selection.open_rank()
     found = pattern_as_dict(one, from_events)
     if as_json:
         print_json(found)
@@ -35,9 +34,9 @@ def command(traces: tuple[str, ...], rank: int | None, from_events: bool, as_jso
              for n, (a, b) in enumerate(pairwise(bounds))),
         )  # fmt: skip
     elif reason := cannot_tell(one):
-        console().print(f"[bold]{escape(' '.join(traces))}[/]: steps {reason}")
+        console().print(f"[bold]{escape(selection.name)}[/]: steps {reason}")
     else:
-        _print(console(), " ".join(traces), found)
+        _print(console(), selection.name, found)
 
 
 _SOURCES = {"marks": "as marked by the program or its optimizer", "events": "found in the events alone"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
-from memtrace.cli.arguments import TRACES
+from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.failure import NO_STACK, moment, print_failure
 from memtrace.cli.output import (
     UNKNOWN,
@@ -13,7 +13,6 @@ from memtrace.cli.output import (
     counted,
     duration,
     escape,
-    open_traces,
     plain_table,
     print_json,
     share,
@@ -21,26 +20,25 @@ from memtrace.cli.output import (
     working,
 )
 
-from memtrace.schema import NO_BLOCKS
+from memtrace.format.schema import NO_BLOCKS
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 @click.command("summary")
-@TRACES
-@click.option("--rank", type=int, help="One rank of a trace of several; without it each rank gets a line.")
+@selects_traces
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
-def command(traces: tuple[str, ...], rank: int | None, as_json: bool) -> None:
+def command(selection: Selection, as_json: bool) -> None:
     """Say on one screen where the memory of TRACE went: what held the peak, and which line put it there.
 
     TRACE is a *.memtrace folder or a file of another tool; several files are the ranks of one job.
     """
-    opened = open_traces(traces, then="memtrace.analysis.summary")
+    opened = selection.open(preload="memtrace.analysis.summary")
     from memtrace.analysis.summary import summary
 
-    ranks = opened.ranks if rank is None else (rank,)
-    with working(f"reading {' '.join(traces)}"):
+    ranks = opened.ranks
+    with working(f"reading {selection.name}"):
         found = {number: summary(opened.rank(number)) for number in ranks}
     if as_json:
         print_json(found[ranks[0]] if len(ranks) == 1 else {"ranks": [{"rank": n, **found[n]} for n in ranks]})
@@ -52,7 +50,7 @@ def command(traces: tuple[str, ...], rank: int | None, as_json: bool) -> None:
         found,
         key=lambda number: max((peak_bytes(device["peak"]) for device in found[number]["devices"]), default=0),
     )
-    print_summary(out, " ".join(traces), found[worst])
+    print_summary(out, selection.name, found[worst])
 
 
 def _print_ranks(out: Console, found: dict[int, dict[str, Any]]) -> None:

@@ -12,10 +12,10 @@ from plotly.subplots import make_subplots
 
 from memtrace.analysis.access import PUBLISHED, SIZE_CLASSES, intervals, swappable
 from memtrace.analysis.blocks import blocks
-from memtrace.schema import CATEGORIES
+from memtrace.format.schema import CATEGORIES
 
 if TYPE_CHECKING:
-    from memtrace.arrays import Array
+    from memtrace.format.arrays import Array
     from memtrace.trace import Trace
 
 MAX_VIOLIN: Final = 600

@@ -1,6 +1,6 @@
 """Figures of the caching allocator: segments over time, blocks and holes at the peak, the sweep of settings.
 
-Each takes a table of `memtrace.planning.allocator` and returns a figure bounded in size: what is left out is
+Each takes a table of `memtrace.allocator` and returns a figure bounded in size: what is left out is
 said in its title.
 """
 
@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import plotly.graph_objects as go
 
-from memtrace.planning.allocator.history import History
-from memtrace.planning.allocator.plan import plan_device, settings_table
-from memtrace.planning.allocator.reproduce import reproduce
-from memtrace.planning.allocator.sources import read_device
-from memtrace.planning.allocator.states import segment_lifetimes, state_at_peak
+from memtrace.allocator.history import History
+from memtrace.allocator.infer_rules import reproduce
+from memtrace.allocator.plan import plan_device, settings_table
+from memtrace.allocator.requests import read_device
+from memtrace.allocator.states import segment_lifetimes, state_at_peak
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from memtrace.planning.allocator.replay import Prepared
+    from memtrace.allocator.replay import Prepared
     from memtrace.trace import Trace
 
 MAX_ENTRIES: Final = 100_000
@@ -75,15 +75,15 @@ def sweep_section(trace: Trace, device: str) -> go.Figure | None:
 
 def _replayed(trace: Trace, device: str) -> Prepared | None:
     """A device's history, taken apart, where it is one that replays exactly."""
+    return trace.cached(_replayed, device)
 
-    def replayed() -> Prepared | None:
-        source = read_device(trace, device)
-        if not isinstance(source, History) or len(source.kind) > MAX_ENTRIES:
-            return None
-        prepared, result = reproduce(source)
-        return prepared if result.is_exact else None
 
-    return trace.cached(("replayed", device), replayed)
+def _replayed(trace: Trace, device: str) -> Prepared | None:
+    source = read_device(trace, device)
+    if not isinstance(source, History) or len(source.kind) > MAX_ENTRIES:
+        return None
+    prepared, result = reproduce(source)
+    return prepared if result.is_exact else None
 
 
 def _untitled(figure: go.Figure) -> go.Figure:

@@ -11,7 +11,7 @@ from memtrace.dashboards.text import bytes_text, time_unit
 
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import peak
-from memtrace.schema import CATEGORIES
+from memtrace.format.schema import CATEGORIES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

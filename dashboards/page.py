@@ -12,12 +12,12 @@ from markupsafe import Markup
 from memtrace.dashboards import (
     access,
     allocator,
+    allocator_state,
     findings,
     growth,
-    held,
-    holders,
     lifetimes,
-    needless,
+    overview,
+    peak_breakdown,
     pipeline,
     stability,
     steps,
@@ -59,7 +59,7 @@ SECTIONS: Final = (
         "failures",
         "Out of memory",
         "Allocations that failed, what held the memory then, and what would have helped.",
-        held.failures_table,
+        allocator_state.failures_table,
     ),
     Section(
         "timeline",
@@ -75,7 +75,7 @@ SECTIONS: Final = (
         "What holds the peak, by module",
         "The blocks live at the peak under the module that allocated them; parameters, gradients and optimizer state "
         "under the module that owns them. Taller is more.",
-        holders.modules_figure,
+        peak_breakdown.modules_figure,
         "No modules were recorded.",
         columns=2,
         height=470,
@@ -84,7 +84,7 @@ SECTIONS: Final = (
         "categories",
         "By category",
         "What the blocks live at the peak are for.",
-        holders.categories_table,
+        peak_breakdown.categories_table,
         "Nothing was live at the peak.",
         columns=1,
     ),
@@ -93,14 +93,14 @@ SECTIONS: Final = (
         "By line of your code",
         "The innermost line of your own that allocated what is live at the peak; for memory made in backward, the line "
         "of its forward operator.",
-        holders.sites_table,
+        peak_breakdown.sites_table,
         "No stacks were recorded.",
     ),
     Section(
         "blocks",
         "Largest blocks at the peak",
         "Each with the stack that allocated it.",
-        holders.blocks_table,
+        peak_breakdown.blocks_table,
         "Nothing was live at the peak.",
     ),
     Section(
@@ -108,7 +108,7 @@ SECTIONS: Final = (
         "Memory without need",
         "What was made too early, freed too late, never used or left behind, and the peak that would result if it were "
         "mended: the recorded timeline, replayed without it.",
-        needless.findings_table,
+        findings.findings_table,
         "Nothing was found.",
     ),
     Section(
@@ -116,7 +116,7 @@ SECTIONS: Final = (
         "Reserved without use",
         "Memory that the allocator took from the device and no block uses. A segment goes back whole or not at all: "
         "one live block in it keeps the rest.",
-        held.fragmentation_table,
+        allocator_state.fragmentation_table,
     ),
     Section(
         "segments",
@@ -284,7 +284,7 @@ def _view(trace: Trace, rank: int, device: str, num_ranks: int) -> dict[str, Any
         "label": f"rank {rank}, {device}" if num_ranks > 1 else device,
         "group": f"rank {rank}",
         "panels": [panel for panel in panels if panel.has_content or panel.absent],
-        **findings.key_figures(trace, device),
+        **overview.key_figures(trace, device),
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from memtrace.schema import CATEGORIES
+from memtrace.format.schema import CATEGORIES
 
 CATEGORY_COLORS: Final[dict[str, str]] = {
     "parameter": "#0072b2",

@@ -16,13 +16,13 @@ from memtrace.analysis.peak import requested_bytes
 from memtrace.analysis.ranks import fullest
 from memtrace.analysis.timeline import kept_places
 from memtrace.errors import TraceError
-from memtrace.planning.pipeline.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
-from memtrace.planning.pipeline.compare import kept_comparison
-from memtrace.planning.pipeline.measured import Measured, measured
-from memtrace.planning.pipeline.recorded import clock_shift_ns
+from memtrace.pipeline.compare import kept_comparison
+from memtrace.pipeline.measured import Measured, measured
+from memtrace.pipeline.recorded import clock_shift_ns
+from memtrace.pipeline.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
 
 if TYPE_CHECKING:
-    from memtrace.planning.pipeline.simulate import Simulation
+    from memtrace.pipeline.simulation.simulate import Simulation
     from memtrace.trace import Trace
 
 MAX_ACTIONS: Final = 4000
@@ -41,15 +41,15 @@ LINES: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"
 
 def found_pipeline(trace: Trace) -> Measured | None:
     """The recorded pipeline; None where there is none."""
-
-    def find() -> Measured | None:
-        try:
-            return measured(trace)
-        except TraceError:
-            return None
-
-    found: Measured | None = trace.cached("pipeline of the page", find)
+    found: Measured | None = trace.cached(_measured_or_none)
     return found
+
+
+def _measured_or_none(trace: Trace) -> Measured | None:
+    try:
+        return measured(trace)
+    except TraceError:
+        return None
 
 
 def recorded_figure(trace: Trace, device: str) -> go.Figure | None:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import plotly.graph_objects as go
-from memtrace.dashboards.packed import pack
+from memtrace.dashboards.delta_encoding import pack
 from memtrace.dashboards.palette import CATEGORY_COLORS, CATEGORY_LABELS, STACK_ORDER
 from memtrace.dashboards.text import byte_unit, bytes_text, time_unit
 
+from memtrace.analysis import steps_table
 from memtrace.analysis.timeline import timeline
-from memtrace.schema import PHASES, SPAN_KINDS
+from memtrace.format.schema import PHASES, SPAN_KINDS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -158,7 +159,7 @@ def bands(trace: Trace) -> dict[str, Any]:
     ``index`` is a step's number, and for a phase its place in ``schema.PHASES``. Of more than ``MAX_SPANS`` the
     longest are kept.
     """
-    steps = trace.steps
+    steps = steps_table(trace)
     starts = integers(steps["start_ns"])
     spans = trace.columns("spans", "kind", "name", "start_ns", "duration_ns")
     names = {name: trace.name(name) for name in np.unique(spans["name"]).tolist()}

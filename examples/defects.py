@@ -44,9 +44,9 @@ def train(path: Path, *, mended: bool, steps: int = STEPS) -> None:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    from memtrace.analysis.counterfactual import Absences, peak_without
     from memtrace.analysis.findings import findings
     from memtrace.analysis.peak import peak
-    from memtrace.analysis.without import Absences, peak_without
 
     with tempfile.TemporaryDirectory() as folder:
         train(Path(folder) / "before.memtrace", mended=False)

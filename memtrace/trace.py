@@ -1,32 +1,33 @@
 """A recording opened for reading.
 
     trace = memtrace.load("run.memtrace")
-    trace.coverage                      # what the trace covers, and what it cannot answer
-    trace.blocks.nlargest(10, "size")   # tables are DataFrames, read when first used
+    trace.events.nlargest(10, "size")   # tables are DataFrames, read when first used
 
-The tables and their columns are those of ``memtrace.schema``; ``blocks`` and ``steps`` are made from them.
+The tables and their columns are those of ``memtrace.format.schema``. What follows from them (blocks, steps, peaks) is
+in ``memtrace.analysis``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from memtrace import arrays
-from memtrace.arrays import Array
 from memtrace.errors import TraceError
-from memtrace.schema import CATEGORIES, COUNTERS, EVENT_KINDS, NAME_KINDS, PHASES, SPAN_KINDS, TABLES
-from memtrace.storage import MemoryTables, Source, open_folder
+from memtrace.format import arrays
+from memtrace.format.arrays import Array
+from memtrace.format.part_reader import MemoryTables, Source, open_folder
+from memtrace.format.schema import CATEGORIES, COUNTERS, EVENT_KINDS, NAME_KINDS, PHASES, SPAN_KINDS, TABLES
 
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _VOCABULARIES = {
@@ -38,7 +39,7 @@ _VOCABULARIES = {
     ("names", "kind"): NAME_KINDS,
 }
 _OF_DEVICES = ("events", "segments", "counters", "device_times")
-_IDENTITIES = {("events", "block"), ("events", "op"), ("ops", "op"), ("labels", "block")}
+_IDENTITIES = {("events", "block_id"), ("events", "op_id"), ("ops", "op_id"), ("labels", "block_id")}
 _DTYPES: dict[str, type[np.signedinteger[Any]]] = {"int64": np.int64, "int32": np.int32, "int16": np.int16}
 
 
@@ -49,37 +50,6 @@ class Frame:
     file: str
     line: int
     function: str
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """What a trace covers. None: not known. Bytes are requested bytes."""
-
-    first_event_ns: int | None
-    """Time of the first event, ns since the recording began."""
-    last_event_ns: int | None
-    """Time of the last event."""
-    num_events: int
-    num_steps: int
-    lost_events: int | None
-    """Events the recorder could not write."""
-    dropped_events: int | None
-    """Events older than the steps a ring recording keeps."""
-    baseline_bytes: int
-    """Bytes of the blocks older than the recording that it came to see, all devices."""
-    unattributed_bytes: int
-    """Bytes live at the requested peak in blocks of category unknown, summed over the devices."""
-    outside_allocator_bytes: int | None
-    """Bytes that the process holds on its devices outside the traced allocator; None on a CPU."""
-    finished: bool
-    """False: the process died or was killed while recording; the trace ends at the last flush."""
-    stop_reason: str | None
-    notes: tuple[str, ...]
-    """Sentences about what the trace cannot tell, and why."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """The same as plain JSON values."""
-        return asdict(self) | {"notes": list(self.notes)}
 
 
 class Trace:
@@ -93,7 +63,8 @@ class Trace:
         """Ranks of the folder that could not be opened, and why; they do not spoil the others."""
         self._sources = dict(sources)
         self._columns: dict[tuple[str, str], Array] = {}
-        self._results: dict[Any, Any] = {}
+        self._block_ids: Array | None = None
+        self._results: dict[Hashable, Any] = {}
 
     @classmethod
     def from_tables(cls, manifest: dict[str, Any], tables: Mapping[str, pa.Table], path: Path | None = None) -> Trace:
@@ -114,13 +85,13 @@ class Trace:
             raise TraceError(f"{self._where} has no rank {number}: it holds rank {held}.")
         if len(self._sources) == 1:
             return self
-        return self.cached(("rank", number), lambda: Trace(self.path, {number: self._sources[number]}, self.unreadable))
+        return self.cached(Trace._only_rank, number)
 
     def without_marks(self) -> Trace:
         """The same trace of one rank as if no steps had been marked: analyses take those found in the events."""
         bare = Trace(self.path, self._sources, self.unreadable)
         bare._columns = dict(self._columns)
-        bare._results = {key: self._results[key] for key in ("block_ids",) if key in self._results}
+        bare._block_ids = self._block_ids
         spans = bare.columns("spans", *(column.name for column in TABLES["spans"]))
         kept = spans["kind"] != SPAN_KINDS.index("step")
         bare._columns |= {("spans", name): values[kept] for name, values in spans.items()}
@@ -147,13 +118,6 @@ class Trace:
         """Whether its blocks are the program's. A file of totals has one a category, made anew at every change."""
         return bool(self.manifest.get("coverage", {}).get("has_blocks", True))
 
-    @property
-    def coverage(self) -> Coverage:
-        """What the trace covers and what it cannot answer."""
-        from memtrace.analysis.coverage import coverage
-
-        return self.cached("coverage", lambda: coverage(self))
-
     # -- columns, for the analysis ---------------------------------------------------------------------------
 
     def num_rows(self, table: str) -> int:
@@ -176,23 +140,25 @@ class Trace:
     def devices(self) -> tuple[str, ...]:
         """The devices that have events, segments or counters, cpu first, then by name and number."""
 
-        def find() -> tuple[str, ...]:
-            parts = [part for table in _OF_DEVICES for part in self._source.read(table, ("device",))]
-            return tuple(sorted(arrays.text_values([part.column("device") for part in parts]), key=_natural))
-
-        return self.cached("devices", find)
+        return self.cached(Trace._read_devices)
 
     @property
     def block_ids(self) -> Array | None:
         """The blocks' ids in order of first sight where they are sparse; None where they count from 0."""
-        self.columns("events", "block")
-        ids: Array | None = self._results["block_ids"]
-        return ids
+        self.columns("events", "block_id")
+        return self._block_ids
 
-    def cached(self, key: Any, compute: Callable[[], T]) -> T:
-        """The result of ``compute``, kept under ``key`` for as long as the trace lives."""
+    def cached(self, function: Callable[Concatenate[Trace, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of ``function(self, *args, **kwargs)``, computed on the first call and kept with the trace.
+
+        Args:
+            function: a module-level function; together with its arguments it is the key.
+            args: hashable arguments.
+            kwargs: hashable arguments.
+        """
+        key = (function, args, tuple(sorted(kwargs.items())))
         if key not in self._results:
-            self._results[key] = compute()
+            self._results[key] = function(self, *args, **kwargs)
         result: T = self._results[key]
         return result
 
@@ -248,20 +214,6 @@ class Trace:
         """Interned names, frames and stacks: the columns of ``schema.TABLES['names']``."""
         return self._frame_of("names")
 
-    @property
-    def blocks(self) -> pd.DataFrame:
-        """One row a block; see ``memtrace.analysis.blocks.blocks_table``."""
-        from memtrace.analysis.blocks import blocks_table
-
-        return blocks_table(self)
-
-    @property
-    def steps(self) -> pd.DataFrame:
-        """One row a step; see ``memtrace.analysis.steps.steps``."""
-        from memtrace.analysis.steps import steps
-
-        return steps(self)
-
     def __repr__(self) -> str:
         """The path and the ranks."""
         return f"<memtrace.Trace {self._where}, rank {', '.join(map(str, self.ranks))}>"
@@ -296,7 +248,7 @@ class Trace:
         """A column that the trace does not have: null in every row."""
         import pyarrow as pa
 
-        from memtrace.schema import arrow_schema
+        from memtrace.format.schema import arrow_schema
 
         nulls = pa.nulls(self.num_rows(table), arrow_schema(table).field(name).type)
         return self._convert(table, name, [pa.chunked_array([nulls])])
@@ -311,15 +263,14 @@ class Trace:
             return arrays.booleans(parts)
         dtype = arrays.narrowest(parts) if (table, name) in _IDENTITIES else _DTYPES[kind]
         column = arrays.integers(parts, dtype)
-        return self._densify(table, column) if name == "block" else column
+        return self._densify(table, column) if name == "block_id" else column
 
     def _densify(self, table: str, column: Array) -> Array:
         """Block ids as places in ``block_ids`` where they are sparse, so that arrays can be indexed by them."""
         if table == "events":
             largest = int(column.max(initial=-1))
             sparse = largest >= 4 * len(column) + 1024
-            self._results["block_ids"] = np.unique(column[column >= 0]) if sparse else None
-            ids = self._results["block_ids"]
+            ids = self._block_ids = np.unique(column[column >= 0]) if sparse else None
         else:
             ids = self.block_ids
         if ids is None:
@@ -330,7 +281,14 @@ class Trace:
 
     @property
     def _names(self) -> tuple[dict[int, str], dict[int, list[int]]]:
-        return self.cached("names", self._read_names)
+        return self.cached(Trace._read_names)
+
+    def _only_rank(self, number: int) -> Trace:
+        return Trace(self.path, {number: self._sources[number]}, self.unreadable)
+
+    def _read_devices(self) -> tuple[str, ...]:
+        parts = [part for table in _OF_DEVICES for part in self._source.read(table, ("device",))]
+        return tuple(sorted(arrays.text_values([part.column("device") for part in parts]), key=_natural))
 
     def _read_names(self) -> tuple[dict[int, str], dict[int, list[int]]]:
         texts: dict[int, str] = {}
@@ -346,7 +304,7 @@ class Trace:
         import pandas as pd
         import pyarrow as pa
 
-        from memtrace.schema import arrow_schema
+        from memtrace.format.schema import arrow_schema
 
         schema = arrow_schema(table)
         parts = self._source.read(table, tuple(schema.names))

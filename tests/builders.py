@@ -6,12 +6,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from memtrace import schema
+from memtrace.format import schema
 from memtrace.trace import Trace
 
 
 def trace_of(**tables: list[dict[str, Any]]) -> Trace:
     """A single-rank trace of tables as lists of rows; columns left out are null, names get ids of their own."""
+    for name, rows in tables.items():
+        unknown = {key for row in rows for key in row} - {column.name for column in schema.TABLES[name]}
+        assert not unknown, f"not columns of {name}: {unknown}"
     made = {
         name: pa.Table.from_pylist(
             [{column.name: row.get(column.name) for column in schema.TABLES[name]} for row in rows],
@@ -23,14 +26,14 @@ def trace_of(**tables: list[dict[str, Any]]) -> Trace:
 
 
 def event(kind: str, block: int | None, time: int, size: int | None = None, **more: Any) -> dict[str, Any]:
-    row = {"kind": kind, "block": block, "time_ns": time, "size": size, "device": "cpu", **more}
+    row = {"kind": kind, "block_id": block, "time_ns": time, "size": size, "device": "cpu", **more}
     if size is not None and "allocated_size" not in more:
         row["allocated_size"] = size
     return row
 
 
 def op(number: int, phase: str, **more: Any) -> dict[str, Any]:
-    return {"op": number, "phase": phase, "start_ns": 0, "duration_ns": 1, "recompute": False, **more}
+    return {"op_id": number, "phase": phase, "start_ns": 0, "duration_ns": 1, "recompute": False, **more}
 
 
 def step(index: int, start: int, duration: int) -> dict[str, Any]:

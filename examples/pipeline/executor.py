@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memtrace.planning.pipeline.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action
-from memtrace.planning.pipeline.sync import holders, last_backwards
-from memtrace.planning.pipeline.table import Schedule
-from memtrace.planning.pipeline.validate import validate
+from memtrace.pipeline.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action
+from memtrace.pipeline.schedules.schedule import Schedule
+from memtrace.pipeline.schedules.validate import validate
+from memtrace.pipeline.simulation.sync import holders, last_backwards
 
 Key = tuple[int, int, int]
 """(stage, micro-batch, half); half is 0 for a whole micro-batch."""

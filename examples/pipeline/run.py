@@ -33,9 +33,9 @@ from layers import Sizes, make_layer, make_layers, samples
 from torch_stages import TorchWorker
 
 import memtrace
-from memtrace.planning.pipeline.actions import Action
-from memtrace.planning.pipeline.registry import parse_choice
-from memtrace.planning.pipeline.table import Schedule, parse
+from memtrace.pipeline.schedules.actions import Action
+from memtrace.pipeline.schedules.registry import parse_choice
+from memtrace.pipeline.schedules.schedule import Schedule, parse
 
 TORCH = "torch-"
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memtrace.planning.pipeline.table import Schedule
+from memtrace.pipeline.schedules.schedule import Schedule
 
 CLASSES = {
     "gpipe": "ScheduleGPipe",

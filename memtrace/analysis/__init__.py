@@ -1,1 +1,32 @@
-"""From a trace to tables; each module answers one question."""
+"""What follows from a trace: each module answers one question, each function takes a ``Trace``.
+
+    trace = memtrace.load("run.memtrace")
+    memtrace.analysis.compute_coverage(trace)
+    memtrace.analysis.blocks_table(trace).nlargest(10, "size")
+
+Functions are imported on first use, so that ``import memtrace.analysis`` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memtrace.analysis.blocks import blocks_table
+    from memtrace.analysis.coverage import compute_coverage
+    from memtrace.analysis.steps import steps_table
+
+__all__ = ["blocks_table", "compute_coverage", "steps_table"]
+
+_HOMES = {
+    "blocks_table": "memtrace.analysis.blocks",
+    "compute_coverage": "memtrace.analysis.coverage",
+    "steps_table": "memtrace.analysis.steps",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'memtrace.analysis' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memtrace.analysis.attribution import KIND
+from memtrace.analysis.block_accesses import tells_accesses
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import peak
 from memtrace.analysis.sites import sites_of
-from memtrace.analysis.uses import tells_accesses
-from memtrace.arrays import Array
 from memtrace.errors import MemtraceError
-from memtrace.schema import CATEGORIES
+from memtrace.format.arrays import Array
+from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
 
 if TYPE_CHECKING:
@@ -110,16 +110,16 @@ class Intervals:
 
 def intervals(trace: Trace) -> Intervals:
     """Every access time interval of a trace, worked out once; n log n. Empty where accesses were not recorded."""
-    return trace.cached("access intervals", lambda: _intervals(trace))
+    return trace.cached(_intervals)
 
 
 def _intervals(trace: Trace) -> Intervals:
-    events = trace.columns("events", "time_ns", "kind", "block", "op")
+    events = trace.columns("events", "time_ns", "kind", "block_id", "op_id")
     rows = np.flatnonzero((events["kind"] == KIND["read"]) | (events["kind"] == KIND["write"]))
-    block = events["block"][rows]
+    block = events["block_id"][rows]
     order = np.argsort(block, kind="stable")
     rows, block = rows[order], block[order]
-    op = events["op"][rows]
+    op = events["op_id"][rows]
     pair = (block[1:] == block[:-1]) & ((op[1:] != op[:-1]) | (op[1:] < 0))
     first, second = rows[:-1][pair], rows[1:][pair]
     # Threads may disorder times a little.
@@ -162,7 +162,7 @@ def intervals_table(trace: Trace) -> pd.DataFrame:
     found, told = intervals(trace), blocks(trace)
     sites, place = sites_of(trace, told.stack[found.block])
     frame: pd.DataFrame = pd.DataFrame({
-        "block": found.block,
+        "block_id": found.block,
         "bytes": told.size[found.block],
         "category": pd.Categorical.from_codes(told.category[found.block].tolist(), pd.Index(CATEGORIES)),
         "site": pd.Categorical.from_codes(place.tolist(), pd.Index(range(len(sites)))).map(dict(enumerate(sites))),
@@ -229,7 +229,7 @@ def _total(trace: Trace, places: Array) -> dict[str, int | None]:
 
 
 def _outliers(trace: Trace, costs: Bandwidths, places: Array) -> list[dict[str, Any]]:
-    from memtrace.analysis.roles import combined
+    from memtrace.analysis.block_signatures import combined
 
     if not len(places):
         return []

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memtrace.arrays import Array
-from memtrace.schema import EVENT_KINDS, PHASES, SPAN_KINDS
+from memtrace.format.arrays import Array
+from memtrace.format.schema import EVENT_KINDS, PHASES, SPAN_KINDS
 from memtrace.trace import Trace
 
 KIND = {kind: np.int8(code) for code, kind in enumerate(EVENT_KINDS)}
@@ -21,12 +21,12 @@ SPAN = {kind: np.int8(code) for code, kind in enumerate(SPAN_KINDS)}
 
 def rows_at(trace: Trace, times: Array) -> Array:
     """For each time the first row of events at or past it; the number of rows where there is none."""
+    return np.searchsorted(trace.cached(_rising_times), times, side="left")
 
-    def rising() -> Array:
-        time = trace.columns("events", "time_ns")["time_ns"]
-        return time if bool(np.all(time[1:] >= time[:-1])) else np.maximum.accumulate(time)
 
-    return np.searchsorted(trace.cached("rising times", rising), times, side="left")
+def _rising_times(trace: Trace) -> Array:
+    time = trace.columns("events", "time_ns")["time_ns"]
+    return time if bool(np.all(time[1:] >= time[:-1])) else np.maximum.accumulate(time)
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,17 @@ def step_rows(trace: Trace) -> StepRows:
 
     See ``memtrace.analysis.detection``; empty where there are no spans and nothing repeats.
     """
+    return trace.cached(_step_rows)
 
-    def compute() -> StepRows:
-        spans = trace.columns("spans", "kind", "start_ns", "duration_ns", "index")
-        chosen = np.flatnonzero(spans["kind"] == SPAN["step"])
-        if not len(chosen):
-            return detected_step_rows(trace)
-        chosen = chosen[np.argsort(spans["start_ns"][chosen], kind="stable")]
-        start, duration = spans["start_ns"][chosen], spans["duration_ns"][chosen]
-        return StepRows(
-            spans["index"][chosen], start, duration, rows_at(trace, start), rows_at(trace, start + duration)
-        )
 
-    return trace.cached("step rows", compute)
+def _step_rows(trace: Trace) -> StepRows:
+    spans = trace.columns("spans", "kind", "start_ns", "duration_ns", "index")
+    chosen = np.flatnonzero(spans["kind"] == SPAN["step"])
+    if not len(chosen):
+        return detected_step_rows(trace)
+    chosen = chosen[np.argsort(spans["start_ns"][chosen], kind="stable")]
+    start, duration = spans["start_ns"][chosen], spans["duration_ns"][chosen]
+    return StepRows(spans["index"][chosen], start, duration, rows_at(trace, start), rows_at(trace, start + duration))
 
 
 def detected_step_rows(trace: Trace) -> StepRows:
@@ -101,17 +99,17 @@ class Ops:
 
 def ops_lookup(trace: Trace) -> Ops:
     """A lookup from operator call to its row."""
+    return trace.cached(_ops_lookup)
 
-    def compute() -> Ops:
-        identity = trace.columns("ops", "op")["op"]
-        if not len(identity):
-            return Ops(0, np.empty(0, np.int32))
-        first, last = int(identity.min()), int(identity.max())
-        row_of = np.full(last - first + 1, -1, np.int32)
-        row_of[identity - first] = np.arange(len(identity), dtype=np.int32)
-        return Ops(first, row_of)
 
-    return trace.cached("ops lookup", compute)
+def _ops_lookup(trace: Trace) -> Ops:
+    identity = trace.columns("ops", "op_id")["op_id"]
+    if not len(identity):
+        return Ops(0, np.empty(0, np.int32))
+    first, last = int(identity.min()), int(identity.max())
+    row_of = np.full(last - first + 1, -1, np.int32)
+    row_of[identity - first] = np.arange(len(identity), dtype=np.int32)
+    return Ops(first, row_of)
 
 
 def op_column(trace: Trace, ops: Array, name: str) -> Array:
@@ -138,23 +136,23 @@ class PhaseRows:
 
 def phase_rows(trace: Trace) -> PhaseRows | None:
     """The phases by the spans of kind phase: innermost span, ``other`` between them; None without such spans."""
+    return trace.cached(_phase_rows)
 
-    def compute() -> PhaseRows | None:
-        spans = trace.columns("spans", "kind", "name", "start_ns", "duration_ns")
-        chosen = np.flatnonzero(spans["kind"] == SPAN["phase"])
-        if not len(chosen):
-            return None
-        chosen = chosen[np.argsort(spans["start_ns"][chosen], kind="stable")]
-        start = spans["start_ns"][chosen]
-        end = start + spans["duration_ns"][chosen]
-        names = {int(name): PHASE.get(trace.name(int(name)) or "", np.int8(-1)) for name in set(spans["name"][chosen])}
-        phase = np.array([names[int(name)] for name in spans["name"][chosen]], np.int8)
-        steps = step_rows(trace)
-        times = np.unique(np.concatenate([start, end, steps.start_ns, steps.start_ns + steps.duration_ns]))
-        piece_phase = np.full(len(times) + 1, PHASE["other"], np.int8)
-        # Spans in order of start, so an inner one overwrites its part of the outer one.
-        for first, last, code in zip(np.searchsorted(times, start), np.searchsorted(times, end), phase, strict=True):
-            piece_phase[first + 1 : last + 1] = code
-        return PhaseRows(np.concatenate([[0], rows_at(trace, times)]), piece_phase)
 
-    return trace.cached("phase rows", compute)
+def _phase_rows(trace: Trace) -> PhaseRows | None:
+    spans = trace.columns("spans", "kind", "name", "start_ns", "duration_ns")
+    chosen = np.flatnonzero(spans["kind"] == SPAN["phase"])
+    if not len(chosen):
+        return None
+    chosen = chosen[np.argsort(spans["start_ns"][chosen], kind="stable")]
+    start = spans["start_ns"][chosen]
+    end = start + spans["duration_ns"][chosen]
+    names = {int(name): PHASE.get(trace.name(int(name)) or "", np.int8(-1)) for name in set(spans["name"][chosen])}
+    phase = np.array([names[int(name)] for name in spans["name"][chosen]], np.int8)
+    steps = step_rows(trace)
+    times = np.unique(np.concatenate([start, end, steps.start_ns, steps.start_ns + steps.duration_ns]))
+    piece_phase = np.full(len(times) + 1, PHASE["other"], np.int8)
+    # Spans in order of start, so an inner one overwrites its part of the outer one.
+    for first, last, code in zip(np.searchsorted(times, start), np.searchsorted(times, end), phase, strict=True):
+        piece_phase[first + 1 : last + 1] = code
+    return PhaseRows(np.concatenate([[0], rows_at(trace, times)]), piece_phase)

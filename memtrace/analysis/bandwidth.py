@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from memtrace.analysis.access import Bandwidths, CopyCost
-from memtrace.arrays import Array
+from memtrace.format.arrays import Array
 
 SIZES = tuple(1 << power for power in range(12, 27, 2))
 ROUNDS = 7

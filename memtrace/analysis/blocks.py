@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from memtrace.analysis.attribution import KIND, PHASE, op_column, phase_rows, step_rows
-from memtrace.arrays import Array
-from memtrace.schema import CATEGORIES, PHASES
+from memtrace.format.arrays import Array
+from memtrace.format.schema import CATEGORIES, PHASES
 from memtrace.trace import Trace
 
 if TYPE_CHECKING:
@@ -74,14 +74,14 @@ def blocks(trace: Trace) -> Blocks:
     and read in backward; where accesses were not recorded, freed in backward or later. An *input* is made outside of
     the phases and read in forward. A *temporary* dies in the phase and step that made it. What fits none is *unknown*.
     """
-    return trace.cached("blocks", lambda: _compute(trace))
+    return trace.cached(_compute)
 
 
 def _compute(trace: Trace) -> Blocks:
     events = trace.columns(
-        "events", "time_ns", "kind", "device", "block", "size", "allocated_size", "address", "op", "stream"
+        "events", "time_ns", "kind", "device", "block_id", "size", "allocated_size", "address", "op_id", "stream"
     )
-    kind, block, time = events["kind"], events["block"], events["time_ns"]
+    kind, block, time = events["kind"], events["block_id"], events["time_ns"]
     count = int(block.max(initial=-1)) + 1
     begin = np.flatnonzero(((kind == KIND["alloc"]) | (kind == KIND["baseline"])) & (block >= 0))
     end = np.flatnonzero((kind == KIND["free"]) & (block >= 0))
@@ -94,7 +94,7 @@ def _compute(trace: Trace) -> Blocks:
         return column
 
     is_alloc = kind[begin] == KIND["alloc"]
-    op = scatter(begin, events["op"][begin])
+    op = scatter(begin, events["op_id"][begin])
     accesses = np.flatnonzero((kind == KIND["read"]) | (kind == KIND["write"]))
     alloc_event = scatter(begin, np.where(is_alloc, begin, -1))
     free_event = scatter(end, end)
@@ -133,17 +133,17 @@ def _compute(trace: Trace) -> Blocks:
 
 
 def _labels(trace: Trace, count: int) -> tuple[Array, Array]:
-    labels = trace.columns("labels", "block", "category", "name")
+    labels = trace.columns("labels", "block_id", "category", "name")
     category, name = np.full(count, -1, np.int8), np.full(count, -1, np.int32)
     order = {CATEGORY[text]: place for place, text in enumerate(LABEL_PRIORITY)}
     rank = np.array([order.get(np.int8(code), len(order)) for code in range(-1, len(CATEGORIES))])
-    known = (labels["block"] >= 0) & (labels["block"] < count)
+    known = (labels["block_id"] >= 0) & (labels["block_id"] < count)
     rows = np.flatnonzero(known)
     # The strongest label is written last, and stays.
     rows = rows[np.argsort(-rank[labels["category"][rows] + 1], kind="stable")]
-    category[labels["block"][rows]] = labels["category"][rows]
+    category[labels["block_id"][rows]] = labels["category"][rows]
     named = rows[labels["name"][rows] >= 0]
-    name[labels["block"][named]] = labels["name"][named]
+    name[labels["block_id"][named]] = labels["name"][named]
     return category, name
 
 
@@ -161,7 +161,7 @@ def _by_use(
     trace: Trace, op: Array, phase: Array, alloc_event: Array, free_event: Array, step: Array, reads: Array,
     block: Array, count: int,
 ) -> Array:  # fmt: skip
-    events_op = trace.columns("events", "op")["op"]
+    events_op = trace.columns("events", "op_id")["op_id"]
     made_in_forward = (phase == PHASE["forward"]) | op_column(trace, op, "recompute")
     free_op = np.where(free_event >= 0, events_op[free_event], -1)
     freed_phase = _event_phase(trace, free_event)
@@ -189,7 +189,7 @@ def _by_use(
 
 def _event_phase(trace: Trace, rows: Array) -> Array:
     """The phase in which each row of events lies, by its operator, else by the spans; -1 for row -1."""
-    op = np.where(rows >= 0, trace.columns("events", "op")["op"][rows], -1)
+    op = np.where(rows >= 0, trace.columns("events", "op_id")["op_id"][rows], -1)
     return np.where(rows >= 0, _phases(trace, op, rows), np.int8(-1))
 
 
@@ -212,5 +212,5 @@ def blocks_table(trace: Trace) -> pd.DataFrame:
             table[field.name] = values
         else:
             table[field.name] = pd.arrays.IntegerArray(values.astype(np.int64), values < 0)
-    frame: pd.DataFrame = pd.DataFrame(table).rename_axis("block")
+    frame: pd.DataFrame = pd.DataFrame(table).rename_axis("block_id")
     return frame

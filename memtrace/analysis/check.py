@@ -12,9 +12,9 @@ import numpy as np
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.growth import growth
 from memtrace.analysis.peak import by_category, by_site, owners, peak
-from memtrace.arrays import Array
 from memtrace.errors import MemtraceError
-from memtrace.schema import CATEGORIES
+from memtrace.format.arrays import Array
+from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
 
 _KEYS: Final = ("peak", "growth", "categories", "modules")

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from memtrace.analysis.attribution import KIND, PHASE, op_column
-from memtrace.analysis.clock import MIN_TICKS, Clock, clocks
 from memtrace.analysis.optimizers import bursts, ends_of_rounds
-from memtrace.arrays import Array
+from memtrace.analysis.periodicity import MIN_TICKS, Clock, clocks
+from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
 MIN_CONFIDENCE = 0.5
@@ -77,12 +77,12 @@ def detect(trace: Trace) -> Detection:
 
     'none' for a file of totals: what repeats in it are totals, not blocks.
     """
-    return trace.cached("detected steps", lambda: _detect(trace) if trace.has_blocks else _NOTHING)
+    return trace.cached(_detect) if trace.has_blocks else _NOTHING
 
 
 def _detect(trace: Trace) -> Detection:
-    events = trace.columns("events", "kind", "block", "size", "op")
-    lives = _lives(events["kind"], events["block"], events["size"])
+    events = trace.columns("events", "kind", "block_id", "size", "op_id")
+    lives = _lives(events["kind"], events["block_id"], events["size"])
     likeness = _Likeness(trace, lives)
     tried: list[Detection] = []
     # Where accesses are told, the updates say better where an optimizer ends that has no beat of its own.
@@ -154,9 +154,9 @@ def _by_updates(trace: Trace, lives: _Lives, likeness: _Likeness) -> Detection:
     rows = _update_rows(trace, lives)
     if len(rows) < MIN_TICKS:
         return _NOTHING
-    events = trace.columns("events", "block", "op")
-    block = events["block"][rows].astype(np.int64)
-    name = op_column(trace, events["op"][rows], "name").astype(np.int64) + 1
+    events = trace.columns("events", "block_id", "op_id")
+    block = events["block_id"][rows].astype(np.int64)
+    name = op_column(trace, events["op_id"][rows], "name").astype(np.int64) + 1
     keys, symbol = np.unique(block * (int(name.max()) + 1) + name, return_inverse=True)
     size = lives.size[keys // (int(name.max()) + 1)].astype(np.float64)
     found = clocks(symbol, rows, size)
@@ -173,8 +173,8 @@ def _update_rows(trace: Trace, lives: _Lives) -> Array:
 
     Tiny blocks count where others read them too: the parameters of a narrow last layer do, counters of batches do not.
     """
-    events = trace.columns("events", "kind", "block", "op")
-    kind, block, op = events["kind"], events["block"], events["op"]
+    events = trace.columns("events", "kind", "block_id", "op_id")
+    kind, block, op = events["kind"], events["block_id"], events["op_id"]
     long_lived = lives.end - lives.begin >= 0.4 * len(kind)
     rows = np.flatnonzero((kind == KIND["write"]) & (op >= 0))
     rows = rows[long_lived[block[rows]]]
@@ -259,7 +259,7 @@ class _Phases:
     """What is told of backward and optimizer beside the beat of allocations, at the rows of all allocations."""
 
     def __init__(self, trace: Trace, rows: Array, site: Array) -> None:
-        op = trace.columns("events", "op")["op"][rows]
+        op = trace.columns("events", "op_id")["op_id"][rows]
         self._rows, self._bursts = rows, bursts(trace)
         in_backward = op_column(trace, op, "phase") == PHASE["backward"]
         self._backward = rows[in_backward]
@@ -310,7 +310,7 @@ def site_of_rows(trace: Trace, rows: Array) -> Array:
 
     One line may call every layer of a model: the module tells them apart, so that they are no steps.
     """
-    op = trace.columns("events", "op")["op"][rows]
+    op = trace.columns("events", "op_id")["op_id"][rows]
     site = np.zeros(len(rows), np.int64)
     for column in ("stack", "module", "name"):
         code = op_column(trace, op, column).astype(np.int64) + 1
@@ -354,8 +354,8 @@ def _piles_up(live: Array, ends: Array) -> bool:
 
 def _live_bytes(trace: Trace, lives: _Lives) -> Array:
     """The bytes live after each row, less those of the start."""
-    events = trace.columns("events", "kind", "block")
-    kind, block = events["kind"], events["block"]
+    events = trace.columns("events", "kind", "block_id")
+    kind, block = events["kind"], events["block_id"]
     change = np.where(kind == KIND["alloc"], 1, np.where(kind == KIND["free"], -1, 0))
     live: Array = np.cumsum(np.where(block >= 0, change * lives.size[block], 0))
     return live
@@ -415,7 +415,7 @@ class _Likeness:
     def come_again(self, bounds: Array) -> float:
         """The median over the steps of the share of the older blocks which a step touches that the one before touched
         or made: steps share the weights, a loop over layers or parameters goes on to others. 1 without accesses."""
-        kind, block = (self._trace.columns("events", "kind", "block")[name] for name in ("kind", "block"))
+        kind, block = (self._trace.columns("events", "kind", "block_id")[name] for name in ("kind", "block_id"))
         rows = np.flatnonzero((kind == KIND["alloc"]) | (kind == KIND["read"]) | (kind == KIND["write"]))
         rows = rows[(rows >= bounds[0]) & (rows < bounds[-1])]
         if (kind[rows] == KIND["alloc"]).all():

@@ -15,7 +15,7 @@ import numpy as np
 from memtrace.analysis.attribution import KIND
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import live_after
-from memtrace.arrays import Array
+from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
 ROUNDING_BYTES: Final = 512

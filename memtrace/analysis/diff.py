@@ -18,8 +18,8 @@ from memtrace.analysis.growth import WARM_UP_STEPS
 from memtrace.analysis.peak import by_category, by_module_pattern, by_site, peak
 from memtrace.analysis.sites import site
 from memtrace.analysis.steps import step_columns
-from memtrace.arrays import Array
-from memtrace.schema import CATEGORIES
+from memtrace.format.arrays import Array
+from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
 
 if TYPE_CHECKING:

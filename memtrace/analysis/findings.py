@@ -9,14 +9,14 @@ import numpy as np
 
 from memtrace.analysis import patterns
 from memtrace.analysis.attribution import PHASE, op_column, step_rows
+from memtrace.analysis.block_accesses import most_bytes_of_an_operator, tells_accesses, uses
 from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
+from memtrace.analysis.counterfactual import FOREVER, Absences, peak_without
 from memtrace.analysis.growth import MIN_STEPS, WARM_UP_STEPS
 from memtrace.analysis.peak import peak
 from memtrace.analysis.sites import site
-from memtrace.analysis.uses import most_bytes_of_an_operator, tells_accesses, uses
-from memtrace.analysis.without import FOREVER, Absences, peak_without
-from memtrace.arrays import Array
-from memtrace.schema import CATEGORIES, NO_BLOCKS
+from memtrace.format.arrays import Array
+from memtrace.format.schema import CATEGORIES, NO_BLOCKS
 from memtrace.trace import Trace
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def findings(trace: Trace, device: str, *, min_bytes: int | None = None) -> Devi
     ``min_bytes``: findings that hold less at any time are left out; by default a thousandth of the peak. Sources: the
     patterns of DrGPUM; early and late by msMemScope's condition, that another block was freed or made in between.
     """
-    return trace.cached(("findings", device, min_bytes), lambda: _find(trace, device, min_bytes))
+    return trace.cached(_find, device, min_bytes)
 
 
 def findings_table(trace: Trace) -> pd.DataFrame:
@@ -205,7 +205,7 @@ def _all(trace: Trace, chosen: Array) -> list[tuple[str, str | None, Absences]]:
 def _recorded_by_autograd(trace: Trace, chosen: Array) -> Array:
     """Whether an operator that autograd recorded made each block."""
     made = blocks(trace).alloc_event[chosen]
-    op = np.where(made >= 0, trace.columns("events", "op")["op"][made], -1)
+    op = np.where(made >= 0, trace.columns("events", "op_id")["op_id"][made], -1)
     recorded = op_column(trace, op, "sequence_nr") >= 0
     return np.asarray(recorded & (op_column(trace, op, "phase") != PHASE["backward"]))
 
@@ -228,14 +228,14 @@ def _without_backward(trace: Trace, chosen: Array) -> Array:
     backward, which takes the later one first; of two backwards the later node's is the second.
     """
     made = blocks(trace).alloc_event[chosen]
-    op = np.where(made >= 0, trace.columns("events", "op")["op"][made], -1)
+    op = np.where(made >= 0, trace.columns("events", "op_id")["op_id"][made], -1)
     node = op_column(trace, op, "sequence_nr").astype(np.int64)
-    ops = trace.columns("ops", "op", "phase", "sequence_nr")
+    ops = trace.columns("ops", "op_id", "phase", "sequence_nr")
     backward = np.flatnonzero((ops["phase"] == PHASE["backward"]) & (ops["sequence_nr"] >= 0))
-    backward = backward[np.argsort(ops["op"][backward], kind="stable")]
+    backward = backward[np.argsort(ops["op_id"][backward], kind="stable")]
     run, first = np.unique(ops["sequence_nr"][backward], return_index=True)
     nodes = np.concatenate([[-FOREVER], run, [FOREVER]])
-    run_at = np.concatenate([[-1], ops["op"][backward[first]], [FOREVER]])
+    run_at = np.concatenate([[-1], ops["op_id"][backward[first]], [FOREVER]])
     after = np.searchsorted(nodes, node, side="right")
     silent = (run_at[after] < run_at[after - 1]) & (nodes[after] - nodes[after - 1] <= _SILENT_NODES)
     ran = (nodes[after - 1] == node) | silent
@@ -247,7 +247,7 @@ def _copies_of(trace: Trace, taker: Array, donor: Array) -> Array:
     found, used = blocks(trace), uses(trace)
     names, place = np.unique(found.op_name[taker], return_inverse=True)
     copies = np.array([(trace.name(int(name)) or "").startswith(_COPIES) for name in names], bool)
-    op = trace.columns("events", "op")["op"][found.alloc_event[taker]]
+    op = trace.columns("events", "op_id")["op_id"][found.alloc_event[taker]]
     return np.asarray(copies[place] & (used.op[used.first[donor + 1] - 1] == op))
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.device_state import SMALL_BYTES, DeviceState, has_segments, state_at
 from memtrace.analysis.peak import LiveBytes, level_at, requested_bytes, reserved_bytes
-from memtrace.arrays import Array
 from memtrace.errors import TraceError
+from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _state(trace: Trace, device: str, row: int | None) -> DeviceState | None:
         return None
     if row is None:
         row = _fullest(trace, device, reserved)
-    return trace.cached(("device state", code, row), lambda: state_at(trace, code, row))
+    return trace.cached(state_at, code, row)
 
 
 def _fullest(trace: Trace, device: str, reserved: LiveBytes) -> int:

@@ -25,7 +25,7 @@ class Growth:
 
 def growth(trace: Trace) -> Growth | None:
     """The growth of a trace, the sum of its ``leaks``; None where it has too few steps to tell."""
-    found = trace.cached("growth", lambda: leaks(trace, with_outliving=False))
+    found = trace.cached(leaks, with_outliving=False)
     if found.bytes_per_step is None:
         return None
     rows = ((f"{one.site or 'no stack'} ({one.category})", round(one.bytes_per_step)) for one in found.leaks[:5])

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from memtrace.analysis.attribution import SPAN, rows_at, step_rows
+from memtrace.analysis.block_signatures import WARM_UP_STEPS, middle_by, role_text, roles
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import peak
-from memtrace.analysis.roles import WARM_UP_STEPS, middle_by, role_text, roles
 from memtrace.analysis.sites import sites_of
 from memtrace.analysis.steps import step_columns
-from memtrace.arrays import Array
-from memtrace.schema import CATEGORIES
+from memtrace.format.arrays import Array
+from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
 
 MIN_STEPS = 3

@@ -11,7 +11,7 @@ from memtrace.analysis.attribution import KIND, op_column
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.device_state import ROUNDING_BYTES, SMALL_BYTES, DeviceState, state_at
 from memtrace.analysis.fragmentation import Fragmentation, measure
-from memtrace.arrays import Array
+from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
 HOLD_LESS: Final = "Hold less at this moment: see what holds the memory."
@@ -90,7 +90,7 @@ def segment_size(requested: int) -> int:
 
 
 def _explain(trace: Trace, row: int) -> OutOfMemory:
-    events = trace.columns("events", "time_ns", "device", "size", "stream", "pool", "op", "device_free")
+    events = trace.columns("events", "time_ns", "device", "size", "stream", "pool", "op_id", "device_free")
     code = int(events["device"][row])
     asked, device_free = int(events["size"][row]), int(events["device_free"][row])
     state = state_at(trace, code, row)
@@ -103,7 +103,7 @@ def _explain(trace: Trace, row: int) -> OutOfMemory:
         event=row,
         time_ns=int(events["time_ns"][row]) if trace.has_times else None,
         asked_bytes=asked,
-        stack=int(op_column(trace, events["op"][row : row + 1], "stack")[0]),
+        stack=int(op_column(trace, events["op_id"][row : row + 1], "stack")[0]),
         device_free_bytes=device_free if device_free >= 0 else None,
         live_bytes=int(state.live.requested.sum()),
         room=room,

@@ -8,7 +8,7 @@ import numpy as np
 
 from memtrace.analysis.attribution import KIND, PHASE, op_column
 from memtrace.analysis.sites import is_internal
-from memtrace.arrays import Array
+from memtrace.format.arrays import Array
 from memtrace.trace import Frame, Trace
 
 _OTHER, _UNKNOWN, _OPTIMIZER = 0, -1, 1
@@ -37,7 +37,7 @@ class Bursts:
 
 def bursts(trace: Trace) -> Bursts:
     """The calls of optimizers' steps, worked out once; empty without stacks, and where they allocate nothing."""
-    return trace.cached("optimizer bursts", lambda: _bursts(trace))
+    return trace.cached(_bursts)
 
 
 def ends_of_rounds(found: Bursts) -> Array:
@@ -55,10 +55,10 @@ def ends_of_rounds(found: Bursts) -> Array:
 
 
 def _bursts(trace: Trace) -> Bursts:
-    events = trace.columns("events", "kind", "op")
-    acts = np.isin(events["kind"], [KIND["alloc"], KIND["read"], KIND["write"]]) & (events["op"] >= 0)
+    events = trace.columns("events", "kind", "op_id")
+    acts = np.isin(events["kind"], [KIND["alloc"], KIND["read"], KIND["write"]]) & (events["op_id"] >= 0)
     rows = np.flatnonzero(acts)
-    op = events["op"][rows]
+    op = events["op_id"][rows]
     begins = np.flatnonzero(np.append(True, op[1:] != op[:-1])) if len(op) else np.empty(0, np.int64)
     first, last, op = rows[begins], rows[np.append(begins[1:], len(rows))[: len(begins)] - 1], op[begins]
     kind, caller, entry = _of_calls(trace, op)

@@ -11,13 +11,13 @@ from typing import Final
 import numpy as np
 
 from memtrace.analysis.attribution import KIND, PHASE, op_column, step_rows
+from memtrace.analysis.block_accesses import filled_from_nothing, op_rows, uses
 from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
+from memtrace.analysis.counterfactual import FOREVER, Absences
 from memtrace.analysis.growth import MIN_STEPS, WARM_UP_STEPS
 from memtrace.analysis.leaks import MIN_STEPS as LEAK_STEPS
 from memtrace.analysis.leaks import ends_lived, is_growth, live_at_ends
-from memtrace.analysis.uses import filled_from_nothing, op_rows, uses
-from memtrace.analysis.without import FOREVER, Absences
-from memtrace.arrays import Array
+from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
 IDLE_SHARE: Final = 0.1
@@ -38,7 +38,7 @@ def early_allocation(trace: Trace, chosen: Array) -> Absences:
         access = access + skipped
     there = access < used.first[here + 1]
     here, access = here[there], access[there]
-    own = used.op[access] == trace.columns("events", "op")["op"][found.alloc_event[here]]
+    own = used.op[access] == trace.columns("events", "op_id")["op_id"][found.alloc_event[here]]
     here, access = here[~own], access[~own]
     begin, end = found.alloc_event[here], _first_row(trace, used.op[access], used.row[access])
     freed = _count(trace, found, here, "free")
@@ -74,7 +74,7 @@ def temporary_idleness(trace: Trace, chosen: Array) -> Absences:
 def unused_allocation(trace: Trace, chosen: Array) -> Absences:
     """Blocks that nobody but the operator that made them ever touches, and nobody reads."""
     found, used = blocks(trace), uses(trace)
-    op = trace.columns("events", "op")["op"]
+    op = trace.columns("events", "op_id")["op_id"]
     alloc_op = np.where(found.alloc_event >= 0, op[found.alloc_event], -2)
     by_another = np.zeros(len(found), bool)
     by_another[used.block[used.is_read | (used.op != alloc_op[used.block])]] = True
@@ -205,17 +205,17 @@ def _first_row(trace: Trace, op: Array, row: Array) -> Array:
 def _count(trace: Trace, found: Blocks, chosen: Array, kind: str) -> Array:
     """For each row of events how many allocations or frees on the device of the blocks came before it."""
     device = int(found.device[chosen[0]]) if len(chosen) else -1
+    return trace.cached(_running_count, kind, device)
 
-    def count() -> Array:
-        events = trace.columns("events", "kind", "device")
-        return np.concatenate([[0], np.cumsum((events["kind"] == KIND[kind]) & (events["device"] == device))])
 
-    return trace.cached(("count", kind, device), count)
+def _running_count(trace: Trace, kind: str, device: int) -> Array:
+    events = trace.columns("events", "kind", "device")
+    return np.concatenate([[0], np.cumsum((events["kind"] == KIND[kind]) & (events["device"] == device))])
 
 
 def _first_of_calls(trace: Trace) -> Array:
     """For each row of events whether it is the first of an operator call."""
-    op = trace.columns("events", "op")["op"]
+    op = trace.columns("events", "op_id")["op_id"]
     first = np.zeros(len(op), bool)
     rows = op_rows(trace).first
     first[rows[rows >= 0]] = True
@@ -224,5 +224,5 @@ def _first_of_calls(trace: Trace) -> Array:
 
 def _count_forward(trace: Trace) -> Array:
     """For each row of events how many rows of forward operators came before it."""
-    op = trace.columns("events", "op")["op"]
+    op = trace.columns("events", "op_id")["op_id"]
     return np.concatenate([[0], np.cumsum(op_column(trace, op, "phase") == PHASE["forward"])])

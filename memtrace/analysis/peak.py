@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from memtrace.analysis.attribution import KIND, op_column, phase_rows, rows_at, step_rows
-from memtrace.analysis.blocks import Blocks, blocks
+from memtrace.analysis.blocks import Blocks, blocks, blocks_table
 from memtrace.analysis.sites import site
-from memtrace.arrays import Array
-from memtrace.schema import CATEGORIES, COUNTERS, PHASES
+from memtrace.format.arrays import Array
+from memtrace.format.schema import CATEGORIES, COUNTERS, PHASES
 from memtrace.trace import Trace
 
 if TYPE_CHECKING:
@@ -62,26 +62,30 @@ class LiveBytes:
 def live_bytes(trace: Trace, device: str, sizes: Array) -> LiveBytes:
     """The bytes live on a device over its allocations and frees, counted in ``sizes`` (a column of ``Blocks``)."""
     found = blocks(trace)
-    events = trace.columns("events", "kind", "block")
+    events = trace.columns("events", "kind", "block_id")
     here = found.device == trace.devices.index(device)
     start = int(sizes[here & (found.alloc_event < 0)].sum())
     rows = np.concatenate(
         [found.alloc_event[here & (found.alloc_event >= 0)], found.free_event[here & (found.free_event >= 0)]]
     )
     rows.sort()
-    change = sizes[events["block"][rows]]
+    change = sizes[events["block_id"][rows]]
     change = np.where(events["kind"][rows] == KIND["free"], -change, change)
     return LiveBytes(rows, start + np.cumsum(change), start)
 
 
 def requested_bytes(trace: Trace, device: str) -> LiveBytes:
     """The running sum of requested bytes, worked out once."""
-    return trace.cached(("requested", device), lambda: live_bytes(trace, device, blocks(trace).size))
+    return trace.cached(_requested_bytes, device)
+
+
+def _requested_bytes(trace: Trace, device: str) -> LiveBytes:
+    return live_bytes(trace, device, blocks(trace).size)
 
 
 def reserved_bytes(trace: Trace, device: str) -> LiveBytes | None:
     """The running sum of the device's segments, or the file's own count; None where it tells neither (the CPU)."""
-    return trace.cached(("reserved", device), lambda: _reserved_bytes(trace, device))
+    return trace.cached(_reserved_bytes, device)
 
 
 def _reserved_bytes(trace: Trace, device: str) -> LiveBytes | None:
@@ -144,7 +148,7 @@ def live_after(found: Blocks, device: int, event: int) -> Array:
 
 def peak(trace: Trace, device: str) -> Peak:
     """The peaks of one device and what was live at the requested one; worked out once."""
-    return trace.cached(("peak", device), lambda: _peak(trace, device))
+    return trace.cached(_peak, device)
 
 
 def _peak(trace: Trace, device: str) -> Peak:
@@ -184,7 +188,7 @@ def _end_bytes(trace: Trace, device: str, live: LiveBytes) -> int:
 
 
 def _phase_at(trace: Trace, row: Array) -> str | None:
-    code = int(op_column(trace, trace.columns("events", "op")["op"][row], "phase")[0])
+    code = int(op_column(trace, trace.columns("events", "op_id")["op_id"][row], "phase")[0])
     spans = phase_rows(trace)
     if code < 0 and spans is not None:
         code = int(spans.phase[spans.pieces(row)][0])
@@ -288,5 +292,5 @@ def live_at(trace: Trace, device: str, time_ns: int) -> pd.DataFrame:
     """The blocks live on a device at a time (ns), the largest first: rows of ``Trace.blocks``."""
     row = int(rows_at(trace, np.array([time_ns + 1]))[0]) - 1
     live = live_after(blocks(trace), trace.devices.index(device), row)
-    frame: pd.DataFrame = trace.blocks.iloc[live].sort_values("size", ascending=False, kind="stable")
+    frame: pd.DataFrame = blocks_table(trace).iloc[live].sort_values("size", ascending=False, kind="stable")
     return frame

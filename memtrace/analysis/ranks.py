@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from memtrace.analysis.attribution import KIND
+from memtrace.analysis.coverage import compute_coverage
 from memtrace.analysis.peak import Peak, by_category, peak
 from memtrace.analysis.steps import step_columns
-from memtrace.arrays import Array
 from memtrace.errors import TraceError
+from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
 if TYPE_CHECKING:
@@ -122,17 +123,17 @@ def _row(trace: Trace, number: int) -> RankRow:
 
 
 def _summed(trace: Trace, number: int) -> RankRow:
-    coverage = trace.coverage
+    covered = compute_coverage(trace)
     clock = trace.manifest.get("clock") or {}
-    problem = coverage.stop_reason if coverage.stop_reason or coverage.finished else "died while recording"
-    begin, last = trace.manifest.get("t0_epoch_ns"), coverage.last_event_ns
+    problem = covered.stop_reason if covered.stop_reason or covered.finished else "died while recording"
+    begin, last = trace.manifest.get("t0_epoch_ns"), covered.last_event_ns
     common: dict[str, Any] = {
         "rank": number,
-        "num_steps": coverage.num_steps,
+        "num_steps": covered.num_steps,
         "clock_error_ns": clock.get("error_ns"),
         "clock_drift_ns": clock.get("drift_ns"),
         "num_oom": int((trace.columns("events", "kind")["kind"] == KIND["oom"]).sum()),
-        "finished": coverage.finished,
+        "finished": covered.finished,
         "ended_epoch_ns": None if begin is None or last is None else begin + last,
         "problem": problem,
     }

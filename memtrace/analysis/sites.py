@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from memtrace.arrays import Array
+from memtrace.format.arrays import Array
 from memtrace.trace import Frame, Trace
 
 _INSIDE = ("/site-packages/", "/dist-packages/", "<frozen ", "<string>", "<eval_with_key>")

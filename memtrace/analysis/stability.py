@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from memtrace.analysis.attribution import KIND, StepRows, detected_step_rows, step_rows, steps_are_marked
+from memtrace.analysis.block_signatures import WARM_UP_STEPS, middle_by, role_text, roles
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.detection import Detection, detect
-from memtrace.analysis.roles import WARM_UP_STEPS, middle_by, role_text, roles
-from memtrace.arrays import Array
+from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
 TOP = 10
@@ -61,7 +61,7 @@ def stability(trace: Trace) -> Stability:
     of accesses. A block matches when its role, size and number of accesses are the usual ones; what is missing from a
     step counts as not matching. Its events are its allocation, free and accesses.
     """
-    return trace.cached("stability", lambda: _compute(trace))
+    return trace.cached(_compute)
 
 
 def _compute(trace: Trace) -> Stability:
@@ -220,7 +220,6 @@ def pattern_as_dict(trace: Trace, from_events: bool = False) -> dict[str, Any]:
     told = trace
     if from_events and found.agreement is not None:
         told = trace.without_marks()
-        told.cached("detected steps", lambda: found.detection)
     rows, even, grows = found.rows, stability(told), law(told)
     ends = rows.start_ns + rows.duration_ns
     boundaries = np.append(rows.start_ns, ends[-1:])

@@ -9,7 +9,7 @@ import numpy as np
 from memtrace.analysis.attribution import KIND, SPAN, step_rows
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import LiveBytes, requested_bytes
-from memtrace.arrays import Array
+from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
 if TYPE_CHECKING:
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 def step_columns(trace: Trace) -> dict[str, Array]:
     """The columns of ``steps`` as numpy arrays."""
-    return trace.cached("step columns", lambda: _compute(trace))
+    return trace.cached(_compute)
 
 
-def steps(trace: Trace) -> pd.DataFrame:
+def steps_table(trace: Trace) -> pd.DataFrame:
     """One row a step, in order of time; a step is half-open, [start, start + duration). Empty where none are known.
 
     Columns: step (number), start_ns, duration_ns, peak_bytes (most requested bytes live at once in it, all devices

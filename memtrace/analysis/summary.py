@@ -9,6 +9,7 @@ import numpy as np
 from memtrace.analysis.access import swappable_at_peak
 from memtrace.analysis.attribution import steps_are_marked
 from memtrace.analysis.blocks import blocks
+from memtrace.analysis.coverage import compute_coverage
 from memtrace.analysis.findings import findings
 from memtrace.analysis.fragmentation import fragmentation
 from memtrace.analysis.growth import growth
@@ -18,8 +19,8 @@ from memtrace.analysis.peak import Peak, by_category, by_module_pattern, by_site
 from memtrace.analysis.sites import site
 from memtrace.analysis.stability import stability
 from memtrace.analysis.steps import step_columns, tells_waits
-from memtrace.arrays import Array
-from memtrace.schema import CATEGORIES
+from memtrace.format.arrays import Array
+from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
 
 TOP = 8
@@ -44,7 +45,7 @@ def summary(trace: Trace) -> dict[str, Any]:
     """
     manifest = trace.manifest
     return {
-        "coverage": trace.coverage.as_dict(),
+        "coverage": compute_coverage(trace).as_dict(),
         "source": {
             **manifest.get("source", {}),
             "command": manifest.get("command"),
@@ -145,7 +146,7 @@ def _top_blocks(trace: Trace, live: Array) -> list[dict[str, Any]]:
     largest = live[np.argsort(-found.size[live], kind="stable")][:TOP]
     return [
         {
-            "block": int(block),
+            "block_id": int(block),
             "bytes": int(found.size[block]),
             "category": CATEGORIES[found.category[block]],
             "name": trace.name(int(found.name[block])),

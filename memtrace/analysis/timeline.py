@@ -8,8 +8,8 @@ import numpy as np
 
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import level_at, live_bytes, requested_bytes, reserved_bytes
-from memtrace.arrays import Array
-from memtrace.schema import CATEGORIES
+from memtrace.format.arrays import Array
+from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
 
 if TYPE_CHECKING:

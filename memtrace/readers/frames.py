@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Final
 
-from memtrace.schema import PHASES
+from memtrace.format.schema import PHASES
 
 FORWARD: Final = PHASES.index("forward")
 BACKWARD: Final = PHASES.index("backward")

@@ -215,7 +215,7 @@ def _whole(name: str, told: pa.Table) -> pa.Table:
     """A table with the columns that were left out: memory that nobody writes to costs nothing."""
     import pyarrow as pa
 
-    from memtrace.schema import arrow_schema
+    from memtrace.format.schema import arrow_schema
 
     schema = arrow_schema(name)
     present = set(told.column_names)

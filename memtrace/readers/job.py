@@ -23,7 +23,7 @@ _NAMED_RANK = re.compile(r"rank[-_=]?(\d{1,6})", re.IGNORECASE)
 
 
 def read(path: str | Path, *, limits: Limits | None = None) -> list[Rank]:
-    """The manifest and the tables of each rank in a foreign file, in the shape of ``memtrace.schema``.
+    """The manifest and the tables of each rank in a foreign file, in the shape of ``memtrace.format.schema``.
 
     The file is read in a process of its own, within ``limits`` (by default by its size). Raises TraceError with one
     sentence where it cannot be read, whatever is in it.

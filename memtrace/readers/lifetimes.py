@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memtrace.format.schema import EVENT_KINDS
 from memtrace.readers.tables import Array
-from memtrace.schema import EVENT_KINDS
 
 ALLOC = np.int8(EVENT_KINDS.index("alloc"))
 FREE = np.int8(EVENT_KINDS.index("free"))

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from memtrace.errors import TraceError
+from memtrace.format.schema import CATEGORIES, EVENT_KINDS
 from memtrace.readers.content import Content
 from memtrace.readers.fields import FieldError, integers
 from memtrace.readers.lifetimes import ALLOC, FREE, lifetimes, slots
 from memtrace.readers.tables import Array, Known, Names, Text, empty_tables, make_table, new_manifest
-from memtrace.schema import CATEGORIES, EVENT_KINDS
 
 if TYPE_CHECKING:
     from memtrace.readers.registry import Rank
@@ -164,11 +164,11 @@ def _rank(content: Content, *, time: Array, kind: Array, block: Array, size: Arr
         "time_ns": time,
         "kind": Text(kind, EVENT_KINDS),
         "device": Text(np.zeros(len(kind), np.int8), [DEVICE]),
-        "block": Known(block, block >= 0),
+        "block_id": Known(block, block >= 0),
         "size": size,
     }
     labels: dict[str, Array | Text | Known] = {
-        "block": np.arange(len(category)),
+        "block_id": np.arange(len(category)),
         "category": Text(category, CATEGORIES),
     }
     return manifest, empty_tables() | {

@@ -33,7 +33,7 @@ class Reader(Protocol):
         ...
 
     def read(self, content: Content) -> list[Rank]:
-        """The manifest and the tables (``memtrace.schema.TABLES``) of each rank in the file.
+        """The manifest and the tables (``memtrace.format.schema.TABLES``) of each rank in the file.
 
         Raises TraceError with a sentence that names the file, the fault and the way out.
         """

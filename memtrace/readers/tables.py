@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from memtrace.schema import FORMAT_VERSION, NAME_KINDS, TABLES, arrow_schema
+from memtrace.format.schema import FORMAT_VERSION, NAME_KINDS, TABLES, arrow_schema
 
 if TYPE_CHECKING:
     import pyarrow as pa

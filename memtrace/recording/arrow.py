@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from memtrace import schema
+from memtrace.format import schema
 from memtrace.recording.observers import COLUMN_DTYPES, Batch
 
 # Arrays are made from buffers throughout: pyarrow's own conversions import pandas, some 100 MB and half a second in a

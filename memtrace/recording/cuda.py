@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 import torch
 
+from memtrace.format.schema import COUNTERS, EVENT_KINDS
 from memtrace.readers.cuda_snapshot.entries import read_entries
 from memtrace.readers.cuda_snapshot.events import segments_table
 from memtrace.readers.cuda_snapshot.segments import LiveBlocks, Segments, read_segments
@@ -22,7 +23,6 @@ from memtrace.readers.cuda_snapshot.settings import plain_settings
 from memtrace.readers.cuda_snapshot.sizes import rounds_by_default
 from memtrace.readers.tables import Text, make_table
 from memtrace.recording.observers import OLDER_SEGMENT, CudaRow, Observer
-from memtrace.schema import COUNTERS, EVENT_KINDS
 
 if TYPE_CHECKING:
     import pyarrow as pa

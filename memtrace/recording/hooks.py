@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.optim import optimizer as optimizer_hooks
 
+from memtrace.format.schema import NAME_KINDS, SPAN_KINDS
 from memtrace.recording.labels import Labeller
 from memtrace.recording.observers import Observer
 from memtrace.recording.pipelining import watch_pipelining
-from memtrace.schema import NAME_KINDS, SPAN_KINDS
 
 
 def install(observer: Observer, labeller: Labeller, stepped: Callable[[torch.optim.Optimizer], None]) -> ExitStack:

@@ -17,8 +17,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from memtrace.format.schema import CATEGORIES, NAME_KINDS
 from memtrace.recording.observers import Observer
-from memtrace.schema import CATEGORIES, NAME_KINDS
 
 PARAMETER: Final = CATEGORIES.index("parameter")
 GRADIENT: Final = CATEGORIES.index("gradient")

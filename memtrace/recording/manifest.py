@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from memtrace import __version__, schema
+from memtrace import __version__
+from memtrace.format import schema
 from memtrace.recording.observers import Observer
 
 

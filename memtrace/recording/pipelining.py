@@ -18,12 +18,12 @@ from types import ModuleType
 from typing import Any, Final, Literal
 
 from memtrace.errors import MemtraceError
+from memtrace.format.schema import NAME_KINDS, SPAN_KINDS
 from memtrace.recording.observers import Observer
-from memtrace.schema import NAME_KINDS, SPAN_KINDS
 
 Direction = Literal["forward", "backward", "input_backward", "weight_backward"]
 LETTERS: Final = {"forward": "F", "backward": "B", "input_backward": "I", "weight_backward": "W"}
-"""The letters of ``memtrace.schema.SPAN_KINDS``' actions."""
+"""The letters of ``memtrace.format.schema.SPAN_KINDS``' actions."""
 _STAGE_MODULE: Final = "torch.distributed.pipelining.stage"
 _SCHEDULE_MODULE: Final = "torch.distributed.pipelining.schedules"
 TORCH_RANGE: Final = "torch.distributed.pipelining."
@@ -33,7 +33,7 @@ _RANGE_NAME: Final = NAME_KINDS.index("range")
 
 
 def action_text(direction: Direction, stage: int, microbatch: int, pipeline: int = 0) -> str:
-    """The name of an action, as ``memtrace.planning.pipeline.actions`` reads it: F0.3, B2.5@1."""
+    """The name of an action, as ``memtrace.pipeline.schedules.actions`` reads it: F0.3, B2.5@1."""
     if direction not in LETTERS:
         raise MemtraceError(f"direction={direction!r} is none of {', '.join(LETTERS)}")
     return f"{LETTERS[direction]}{stage}.{microbatch}{f'@{pipeline}' if pipeline else ''}"

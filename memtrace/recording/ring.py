@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from memtrace import schema
+from memtrace.format import schema
 from memtrace.recording import arrow
 
 SURVIVORS_KEY = "memtrace.survivors_through"
@@ -27,9 +27,9 @@ def _isin(column: pa.ChunkedArray, values: pa.ChunkedArray) -> pa.ChunkedArray:
 def _survivors(events: pa.Table) -> pa.Table:
     """The rows that a reader of what follows needs: beginnings of blocks still live, and what became of segments."""
     kinds = pc.cast(events["kind"], pa.string())
-    ended = events["block"].filter(pc.equal(kinds, "free"))
+    ended = events["block_id"].filter(pc.equal(kinds, "free"))
     began = pc.is_in(kinds, value_set=arrow.strings(["alloc", "baseline"]))
-    live = pc.and_(began, pc.invert(_isin(events["block"], ended)))
+    live = pc.and_(began, pc.invert(_isin(events["block_id"], ended)))
     return events.filter(pc.or_(live, pc.starts_with(kinds, "segment_")))
 
 
@@ -84,8 +84,8 @@ class Ring:
         self.dropped_events += events.num_rows - kept.num_rows
         survivors = {
             "events": kept,
-            "ops": merged["ops"].filter(_isin(merged["ops"]["op"], kept["op"].drop_null())),
-            "labels": merged["labels"].filter(_isin(merged["labels"]["block"], kept["block"].drop_null())),
+            "ops": merged["ops"].filter(_isin(merged["ops"]["op_id"], kept["op_id"].drop_null())),
+            "labels": merged["labels"].filter(_isin(merged["labels"]["block_id"], kept["block_id"].drop_null())),
         }
         for name, rows in survivors.items():
             self._replace(name, into, rows)

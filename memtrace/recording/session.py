@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import torch
 
-from memtrace import schema
 from memtrace.errors import MemtraceError
+from memtrace.format import schema
 from memtrace.recording import hooks
 from memtrace.recording.clock import ClockAligner
 from memtrace.recording.labels import Labeller
 from memtrace.recording.manifest import new_manifest
 from memtrace.recording.observers import Observer
 from memtrace.recording.observers.build import BuildError
+from memtrace.recording.output_dir import Place, move_place, take_place
 from memtrace.recording.pipelining import Direction, action_text, mark_action
-from memtrace.recording.place import Place, move_place, take_place
 from memtrace.recording.steps import StepFinder
 from memtrace.recording.writer import FLUSH_SECONDS, Writer, write_manifest
 
@@ -291,7 +291,7 @@ class Recording:
 
     @contextmanager
     def action(self, text: str) -> Iterator[None]:
-        """What runs inside is one action of a schedule's table, by its text: F0.3, B2.5a@1 (see memtrace.schema)."""
+        """Mark what runs inside as one action of a schedule, such as F0.3 or B2.5a@1 (``SPAN_KINDS`` explains them)."""
         recording = self._outer or self
         if recording._observer is None or not recording.is_recording:
             yield

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from memtrace.format.schema import SPAN_KINDS
 from memtrace.recording.observers import Observer
-from memtrace.schema import SPAN_KINDS
 
 if TYPE_CHECKING:
     from memtrace.recording.ring import Ring

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from memtrace import schema
+from memtrace.format import schema
 from memtrace.recording import arrow
 from memtrace.recording.observers import Observer
 
@@ -33,14 +33,14 @@ PART_ROWS: Final = 4_000_000
 
 # Counters grow by small steps and times by small differences; the rest repeats.
 _DELTA: Final = {
-    "events": ("time_ns", "block", "op", "address"),
-    "ops": ("op", "start_ns", "duration_ns", "sequence_nr"),
+    "events": ("time_ns", "block_id", "op_id", "address"),
+    "ops": ("op_id", "start_ns", "duration_ns", "sequence_nr"),
     "spans": ("start_ns", "duration_ns", "index"),
-    "labels": ("block",),
+    "labels": ("block_id",),
     "names": ("id",),
     "segments": ("address",),
     "counters": ("time_ns",),
-    "device_times": ("op", "start_ns", "duration_ns"),
+    "device_times": ("op_id", "start_ns", "duration_ns"),
 }
 # Events come last: whoever reads while we write finds the names and operators they refer to.
 _IN_ORDER: Final = (*(name for name in schema.TABLES if name != "events"), "events")

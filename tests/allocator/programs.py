@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from allocator.oracle.machine import Operation
+from tests.allocator.oracle.machine import Operation
 
 MIB = 1 << 20
 EDGES = (1, 511, 512, 513, 1000, 65536, MIB - 512, MIB - 1, MIB, MIB + 1, 2 * MIB, 3 * MIB + 7, 9 * MIB, 10 * MIB - 512,

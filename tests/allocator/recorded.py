@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from allocator.oracle.machine import Answer, Operation
-from memtrace.planning.allocator.blocks import Block, FreeList
-from memtrace.planning.allocator.expandable import SEGMENT_MAP, SEGMENT_UNMAP
-from memtrace.planning.allocator.history import (
+from memtrace.allocator.blocks import Block, FreeList
+from memtrace.allocator.expandable import SEGMENT_MAP, SEGMENT_UNMAP
+from memtrace.allocator.history import (
     OOM,
     SEGMENT_ALLOC,
     SEGMENT_FREE,
@@ -18,11 +17,12 @@ from memtrace.planning.allocator.history import (
     History,
     Segments,
 )
-from memtrace.planning.allocator.layout import range_bytes
-from memtrace.planning.allocator.model import Allocator
-from memtrace.planning.allocator.rules import TORCH_2_13
-from memtrace.planning.allocator.settings import Settings
-from memtrace.schema import EVENT_KINDS
+from memtrace.allocator.layout import range_bytes
+from memtrace.allocator.model import Allocator
+from memtrace.allocator.rules import TORCH_2_13
+from memtrace.allocator.settings import Settings
+from memtrace.format.schema import EVENT_KINDS
+from tests.allocator.oracle.machine import Answer, Operation
 
 COLUMNS = ("kind", "address", "size", "stream", "pool", "by_program", "device_free", "time_ns")
 SEGMENT_KINDS = (SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP)

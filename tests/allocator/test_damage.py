@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from allocator.test_golden import CASES, history
+from memtrace.allocator.history import History
+from memtrace.allocator.plan import plan_device
+from memtrace.allocator.settings import Settings
 from memtrace.errors import MemtraceError
-from memtrace.planning.allocator.history import History
-from memtrace.planning.allocator.plan import plan_device
-from memtrace.planning.allocator.settings import Settings
-from memtrace.schema import EVENT_KINDS
+from memtrace.format.schema import EVENT_KINDS
+from tests.allocator.test_golden import CASES, history
 
 WILD = (0, 1, -1, 511, 1 << 20, 1 << 21, 1 << 40, 1 << 62, -(1 << 62), (1 << 63) - 1)
 ENTRY_COLUMNS = ("address", "size", "stream", "pool", "by_program", "kind")

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from allocator.oracle.machine import Answer, Operation
-from allocator.recorded import Follower, cut, history_of
-from memtrace.planning.allocator.history import History
-from memtrace.planning.allocator.plan import case_of
-from memtrace.planning.allocator.replay import prepare, replay
-from memtrace.planning.allocator.reproduce import reproduce
-from memtrace.planning.allocator.rules import TORCH_2_13, Rules
-from memtrace.planning.allocator.settings import MIB, Settings
-from memtrace.planning.allocator.what_if import outcome
+from memtrace.allocator.history import History
+from memtrace.allocator.infer_rules import reproduce
+from memtrace.allocator.plan import case_of
+from memtrace.allocator.replay import prepare, replay
+from memtrace.allocator.rules import TORCH_2_13, Rules
+from memtrace.allocator.settings import MIB, Settings
+from memtrace.allocator.what_if import outcome
+from tests.allocator.oracle.machine import Answer, Operation
+from tests.allocator.recorded import Follower, cut, history_of
 
 GOLDEN = Path(__file__).parent / "golden.jsonl.gz"
 

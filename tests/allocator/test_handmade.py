@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from memtrace.planning.allocator.capacity import bracket, releases
-from memtrace.planning.allocator.history import (
+from memtrace.allocator.capacity import bracket, releases
+from memtrace.allocator.history import (
     ALLOC,
     FREE,
     FREE_REQUESTED,
@@ -19,11 +19,11 @@ from memtrace.planning.allocator.history import (
     History,
     Segments,
 )
-from memtrace.planning.allocator.plan import plan_device
-from memtrace.planning.allocator.replay import Replay, prepare, replay
-from memtrace.planning.allocator.reproduce import reproduce
-from memtrace.planning.allocator.rules import TORCH
-from memtrace.planning.allocator.settings import MIB, Settings
+from memtrace.allocator.infer_rules import reproduce
+from memtrace.allocator.plan import plan_device
+from memtrace.allocator.replay import Replay, prepare, replay
+from memtrace.allocator.rules import TORCH
+from memtrace.allocator.settings import MIB, Settings
 
 A, B, C, D = (0x10000000 * n for n in (1, 2, 3, 4))  # addresses of segments
 Entry = tuple[int, int, int] | tuple[int, int, int, int]  # kind, address, size, by_program

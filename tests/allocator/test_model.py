@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from memtrace.planning.allocator.blocks import Block
-from memtrace.planning.allocator.devices import InventedDevice
-from memtrace.planning.allocator.history import SEGMENT_FREE
-from memtrace.planning.allocator.model import Allocator
-from memtrace.planning.allocator.rules import TORCH, TORCH_2_13, Rules
-from memtrace.planning.allocator.settings import MIB, SettingError, Settings
+from memtrace.allocator.blocks import Block
+from memtrace.allocator.devices import InventedDevice
+from memtrace.allocator.history import SEGMENT_FREE
+from memtrace.allocator.model import Allocator
+from memtrace.allocator.rules import TORCH, TORCH_2_13, Rules
+from memtrace.allocator.settings import MIB, SettingError, Settings
 
 
 def make(

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from allocator.oracle.machine import Machine, Operation, build
-from allocator.programs import SETTINGS, anything, training
-from allocator.recorded import Follower, cut, history_of
-from memtrace.planning.allocator.history import History
-from memtrace.planning.allocator.plan import case_of
-from memtrace.planning.allocator.program import ALLOCATE, EMPTY_CACHE, FREE, Program
-from memtrace.planning.allocator.reproduce import reproduce
-from memtrace.planning.allocator.rules import TORCH_2_13
-from memtrace.planning.allocator.settings import Settings
-from memtrace.planning.allocator.sources import read_device
-from memtrace.planning.allocator.what_if import SWEEP, outcome
+from memtrace.allocator.history import History
+from memtrace.allocator.infer_rules import reproduce
+from memtrace.allocator.plan import case_of
+from memtrace.allocator.program import ALLOCATE, EMPTY_CACHE, FREE, Program
+from memtrace.allocator.requests import read_device
+from memtrace.allocator.rules import TORCH_2_13
+from memtrace.allocator.settings import Settings
+from memtrace.allocator.what_if import SWEEP, outcome
 from memtrace.trace import load
+from tests.allocator.oracle.machine import Machine, Operation, build
+from tests.allocator.programs import SETTINGS, anything, training
+from tests.allocator.recorded import Follower, cut, history_of
 
 DATA = Path(__file__).parents[2] / ".." / "shared" / "data" / "snapshots"
 CAPACITIES = (300 << 20, 512 << 20, 1 << 30, 80 << 30)

@@ -8,36 +8,36 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders import trace_of
 from click.testing import CliRunner, Result
 from memtrace.cli.plan import command
 from memtrace.dashboards import allocator as figures
 
-from allocator.recorded import cut
-from allocator.test_golden import CASES, history
-from allocator.test_handmade import failed, refused
+from memtrace.allocator.infer_rules import reproduce
+from memtrace.allocator.plan import case_of, plan_allocator, plan_device, settings_table
+from memtrace.allocator.program import run
+from memtrace.allocator.requests import Requests, devices_to_plan, read_device
+from memtrace.allocator.settings import MIB, Settings
+from memtrace.allocator.states import reserved_over_time, segment_lifetimes, state_at_peak
+from memtrace.allocator.what_if import Case, outcome, predict, sweep_settings
 from memtrace.errors import MemtraceError
-from memtrace.planning.allocator.plan import case_of, plan_allocator, plan_device, settings_table
-from memtrace.planning.allocator.program import run
-from memtrace.planning.allocator.reproduce import reproduce
-from memtrace.planning.allocator.settings import MIB, Settings
-from memtrace.planning.allocator.sources import Requests, devices_to_plan, read_device
-from memtrace.planning.allocator.states import reserved_over_time, segment_lifetimes, state_at_peak
-from memtrace.planning.allocator.what_if import Case, outcome, predict, sweep_settings
 from memtrace.trace import Trace
+from tests.allocator.recorded import cut
+from tests.allocator.test_golden import CASES, history
+from tests.allocator.test_handmade import failed, refused
+from tests.builders import trace_of
 
 TRAINING = next(case for case in CASES if case.name == "training-0")
 
 
 def cpu_trace(steps: int = 3) -> Trace:
     """A CPU recording: one older block, and in each step 30 MiB, 3 MiB and 100 bytes; the last stays."""
-    events: list[dict[str, Any]] = [{"kind": "baseline", "block": 0, "size": 5 * MIB}]
+    events: list[dict[str, Any]] = [{"kind": "baseline", "block_id": 0, "size": 5 * MIB}]
     for step in range(steps):
         first = 1 + 3 * step
         sizes = (30 * MIB, 3 * MIB, 100)
-        events += [{"kind": "alloc", "block": first + i, "size": size} for i, size in enumerate(sizes)]
-        events += [{"kind": "write", "block": first}, {"kind": "free", "block": first, "size": sizes[0]}]
-        events += [{"kind": "free", "block": first + 1, "size": sizes[1]}]
+        events += [{"kind": "alloc", "block_id": first + i, "size": size} for i, size in enumerate(sizes)]
+        events += [{"kind": "write", "block_id": first}, {"kind": "free", "block_id": first, "size": sizes[0]}]
+        events += [{"kind": "free", "block_id": first + 1, "size": sizes[1]}]
     return trace_of(events=[{"time_ns": i, "device": "cpu", **event} for i, event in enumerate(events)])
 
 
@@ -60,9 +60,9 @@ def test_a_cpu_recording_is_an_estimate_of_a_gpu() -> None:
 
 def test_blocks_of_no_bytes_and_unknown_blocks_are_passed_over() -> None:
     rows = [
-        {"time_ns": 0, "device": "cpu", "kind": "alloc", "block": 0, "size": 0},
-        {"time_ns": 1, "device": "cpu", "kind": "free", "block": 0, "size": 0},
-        {"time_ns": 2, "device": "cpu", "kind": "free", "block": 7, "size": 64},
+        {"time_ns": 0, "device": "cpu", "kind": "alloc", "block_id": 0, "size": 0},
+        {"time_ns": 1, "device": "cpu", "kind": "free", "block_id": 0, "size": 0},
+        {"time_ns": 2, "device": "cpu", "kind": "free", "block_id": 7, "size": 64},
     ]
     (plan,) = plan_allocator(trace_of(events=rows))
     assert plan.predictions[0].peak_reserved_bytes == 0
@@ -191,7 +191,7 @@ def recorded_tables() -> Trace:
     kinds = ["segment_alloc", "alloc", "segment_alloc", "alloc", "free_requested", "free", "segment_free", "oom"]
     blocks = [None, 0, None, 1, 0, 0, None, None]
     rows = [
-        {"time_ns": i, "kind": kind, "device": "cuda:0", "block": blocks[i], "size": int(made.size[i]), "stream": 0,
+        {"time_ns": i, "kind": kind, "device": "cuda:0", "block_id": blocks[i], "size": int(made.size[i]), "stream": 0,
          "address": None if kind == "oom" else int(made.address[i]), "pool": 0,
          "allocated_size": 2 * MIB if blocks[i] == 1 else None,
          "device_free": 49 * MIB if kind == "oom" else None}
@@ -297,8 +297,8 @@ def test_capacities_are_read_as_people_write_them(invoke: Any, text: str) -> Non
 
 
 def test_running_a_program_gives_every_request_an_address() -> None:
-    from memtrace.planning.allocator.devices import InventedDevice
-    from memtrace.planning.allocator.model import Allocator
+    from memtrace.allocator.devices import InventedDevice
+    from memtrace.allocator.model import Allocator
 
     requests = read_device(cpu_trace(), "cpu")
     assert isinstance(requests, Requests)

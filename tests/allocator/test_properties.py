@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 
-from allocator.programs import EDGES, SETTINGS
-from memtrace.planning.allocator.blocks import Block
-from memtrace.planning.allocator.devices import InventedDevice, Order
-from memtrace.planning.allocator.model import Allocator
-from memtrace.planning.allocator.rules import TORCH, TORCH_2_13
-from memtrace.planning.allocator.settings import MIB, Settings
+from memtrace.allocator.blocks import Block
+from memtrace.allocator.devices import InventedDevice, Order
+from memtrace.allocator.model import Allocator
+from memtrace.allocator.rules import TORCH, TORCH_2_13
+from memtrace.allocator.settings import MIB, Settings
+from tests.allocator.programs import EDGES, SETTINGS
 
 SIZES = st.one_of(st.sampled_from(EDGES), st.integers(1, 200 * MIB))
 STEPS = st.lists(

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memtrace.allocator.rules import TORCH, round_size
+from memtrace.allocator.settings import MIB, Settings
 from memtrace.errors import MemtraceError
-from memtrace.planning.allocator.rules import TORCH, round_size
-from memtrace.planning.allocator.settings import MIB, Settings
 
 POWERS = st.sampled_from([0, 1, 2, 4, 8, 16])
 DIVISIONS = st.one_of(

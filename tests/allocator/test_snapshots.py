@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from allocator.recorded import COLUMNS, cut
-from memtrace.planning.allocator.history import SEGMENT_ALLOC, SEGMENT_MAP, History
-from memtrace.planning.allocator.layout import lay_out
-from memtrace.planning.allocator.model import Allocator
-from memtrace.planning.allocator.plan import plan_device
-from memtrace.planning.allocator.program import run
-from memtrace.planning.allocator.replay import Prepared, fresh_allocator, prepare, replay
-from memtrace.planning.allocator.reproduce import reproduce
-from memtrace.planning.allocator.rules import TORCH
-from memtrace.planning.allocator.settings import MIB
-from memtrace.planning.allocator.sources import read_device
-from memtrace.planning.allocator.states import state_at_peak
+from memtrace.allocator.history import SEGMENT_ALLOC, SEGMENT_MAP, History
+from memtrace.allocator.infer_rules import reproduce
+from memtrace.allocator.layout import lay_out
+from memtrace.allocator.model import Allocator
+from memtrace.allocator.plan import plan_device
+from memtrace.allocator.program import run
+from memtrace.allocator.replay import Prepared, fresh_allocator, prepare, replay
+from memtrace.allocator.requests import read_device
+from memtrace.allocator.rules import TORCH
+from memtrace.allocator.settings import MIB
+from memtrace.allocator.states import state_at_peak
 from memtrace.trace import load
+from tests.allocator.recorded import COLUMNS, cut
 
 DATA = Path(__file__).parents[2] / ".." / "shared" / "data" / "snapshots"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="the recorded snapshots are not beside the repository")

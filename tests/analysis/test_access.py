@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from builders import event, op, trace_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from memtrace.analysis.access import given as bandwidths
 from memtrace.analysis.bandwidth import SIZES, fitted
 from memtrace.analysis.blocks import blocks
 from memtrace.errors import MemtraceError
+from tests.builders import event, op, trace_of
 
 
 @st.composite
@@ -36,7 +36,7 @@ def accesses(draw):
         now += draw(st.integers(0, 10**6))
         call += draw(st.integers(0, 1))
         kind = draw(st.sampled_from(["read", "write"]))
-        rows.append(event(kind, draw(st.integers(0, count - 1)), now, op=draw(st.sampled_from([None, call]))))
+        rows.append(event(kind, draw(st.integers(0, count - 1)), now, op_id=draw(st.sampled_from([None, call]))))
     return rows
 
 
@@ -45,10 +45,10 @@ def accesses(draw):
 def test_intervals_are_those_of_brute_force(rows):
     trace = trace_of(events=rows, ops=[op(number, "forward") for number in range(50)])
     expected = []
-    for block in range(max(row["block"] for row in rows) + 1):
-        mine = [row for row in rows if row["block"] == block and row["kind"] in ("read", "write")]
+    for block in range(max(row["block_id"] for row in rows) + 1):
+        mine = [row for row in rows if row["block_id"] == block and row["kind"] in ("read", "write")]
         for first, second in pairwise(mine):
-            if first["op"] is None or first["op"] != second["op"]:
+            if first["op_id"] is None or first["op_id"] != second["op_id"]:
                 expected.append((block, second["time_ns"] - first["time_ns"]))
     found = intervals(trace)
     assert list(zip(found.block.tolist(), found.ns.tolist(), strict=True)) == expected

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from builders import event, op, step, trace_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -26,6 +25,7 @@ from memtrace.analysis.diff import MEASURES, diff, diff_table
 from memtrace.analysis.stalls import split, stalls
 from memtrace.errors import MemtraceError, TraceError
 from memtrace.trace import Trace
+from tests.builders import event, op, step, trace_of
 
 MIB = 1 << 20
 
@@ -115,7 +115,7 @@ def lives_trace(lives: list[tuple[int, int, bool]], address: list[int], line: in
         {"id": 2 * stack + 1, "kind": "stack", "frames": [2 * stack]})]  # fmt: skip
     events: list[dict[str, Any]] = []
     for block, (size, stack, freed) in enumerate(lives):
-        events.append(event("alloc", block, 10 * block, size, op=stack, address=address[block]))
+        events.append(event("alloc", block, 10 * block, size, op_id=stack, address=address[block]))
         events += [event("free", block, 10 * block + 5, size)] if freed else []
     ops = [op(stack, "forward", stack=2 * stack + 1) for stack in range(3)]
     return trace_of(events=events, ops=ops, names=names, spans=[step(0, 0, 10 * len(lives))])
@@ -196,7 +196,7 @@ def test_files_of_limits_that_are_none_are_refused(runs: dict[str, Path], tmp_pa
 
 def test_a_module_that_holds_nothing_at_the_peak_passes() -> None:
     names = [{"id": 0, "kind": "module", "text": "net.early"}, {"id": 1, "kind": "module", "text": "net.late"}]
-    rows = [event("alloc", 0, 0, 10, op=0), event("free", 0, 1, 10, op=0), event("alloc", 1, 2, 50, op=1)]
+    rows = [event("alloc", 0, 0, 10, op_id=0), event("free", 0, 1, 10, op_id=0), event("alloc", 1, 2, 50, op_id=1)]
     trace = trace_of(events=rows, ops=[op(n, "forward", module=n) for n in range(2)], names=names)
     early, whole = check(trace, Limits(modules={"net.early": 5, "net": 5}))
     assert (early.found_bytes, early.passed) == (0, True)

@@ -7,19 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import event, op, step, trace_of
 from defects import train
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memtrace.dashboards import needless
+from memtrace.dashboards import findings as needless
 from torch import nn
 
 import memtrace
+from memtrace.analysis.block_accesses import most_bytes_of_an_operator
+from memtrace.analysis.counterfactual import FOREVER, Absences, merged, peak_without
 from memtrace.analysis.findings import DeviceFindings, Finding, findings, findings_table
 from memtrace.analysis.peak import peak
-from memtrace.analysis.uses import most_bytes_of_an_operator
-from memtrace.analysis.without import FOREVER, Absences, merged, peak_without
 from memtrace.trace import Trace
+from tests.builders import event, op, step, trace_of
 
 FRAME = [
     {"id": 0, "kind": "frame", "text": "/home/me/train.py\t7\ttrain"},
@@ -39,7 +39,7 @@ def life(acts: list[Act], *, ops: list[dict[str, object]] | None = None, **table
             block,
             10 * at,
             size[block] if kind not in ("read", "write") else None,
-            op=number if number >= 0 else None,
+            op_id=number if number >= 0 else None,
         )
         for at, (kind, block, number) in enumerate(acts)
     ]
@@ -205,7 +205,7 @@ def test_gradients_are_kept_through_forward_where_backward_makes_them_anew_only_
 
     phases = ("forward", "backward", "optimizer", "other")
     ops = [op(10 * n + k, phase, name=2, stack=1) for n in range(3) for k, phase in enumerate(phases)]
-    labels = [{"block": block, "category": "gradient", "name": None} for block in (0, 2, 4)]
+    labels = [{"block_id": block, "category": "gradient", "name": None} for block in (0, 2, 4)]
     kept = found(life(acts(freed=False), ops=ops, labels=labels[:1]))
     (one,) = (one for one in kept.findings if one.name == "gradients kept through forward")
     assert (one.bytes, one.covers_peak, one.num_blocks) == (1000, True, 1)

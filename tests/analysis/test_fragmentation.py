@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,16 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "readers"))
-
-from making import MIB, START_US, Block, Maker, frame, random_life, read_here
 from memtrace.dashboards.page import render
 
 import memtrace
+from memtrace.analysis import blocks_table
 from memtrace.analysis.device_state import DeviceState, state_at
 from memtrace.analysis.fragmentation import fragmentation, largest_fit, pinned_segments
 from memtrace.analysis.oom import out_of_memory, segment_size
 from memtrace.analysis.summary import summary
 from memtrace.errors import TraceError
+from tests.readers.making import MIB, START_US, Block, Maker, frame, random_life, read_here
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -115,7 +112,7 @@ def test_the_numbers_of_a_small_life(tmp_path: Path) -> None:
     assert table["free_bytes"].tolist() == [16 * MIB, 2 * MIB]
     assert table["pin_bytes"].tolist()[0] == 4 * MIB and table["num_blocks"].tolist() == [1, 1]
     assert trace.frames(int(table["pin_stack"].iloc[0]))[0].file == "train.py"
-    assert pin in set(trace.blocks.loc[table["pin_block"].astype(int), "address"])
+    assert pin in set(blocks_table(trace).loc[table["pin_block"].astype(int), "address"])
     # By default the moment when most is reserved, and then most in use.
     fullest = fragmentation(trace, "cuda:0")
     assert fullest is not None and fullest.requested_bytes == 22 * MIB - 100

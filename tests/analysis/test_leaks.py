@@ -7,13 +7,13 @@ import gc
 import numpy as np
 import pytest
 import torch
-from builders import event, step, trace_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from training import _loop, recorded
 
 from memtrace.analysis.leaks import is_growth, leaks, live_at_ends
+from tests.builders import event, step, trace_of
+from tests.programs.training import _loop, recorded
 
 
 def _training(each):

@@ -5,22 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import training
-from builders import event, op, step, trace_of
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memtrace.cli import cli
 from torch import nn
-from training import PROGRAMS, STEPS, not_iterative, recorded
 
 import memtrace
+from memtrace.analysis import blocks_table, steps_table
 from memtrace.analysis.attribution import KIND, step_rows
-from memtrace.analysis.clock import clocks
+from memtrace.analysis.block_signatures import roles, roles_table
 from memtrace.analysis.detection import detect
 from memtrace.analysis.leaks import leaks
-from memtrace.analysis.roles import roles, roles_table
+from memtrace.analysis.periodicity import clocks
 from memtrace.analysis.stability import law, pattern_as_dict, stability, step_pattern
+from tests.builders import event, op, step, trace_of
+from tests.programs import training
+from tests.programs.training import PROGRAMS, STEPS, not_iterative, recorded
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +203,7 @@ def test_what_is_not_iterative_is_not_forced_into_steps(tmp_path):
     assert told["iterative"] is False
     assert told["boundaries_ns"] == []
     assert told["source"] == "none"
-    assert len(trace.steps) == 0
+    assert len(steps_table(trace)) == 0
 
 
 def _layers():
@@ -284,7 +285,7 @@ def planted(draw):
         ops.append(op(len(ops), "forward", name=name))
         for kind, number, size in made:
             now += 1
-            rows.append(event(kind, number, now, size, op=len(ops) - 1))
+            rows.append(event(kind, number, now, size, op_id=len(ops) - 1))
 
     for number in range(num_steps):
         for _ in range(noise[number]):
@@ -308,9 +309,9 @@ def planted(draw):
 def test_planted_steps_are_found_with_noise_and_without_their_beginning(plan, dropped):
     rows, ops, names, ends = plan
     cut = int(dropped * ends[0])
-    seen = {row["block"] for row in rows[cut:] if row["kind"] in ("alloc", "baseline")}
-    older = sorted({row["block"] for row in rows[cut:]} - seen)
-    size = {row["block"]: row["size"] for row in rows if row["kind"] in ("alloc", "baseline")}
+    seen = {row["block_id"] for row in rows[cut:] if row["kind"] in ("alloc", "baseline")}
+    older = sorted({row["block_id"] for row in rows[cut:]} - seen)
+    size = {row["block_id"]: row["size"] for row in rows if row["kind"] in ("alloc", "baseline")}
     begin = [event("baseline", number, 0, size[number]) for number in older]
     found = detect(trace_of(events=begin + rows[cut:], ops=ops, names=names))
     assert found.method == "updates"
@@ -368,7 +369,7 @@ def test_roles_are_the_same_block_of_every_step(traces):
     assert len(steady) >= 50
     assert (steady.accesses_std.fillna(0) <= steady.accesses_mean + 1).all()
     # A role is in a step at most once.
-    step_of = traces["MLP"].blocks["step"].to_numpy(dtype=float, na_value=-1)
+    step_of = blocks_table(traces["MLP"])["step"].to_numpy(dtype=float, na_value=-1)
     inside = found.of_block >= 0
     pairs = set(zip(found.of_block[inside].tolist(), step_of[inside].tolist(), strict=True))
     assert len(pairs) == inside.sum()

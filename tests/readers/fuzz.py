@@ -150,7 +150,7 @@ def judge(path: Path, *, whole_way: bool) -> str:
 def check(manifest: dict[str, Any], tables: dict[str, Any]) -> None:
     """What every trace must hold, whatever it was read from; and it can be summarised."""
     from memtrace.analysis.summary import summary
-    from memtrace.schema import arrow_schema
+    from memtrace.format.schema import arrow_schema
     from memtrace.trace import Trace
 
     json.dumps(manifest, allow_nan=False)
@@ -158,9 +158,9 @@ def check(manifest: dict[str, Any], tables: dict[str, Any]) -> None:
         assert table.schema.equals(arrow_schema(name)), name
         table.validate(full=True)
     trace = Trace.from_tables(manifest, tables)
-    events = trace.columns("events", "time_ns", "kind", "device", "block", "size", "op")
+    events = trace.columns("events", "time_ns", "kind", "device", "block_id", "size", "op_id")
     assert (events["device"] >= 0).all()
-    assert int(events["op"].max(initial=-1)) < tables["ops"].num_rows
+    assert int(events["op_id"].max(initial=-1)) < tables["ops"].num_rows
     json.dumps(summary(trace), allow_nan=False)
 
 

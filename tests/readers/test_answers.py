@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from making import Maker, frame
 from memtrace.cli import cli
 from memtrace.dashboards.page import render
 from memtrace.dashboards.steps import steps_figure
 
 import memtrace
+from memtrace.analysis import compute_coverage
 from memtrace.analysis.ranks import working_ns
+from tests.readers.making import Maker, frame
 
 
 def said(*arguments: object) -> str:
@@ -93,7 +94,7 @@ def test_only_allocations_taken_for_the_backward_are_said_to_be(tmp_path: Path) 
     maker.alloc(1000, [frame("train.py", 1, "step")])
     path = tmp_path / "snapshot.pickle"
     path.write_bytes(pickle.dumps(maker.snapshot()))
-    notes = memtrace.load(path).coverage.notes
+    notes = compute_coverage(memtrace.load(path)).notes
     assert "1 of its 2 allocations have no stack" in notes
 
 
@@ -107,7 +108,7 @@ def test_segments_that_cannot_be_are_a_contradiction(tmp_path: Path) -> None:
     def notes(value: object) -> str:
         path = tmp_path / "snapshot.pickle"
         path.write_bytes(pickle.dumps(value))
-        return " ".join(memtrace.load(path).coverage.notes)
+        return " ".join(compute_coverage(memtrace.load(path)).notes)
 
     assert "contradicts" not in notes(sound)
     assert "contradicts itself" in notes(short) and "1 segments of another size than their blocks" in notes(short)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memtrace
+from memtrace.analysis import blocks_table, compute_coverage, steps_table
 from memtrace.analysis.peak import requested_bytes
 from memtrace.analysis.summary import summary
 from memtrace.errors import TraceError
@@ -108,7 +109,7 @@ def test_events_out_of_order_and_at_one_time(tmp_path: Path) -> None:
 def test_without_addresses_the_youngest_of_its_size_ends(tmp_path: Path) -> None:
     sizes = [8, 8, -8, 4, -8, -4, -8]
     trace = load(tmp_path, {"traceEvents": [memory(10 + i, size) for i, size in enumerate(sizes)]})
-    assert trace.events["block"].tolist() == [0, 1, 2, 2, 3, 1, 3, 0]
+    assert trace.events["block_id"].tolist() == [0, 1, 2, 2, 3, 1, 3, 0]
     assert trace.events["kind"].tolist()[0] == "baseline"
     assert requested_bytes(trace, "cuda:0").bytes.tolist() == [16, 24, 16, 20, 12, 8, 0]
 
@@ -134,7 +135,7 @@ def test_operators_phases_modules_and_steps(tmp_path: Path) -> None:
         memory(600, 8, 4),
     ]
     trace = load(tmp_path, {"traceEvents": events})
-    blocks = trace.blocks
+    blocks = blocks_table(trace)
     assert blocks["op_name"].astype(object).where(blocks["op_name"].notna(), None).tolist() == [
         "aten::linear",
         "aten::mm",
@@ -151,7 +152,7 @@ def test_operators_phases_modules_and_steps(tmp_path: Path) -> None:
     assert modules == ["Net_0", "Net_0", None, None], "a backward operator has its forward operator's module"
     stacks = [[(f.file, f.line) for f in trace.frames(int(stack))] for stack in blocks["stack"].dropna()]
     assert stacks[0] == stacks[1] == [("model.py", 7), ("train.py", 5)]
-    assert trace.steps["step"].tolist() == [3]
+    assert steps_table(trace)["step"].tolist() == [3]
     assert blocks["step"].tolist() == [3, 3, 3, 3]
 
 
@@ -191,12 +192,12 @@ def test_a_profile_of_this_torch(profiled: Path) -> None:
     trace = memtrace.load(profiled / "trace.json")
     assert trace.devices == ("cpu",)
     # The parameters are older: nothing in the file tells of them.
-    assert any("before (parameters, say)" in note for note in trace.coverage.notes)
-    assert any("lines are those on which functions begin" in note for note in trace.coverage.notes)
+    assert any("before (parameters, say)" in note for note in compute_coverage(trace).notes)
+    assert any("lines are those on which functions begin" in note for note in compute_coverage(trace).notes)
     kinds = trace.events["kind"]
     assert (kinds != "baseline").sum() == len(rows)
     assert trace.events.loc[kinds == "alloc", "size"].sum() == sum(max(row["args"]["Bytes"], 0) for row in rows)
-    blocks = trace.blocks
+    blocks = blocks_table(trace)
     gradient = blocks[(blocks["phase"] == "backward") & (blocks["size"] == 64 * 128 * 4)]
     assert len(gradient) == 3, "one gradient of the first weight a step"
     assert gradient["op_name"].str.startswith("aten::").all()
@@ -243,7 +244,7 @@ def test_out_of_memory_events(tmp_path: Path) -> None:
     event = {**memory(3, 512), "name": "[OutOfMemory]"}
     trace = load(tmp_path, {"traceEvents": [memory(1, 8, 1), event]})
     row = trace.events.iloc[-1]
-    assert (row["kind"], row["size"]) == ("oom", 512) and row[["address", "block"]].isna().all()
+    assert (row["kind"], row["size"]) == ("oom", 512) and row[["address", "block_id"]].isna().all()
 
 
 def test_a_trace_without_memory_says_how_to_get_it(tmp_path: Path) -> None:

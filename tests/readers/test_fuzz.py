@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzz import judge
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from tests.readers.fuzz import judge
 
 MUTATIONS = 2000
 

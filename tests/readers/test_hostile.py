@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from making import START_US, Maker, frame
 
 from memtrace import readers
 from memtrace.errors import TraceError
 from memtrace.readers import isolated
 from memtrace.readers.limits import Limits
+from tests.readers.making import START_US, Maker, frame
 
 MIB = 1 << 20
 HEADER = b"\x80\x04"

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from making import random_life
 
 import memtrace
 from memtrace import readers
@@ -23,9 +22,10 @@ from memtrace.analysis.summary import summary
 from memtrace.errors import TraceError
 from memtrace.readers import isolated, registry
 from memtrace.readers.content import Content
-from memtrace.readers.keep import keep
+from memtrace.readers.import_job import keep
 from memtrace.readers.limits import Limits
 from memtrace.readers.tables import empty_tables, new_manifest
+from tests.readers.making import random_life
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

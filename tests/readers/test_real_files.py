@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import memtrace
+from memtrace.analysis import blocks_table, compute_coverage, steps_table
 from memtrace.analysis.peak import counted_bytes, requested_bytes
 from memtrace.analysis.summary import summary
 
@@ -86,7 +87,7 @@ def test_every_entry_becomes_an_event(data: Path, name: str) -> None:
     assert (events["kind"] != "baseline").sum() == SNAPSHOTS[name].entries
     older = events["kind"] == "baseline"
     assert older.iloc[: int(older.sum())].all(), "blocks older than the history come first"
-    blocks = events.loc[events["kind"].isin(["alloc", "baseline"]), "block"]
+    blocks = events.loc[events["kind"].isin(["alloc", "baseline"]), "block_id"]
     assert list(blocks) == list(range(len(blocks))), "numbered in order of first sight"
 
 
@@ -96,7 +97,7 @@ def test_live_blocks_at_the_end_are_those_of_the_segments(data: Path, name: str)
     live = requested_bytes(trace, "cuda:0")
     segments = trace.columns("segments", "requested_size", "size", "active_size")
     assert (int(live.bytes[-1]) if len(live.bytes) else live.start) == segments["requested_size"].sum()
-    blocks = trace.blocks
+    blocks = blocks_table(trace)
     left = blocks[blocks["free_event"].isna()]
     assert left["allocated_size"].notna().all(), "the segments tell the size of what is live"
     assert left["allocated_size"].sum() == segments["active_size"].sum()
@@ -117,7 +118,7 @@ def test_the_trimmed_file_is_called_cut(data: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(SNAPSHOTS) - {"synthetic", "trimmed"}))
 def test_no_real_file_is_called_contradictory(data: Path, name: str) -> None:
-    notes = memtrace.load(data / "snapshots" / f"{name}.pickle").coverage.notes
+    notes = compute_coverage(memtrace.load(data / "snapshots" / f"{name}.pickle")).notes
     assert not any("contradicts" in note or "not in its segments" in note for note in notes)
 
 
@@ -134,12 +135,14 @@ def test_no_real_file_is_called_contradictory(data: Path, name: str) -> None:
     ],
 )
 def test_coverage_says_what_is_missing(data: Path, name: str, said: str) -> None:
-    assert any(said in note for note in memtrace.load(data / "snapshots" / f"{name}.pickle").coverage.notes)
+    assert any(said in note for note in compute_coverage(memtrace.load(data / "snapshots" / f"{name}.pickle")).notes)
 
 
 @pytest.mark.parametrize("name", ["complete_small", "complete_windows", "complete_forward_backward"])
 def test_a_whole_history_is_not_called_partial(data: Path, name: str) -> None:
-    assert not any("older" in note for note in memtrace.load(data / "snapshots" / f"{name}.pickle").coverage.notes)
+    assert not any(
+        "older" in note for note in compute_coverage(memtrace.load(data / "snapshots" / f"{name}.pickle")).notes
+    )
 
 
 @pytest.mark.parametrize("name", CHROME)
@@ -169,7 +172,7 @@ def test_the_first_total_of_the_v100_trace(data: Path) -> None:
     counted = counted_bytes(trace, "cuda:1", "allocated")
     assert counted is not None and counted.start == 4_121_780_224
     assert trace.manifest["rank"] == 1 and trace.manifest["world_size"] == 2
-    assert trace.steps["step"].tolist() == [2, 3, 4, 5, 6]
+    assert steps_table(trace)["step"].tolist() == [2, 3, 4, 5, 6]
 
 
 def test_the_2021_form_gives_relative_curves_and_says_so(data: Path) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from making import Maker, frame, random_life
 
 from memtrace import readers
 from memtrace.errors import TraceError
+from tests.readers.making import Maker, frame, random_life
 
 PAGE = """
 <!DOCTYPE html>

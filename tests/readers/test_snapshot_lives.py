@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from making import Maker, random_life, read_here
 
+from memtrace.analysis import blocks_table, compute_coverage
 from memtrace.analysis.peak import level_at, requested_bytes, reserved_bytes
 from memtrace.trace import Trace
+from tests.readers.making import Maker, random_life, read_here
 
 
 def load(folder: Path, value: Any) -> Trace:
@@ -37,7 +38,7 @@ def test_any_suffix_of_a_history_gives_its_curve(tmp_path: Path, seed: int, acti
     assert level_at(requested_bytes(trace, "cuda:0"), list(rows)).tolist() == want
     reserved = reserved_bytes(trace, "cuda:0")
     assert (level_at(reserved, list(rows)).tolist() if reserved else []) == (want_reserved if reserved else [])
-    assert not any("contradicts" in note or "not in its segments" in note for note in trace.coverage.notes)
+    assert not any("contradicts" in note or "not in its segments" in note for note in compute_coverage(trace).notes)
 
 
 @QUICK
@@ -74,7 +75,7 @@ def test_lifetimes_by_brute_force(tmp_path: Path, seed: int, actions: int) -> No
             del open_blocks[address]
     assert [
         None if block != block else block
-        for block in trace.events["block"].astype(object).where(trace.events["block"].notna(), None)
+        for block in trace.events["block_id"].astype(object).where(trace.events["block_id"].notna(), None)
     ] == want
 
 
@@ -85,8 +86,10 @@ def test_a_request_without_completion_is_live_and_pending(tmp_path: Path) -> Non
     maker.free(first, complete=False)
     trace = load(tmp_path, maker.snapshot())
     assert int(requested_bytes(trace, "cuda:0").bytes[-1]) == 3000
-    assert any("1 blocks (1000 bytes) were freed and wait for a stream" in note for note in trace.coverage.notes)
-    assert not any("no completed frees" in note for note in trace.coverage.notes)
+    assert any(
+        "1 blocks (1000 bytes) were freed and wait for a stream" in note for note in compute_coverage(trace).notes
+    )
+    assert not any("no completed frees" in note for note in compute_coverage(trace).notes)
 
 
 def test_skipped_completions_count_at_the_request(tmp_path: Path) -> None:
@@ -97,7 +100,7 @@ def test_skipped_completions_count_at_the_request(tmp_path: Path) -> None:
     value["device_traces"][0] = [entry for entry in value["device_traces"][0] if entry["action"] != "free_completed"]
     trace = load(tmp_path, value)
     assert requested_bytes(trace, "cuda:0").bytes.tolist() == [1000, 0, 500, 0]
-    assert any("no completed frees" in note for note in trace.coverage.notes)
+    assert any("no completed frees" in note for note in compute_coverage(trace).notes)
 
 
 def test_several_devices_in_one_order(tmp_path: Path) -> None:
@@ -112,7 +115,7 @@ def test_several_devices_in_one_order(tmp_path: Path) -> None:
     assert trace.devices == ("cuda:1", "cuda:3")
     assert trace.events["time_ns"].is_monotonic_increasing
     assert trace.events["device"].tolist() == ["cuda:1", "cuda:3"] * 4
-    assert trace.events["block"].dropna().tolist() == [0, 1, 0, 1, 0, 1]
+    assert trace.events["block_id"].dropna().tolist() == [0, 1, 0, 1, 0, 1]
 
 
 def test_equal_addresses_on_two_devices_are_two_blocks(tmp_path: Path) -> None:
@@ -123,8 +126,8 @@ def test_equal_addresses_on_two_devices_are_two_blocks(tmp_path: Path) -> None:
     value["device_traces"][0] = makers[0].entries
     value["segments"] += makers[0].snapshot()["segments"]
     trace = load(tmp_path, value)
-    assert len(trace.blocks) == 2
-    assert not any("contradicts" in note for note in trace.coverage.notes)
+    assert len(blocks_table(trace)) == 2
+    assert not any("contradicts" in note for note in compute_coverage(trace).notes)
 
 
 @pytest.mark.parametrize(
@@ -145,5 +148,5 @@ def test_contradictions_are_named(tmp_path: Path, damage: Any, said: str) -> Non
     maker.alloc(1000)
     value = maker.snapshot()
     damage(value["device_traces"][0])
-    notes = load(tmp_path, value).coverage.notes
+    notes = compute_coverage(load(tmp_path, value)).notes
     assert any("contradicts itself" in note and said in note for note in notes), notes

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from making import MIB, START_US, Maker, frame
 
 import memtrace
+from memtrace.analysis import blocks_table, compute_coverage, steps_table
 from memtrace.analysis.peak import requested_bytes, reserved_bytes
+from tests.readers.making import MIB, START_US, Maker, frame
 
 
 def load(folder: Path, value: Any) -> memtrace.Trace:
@@ -32,7 +33,7 @@ def test_oom_has_no_address_and_says_what_was_free(tmp_path: Path, maker: Maker)
     maker.out_of_memory(5 * MIB, 123)
     row = load(tmp_path, maker.snapshot()).events.iloc[-1]
     assert (row["kind"], row["size"], row["device_free"]) == ("oom", 5 * MIB, 123)
-    assert row[["address", "block"]].isna().all()
+    assert row[["address", "block_id"]].isna().all()
 
 
 def test_snapshot_entries_are_checkpoints_not_allocations(tmp_path: Path, maker: Maker) -> None:
@@ -53,8 +54,8 @@ def test_missing_frames(tmp_path: Path, maker: Maker, frames: str) -> None:
             entry["frames"] = [] if frames == "empty" else None
     trace = load(tmp_path, value)
     # context="state": the stacks of live blocks alone are kept, with the blocks.
-    assert trace.blocks["stack"].notna().tolist() == [True, False]
-    assert any("have no stacks" in note for note in trace.coverage.notes)
+    assert blocks_table(trace)["stack"].notna().tolist() == [True, False]
+    assert any("have no stacks" in note for note in compute_coverage(trace).notes)
     for segment in value["segments"]:
         for block in segment["blocks"]:
             block["frames"] = []
@@ -69,8 +70,8 @@ def test_no_times_fall_back_to_the_number_of_the_entry(tmp_path: Path, maker: Ma
     trace = load(tmp_path, value)
     assert trace.events["time_ns"].tolist() == list(range(len(maker.entries)))
     assert trace.manifest["t0_epoch_ns"] is None
-    assert any("number of the entry stands for the time" in note for note in trace.coverage.notes)
-    assert any("annotations are not read" in note for note in trace.coverage.notes)
+    assert any("number of the entry stands for the time" in note for note in compute_coverage(trace).notes)
+    assert any("annotations are not read" in note for note in compute_coverage(trace).notes)
 
 
 def test_a_clock_that_runs_backwards_keeps_the_order(tmp_path: Path, maker: Maker) -> None:
@@ -78,7 +79,7 @@ def test_a_clock_that_runs_backwards_keeps_the_order(tmp_path: Path, maker: Make
     value["device_traces"][0][2]["time_us"] -= 1000
     trace = load(tmp_path, value)
     assert trace.events["kind"].tolist()[:3] == ["segment_alloc", "alloc", "alloc"]
-    assert any("runs backwards" in note for note in trace.coverage.notes)
+    assert any("runs backwards" in note for note in compute_coverage(trace).notes)
 
 
 def test_block_history_of_torch_2_0(tmp_path: Path, maker: Maker) -> None:
@@ -95,7 +96,7 @@ def test_block_history_of_torch_2_0(tmp_path: Path, maker: Maker) -> None:
         tmp_path,
         {"segments": value["segments"], "device_traces": [[{"action": "snapshot", "addr": 0, "size": 3, "stream": 0}]]},
     )
-    columns = ["address", "size", "allocated_size", "stream", "op"]
+    columns = ["address", "size", "allocated_size", "stream", "op_id"]
     mine, theirs = (one.events.loc[one.events["kind"] == "baseline", columns] for one in (trace, want))
     assert len(mine) == 1 and mine.equals(theirs)
     assert trace.columns("segments", "pool")["pool"].tolist() == [-1]
@@ -105,7 +106,7 @@ def test_documented_and_written_name_of_pending(tmp_path: Path, maker: Maker) ->
     for state in ("active_pending_free", "active_awaiting_free"):
         value = maker.snapshot()
         value["segments"][0]["blocks"][0]["state"] = state
-        assert any("wait for a stream" in note for note in load(tmp_path, value).coverage.notes)
+        assert any("wait for a stream" in note for note in compute_coverage(load(tmp_path, value)).notes)
 
 
 def test_pools(tmp_path: Path, maker: Maker) -> None:
@@ -146,7 +147,7 @@ def test_actions_of_other_versions(tmp_path: Path, maker: Maker) -> None:
     trace.append({"action": "teleport", "time_us": START_US})
     loaded = load(tmp_path, value)
     assert loaded.num_rows("events") == len(maker.entries)
-    assert [note for note in loaded.coverage.notes if "unknown actions" in note] == [
+    assert [note for note in compute_coverage(loaded).notes if "unknown actions" in note] == [
         "entries of unknown actions left out: 'teleport'"
     ]
 
@@ -165,7 +166,9 @@ def test_the_old_name_of_free(tmp_path: Path, maker: Maker) -> None:
 def test_the_overflow_flag_is_found_where_it_is(tmp_path: Path, maker: Maker, flag: Any, place: str) -> None:
     value = maker.snapshot()
     (value if place == "top" else value["allocator_settings"])["trace_alloc_overflowed"] = flag
-    assert any("is a ring of 5 entries that overflowed" in note for note in load(tmp_path, value).coverage.notes)
+    assert any(
+        "is a ring of 5 entries that overflowed" in note for note in compute_coverage(load(tmp_path, value)).notes
+    )
 
 
 def test_addresses_beyond_63_bits_are_kept_as_words(tmp_path: Path, maker: Maker) -> None:
@@ -182,7 +185,7 @@ def test_addresses_beyond_63_bits_are_kept_as_words(tmp_path: Path, maker: Maker
     assert [int(address) % 2**64 for address in trace.events["address"]] == [
         entry["addr"] for entry in value["device_traces"][0]
     ]
-    assert not any("contradicts" in note for note in trace.coverage.notes)
+    assert not any("contradicts" in note for note in compute_coverage(trace).notes)
 
 
 def test_settings_are_kept_and_only_plain_values(tmp_path: Path, maker: Maker) -> None:
@@ -205,14 +208,14 @@ def test_allocated_size_is_told_where_it_is_known(tmp_path: Path) -> None:
     maker.free(maker.alloc(3 * MIB))
     maker.alloc(5 * MIB - 1)
     value = maker.snapshot()
-    sizes = load(tmp_path, value).blocks["allocated_size"]
+    sizes = blocks_table(load(tmp_path, value))["allocated_size"]
     assert [None if size is None else int(size) for size in sizes.astype(object).where(sizes.notna(), None)] == [
         1024,
         None,
         5 * MIB,
     ]
     value["allocator_settings"]["roundup_power2_divisions"] = {"1": 4}
-    sizes = load(tmp_path, value).blocks["allocated_size"]
+    sizes = blocks_table(load(tmp_path, value))["allocated_size"]
     assert sizes.isna().tolist() == [True, True, False]
 
 
@@ -241,8 +244,8 @@ def test_annotations_become_spans(tmp_path: Path) -> None:
     value = maker.snapshot()
     value["external_annotations"] = notes
     trace = load(tmp_path, value)
-    assert trace.steps["step"].tolist() == [0, 1, 2]
-    assert trace.steps["num_allocs"].tolist() == [3, 3, 3]
+    assert steps_table(trace)["step"].tolist() == [0, 1, 2]
+    assert steps_table(trace)["num_allocs"].tolist() == [3, 3, 3]
     spans = trace.spans
     # The first wait was over before the first entry.
     assert (spans["kind"] == "data_wait").sum() == 2
@@ -250,7 +253,7 @@ def test_annotations_become_spans(tmp_path: Path) -> None:
     assert sorted(set(names)) == ["Optimizer.step#Adam.step", "mine", "open"] and names.count("mine") == 6
     inner = spans[(spans["kind"] == "range")]["duration_ns"].tolist()
     assert all(duration >= 0 for duration in inner)
-    phases = trace.blocks["phase"].tolist()
+    phases = blocks_table(trace)["phase"].tolist()
     assert [phase for phase in phases if phase == "optimizer"] == ["optimizer"] * 3
 
 
@@ -264,7 +267,7 @@ def test_profiler_steps_have_their_own_numbers(tmp_path: Path) -> None:
         notes.append({"name": f"ProfilerStep#{number}", "stage": "END", "device": 0, "time_us": maker.clock_us + 1})
     value = maker.snapshot()
     value["external_annotations"] = notes
-    assert load(tmp_path, value).steps["step"].tolist() == [7, 8]
+    assert steps_table(load(tmp_path, value))["step"].tolist() == [7, 8]
 
 
 def test_a_step_that_began_before_a_ring_is_left_out(tmp_path: Path) -> None:
@@ -279,4 +282,4 @@ def test_a_step_that_began_before_a_ring_is_left_out(tmp_path: Path) -> None:
     value = maker.snapshot(last=2)
     value["external_annotations"] = notes
     trace = load(tmp_path, value)
-    assert trace.steps["num_allocs"].tolist() == [1]
+    assert steps_table(trace)["num_allocs"].tolist() == [1]

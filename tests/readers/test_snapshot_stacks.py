@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from making import Maker, frame, read_here
 
+from memtrace.analysis import blocks_table
+from memtrace.format.schema import PHASES
 from memtrace.readers.cuda_snapshot.phases import phase_spans, without_stack
 from memtrace.readers.frames import Sign, operator_of, parse_traceback, phase_of
 from memtrace.readers.tables import Names
-from memtrace.schema import PHASES
 from memtrace.trace import Trace
+from tests.readers.making import Maker, frame, read_here
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 CALL = frame(f"{TORCH}/nn/modules/module.py", 1773, "_call_impl")
@@ -30,7 +31,7 @@ def trace_of(folder: Path, *stacks: list[dict[str, Any]], **more: Any) -> Trace:
 
 
 def texts(trace: Trace, block: int) -> list[tuple[str, int, str]]:
-    stack = int(trace.blocks["stack"].iloc[block])
+    stack = int(blocks_table(trace)["stack"].iloc[block])
     return [(found.file, found.line, found.function) for found in trace.frames(stack)]
 
 
@@ -135,8 +136,8 @@ def test_what_program_and_compiler_say_is_the_context(tmp_path: Path) -> None:
     for metadata, compiled in (("", "N/A"), ("layer 3", "N/A"), ("", "0/0"), ("layer 3", "0/1")):
         maker.alloc(10, [OWN], user_metadata=metadata, compile_context=compiled)
     trace = read_here(tmp_path / "a", maker.snapshot())
-    op = trace.events.loc[trace.events["kind"] == "alloc", "op"]
-    context = trace.ops.set_index("op")["context"]
+    op = trace.events.loc[trace.events["kind"] == "alloc", "op_id"]
+    context = trace.ops.set_index("op_id")["context"]
     said = [None if context[number] is context.dtype.na_value else trace.name(int(context[number])) for number in op]
     assert said == [None, "layer 3", "0/0", "layer 3; 0/1"]
 

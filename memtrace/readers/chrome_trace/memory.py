@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from memtrace.format.schema import COUNTERS, EVENT_KINDS
 from memtrace.readers.chrome_trace.collect import Collector
 from memtrace.readers.lifetimes import ALLOC, FREE, Lifetimes, lifetimes, slots
 from memtrace.readers.tables import Array, Known, Text, amount, make_table
-from memtrace.schema import COUNTERS, EVENT_KINDS
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -93,11 +93,11 @@ def events_table(memory: MemoryEvents, op: Array, *, t0_ns: int) -> tuple[pa.Tab
             "time_ns": time,
             "kind": Text(kind, EVENT_KINDS),
             "device": Text(device.astype(np.int8), memory.devices),
-            "block": Known(block, block >= 0),
+            "block_id": Known(block, block >= 0),
             "size": Known(size, on_cpu | (kind == _OOM)),
             "allocated_size": Known(size, kind != _OOM),
             "address": Known(address, addressed & (kind != _OOM)),
-            "op": Known(op, op >= 0),
+            "op_id": Known(op, op >= 0),
             "thread": Known(thread, thread >= 0),
         },
     )

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from memtrace.format.schema import PHASES
 from memtrace.readers.chrome_trace.collect import Collector, Slices
 from memtrace.readers.chrome_trace.nesting import Nesting
 from memtrace.readers.tables import Array, Known, Names, Text, make_table
-from memtrace.schema import PHASES
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -80,7 +80,7 @@ def operator_calls(found: Collector, thread: Array, time_ns: Array, names: Names
         "ops",
         len(calls),
         {
-            "op": np.arange(len(calls)),
+            "op_id": np.arange(len(calls)),
             "name": np.array(
                 [names.text("operator", texts[item]) for item in operators.name[calls].tolist()], np.int64
             ),

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from memtrace.format.schema import EVENT_KINDS
 from memtrace.readers.annotations import Range
 from memtrace.readers.fields import FieldError, Row, addresses, column, columns, integers, rows_of, sizes
 from memtrace.readers.tables import Array
-from memtrace.schema import EVENT_KINDS
 
 KIND: Final = {kind: np.int8(code) for code, kind in enumerate(EVENT_KINDS)}
 # `free` is what very old versions wrote for free_completed.

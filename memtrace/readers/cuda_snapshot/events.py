@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from memtrace.format.schema import CATEGORIES, EVENT_KINDS
 from memtrace.readers.cuda_snapshot.blocks import Snapshot
 from memtrace.readers.cuda_snapshot.entries import KIND
 from memtrace.readers.cuda_snapshot.ops import Ops
@@ -14,7 +15,6 @@ from memtrace.readers.cuda_snapshot.segments import Segments
 from memtrace.readers.cuda_snapshot.sizes import allocated_sizes
 from memtrace.readers.cuda_snapshot.stacks import Stacks
 from memtrace.readers.tables import Array, Known, Text, make_table
-from memtrace.schema import CATEGORIES, EVENT_KINDS
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -63,11 +63,11 @@ def events_table(found: Snapshot, ops: Ops, times: Array) -> pa.Table:
             "time_ns": np.concatenate([np.full(older, times.min(initial=0)), times]),
             "kind": Text(np.concatenate([np.full(older, KIND["baseline"]), entries.kind]), EVENT_KINDS),
             "device": device_text(device),
-            "block": Known(number, number >= 0),
+            "block_id": Known(number, number >= 0),
             "size": np.concatenate([columns.requested[:older], entries.size]),
             "allocated_size": Known(allocated, has_size),
             "address": Known(address, with_address),
-            "op": Known(op, op >= 0),
+            "op_id": Known(op, op >= 0),
             "stream": np.concatenate([columns.stream[:older], entries.stream]),
             "pool": Known(pool, pool >= 0),
             "device_free": Known(device_free, device_free >= 0),
@@ -123,7 +123,7 @@ def labels_table(found: Snapshot, ops: Ops) -> pa.Table:
     unseen = (blocks.live >= 0) & (category < 0)
     category[unseen] = ops.live_category[blocks.live[unseen]]
     block = np.flatnonzero(category >= 0)
-    return make_table("labels", len(block), {"block": block, "category": Text(category[block], CATEGORIES)})
+    return make_table("labels", len(block), {"block_id": block, "category": Text(category[block], CATEGORIES)})
 
 
 def segment_stacks(segments: Segments, stacks: Stacks) -> Array:

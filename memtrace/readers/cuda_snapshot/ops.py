@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from memtrace.format.schema import PHASES
 from memtrace.readers.annotations import Range
 from memtrace.readers.cuda_snapshot.entries import KIND, SAID, Entries
 from memtrace.readers.cuda_snapshot.phases import without_stack
@@ -16,7 +17,6 @@ from memtrace.readers.cuda_snapshot.stacks import Stacks
 from memtrace.readers.fields import FieldError
 from memtrace.readers.frames import BACKWARD, OPTIMIZER
 from memtrace.readers.tables import Array, Known, Names, Text, make_table
-from memtrace.schema import PHASES
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -124,7 +124,7 @@ def _distinct(stacks: Stacks, place: Array, phase: Array, context: Array, names:
         "ops",
         len(rows),
         {
-            "op": np.arange(len(rows)),
+            "op_id": np.arange(len(rows)),
             "name": Known(operators, operators >= 0),
             "phase": Text(phase[rows].astype(np.int8), PHASES),
             "stack": Known(stack_ids, stack_ids >= 0),

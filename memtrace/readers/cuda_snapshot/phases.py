@@ -6,10 +6,10 @@ from typing import Final
 
 import numpy as np
 
+from memtrace.format.schema import PHASES
 from memtrace.readers.annotations import Span
 from memtrace.readers.frames import BACKWARD, FORWARD, OPTIMIZER
 from memtrace.readers.tables import Array, Names
-from memtrace.schema import PHASES
 
 # More changes of phase than that are no phases of training.
 _MAX_SPANS: Final = 100_000

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from memtrace.format.schema import CATEGORIES
 from memtrace.readers.fields import FieldError
 from memtrace.readers.frames import (
     BACKWARD,
@@ -23,7 +24,6 @@ from memtrace.readers.frames import (
     sign_of,
 )
 from memtrace.readers.tables import Array, Names
-from memtrace.schema import CATEGORIES
 
 MAX_DEPTH: Final = 4096
 MAX_ALIKE: Final = 16

@@ -14,20 +14,21 @@ Batch = dict[str, Any]
 
 COLUMN_DTYPES: Final[dict[str, dict[str, str]]] = {
     "events": {
-        "time_ns": "i8", "kind": "i1", "device": "i1", "block": "i8", "size": "i8", "allocated_size": "i8",
-        "address": "i8", "op": "i8", "stream": "i8", "thread": "i2", "pool": "i8", "device_free": "i8",
+        "time_ns": "i8", "kind": "i1", "device": "i1", "block_id": "i8", "size": "i8",
+        "allocated_size": "i8", "address": "i8", "op_id": "i8", "stream": "i8", "thread": "i2", "pool": "i8",
+        "device_free": "i8",
     },
     "ops": {
-        "op": "i8", "name": "i4", "start_ns": "i8", "duration_ns": "i8", "thread": "i2", "module": "i4", "phase": "i1",
-        "stack": "i4", "sequence_nr": "i8", "recompute": "i1",
+        "op_id": "i8", "name": "i4", "start_ns": "i8", "duration_ns": "i8", "thread": "i2", "module": "i4",
+        "phase": "i1", "stack": "i4", "sequence_nr": "i8", "recompute": "i1",
     },
     "spans": {"kind": "i1", "name": "i4", "start_ns": "i8", "duration_ns": "i8", "thread": "i2", "index": "i8"},
-    "labels": {"block": "i8", "category": "i1", "name": "i4"},
-    "device_times": {"op": "i8", "device": "i1", "start_ns": "i8", "duration_ns": "i8"},
+    "labels": {"block_id": "i8", "category": "i1", "name": "i4"},
+    "device_times": {"op_id": "i8", "device": "i1", "start_ns": "i8", "duration_ns": "i8"},
 }  # fmt: skip
-"""Columns and numpy dtypes of a batch. Kinds, phases and categories are indices into the tuples of memtrace.schema,
-``device`` is 0 for the CPU and 1 + i for cuda:i, -1 stands for null. A batch of the CPU alone may leave out ``pool``
-and ``device_free``, which are null then, and ``allocated_size``, which is ``size``."""
+"""Columns and numpy dtypes of a batch. Kinds, phases and categories are indices into the tuples of
+memtrace.format.schema, ``device`` is 0 for the CPU and 1 + i for cuda:i, -1 stands for null. A batch of the CPU alone
+may leave out ``pool`` and ``device_free``, which are null then, and ``allocated_size``, which is ``size``."""
 
 CudaRow = tuple[int, int, int, int, int, int, int, int]
 """An event of CUDA's allocator told from outside: kind, number of the device, address (of an oom what the device had

@@ -29,8 +29,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from memtrace.format.schema import EVENT_KINDS, NAME_KINDS, PHASES, SPAN_KINDS
 from memtrace.recording.observers import COLUMN_DTYPES, Batch, CudaRow
-from memtrace.schema import EVENT_KINDS, NAME_KINDS, PHASES, SPAN_KINDS
 
 _KIND: Final = {kind: code for code, kind in enumerate(EVENT_KINDS)}
 _NAME: Final = {kind: code for code, kind in enumerate(NAME_KINDS)}

@@ -9,8 +9,8 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from allocator.oracle.machine import HERE, Machine, Operation, build
-from allocator.programs import SETTINGS, anything, training
+from tests.allocator.oracle.machine import HERE, Machine, Operation, build
+from tests.allocator.programs import SETTINGS, anything, training
 
 GOLDEN = HERE.parent / "golden.jsonl.gz"
 

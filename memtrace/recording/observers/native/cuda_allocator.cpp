@@ -67,7 +67,7 @@ EventKind kind_of(Entry::Action action) {
   }
 }
 
-// As memtrace.schema numbers pools: 2k for torch's (0, k), 2k + 1 for (k, 0) as of a CUDA graph.
+// As memtrace.format.schema numbers pools: 2k for torch's (0, k), 2k + 1 for (k, 0) as of a CUDA graph.
 template <typename AnyEntry>
 int64_t pool_of(const AnyEntry& entry) {
   if constexpr (requires { entry.mempool_; }) {

@@ -15,14 +15,14 @@
 
 namespace memtrace {
 
-// The order is that of memtrace.schema.EVENT_KINDS; `label` and `older_segment` never leave the observer as events.
+// The order is that of memtrace.format.schema.EVENT_KINDS; `label` and `older_segment` never leave the observer as events.
 enum class EventKind : int8_t {
   alloc, free, read, write, baseline, free_requested, segment_alloc, segment_free, segment_map, segment_unmap,
   oom, snapshot, label, older_segment
 };
-enum class Phase : int8_t { forward, backward, optimizer, other };         // memtrace.schema.PHASES
-enum class SpanKind : int8_t { step, phase, module, data_wait, range, action };  // memtrace.schema.SPAN_KINDS
-enum class NameKind : int8_t { op, module, tensor, frame, stack, thread, range };  // memtrace.schema.NAME_KINDS
+enum class Phase : int8_t { forward, backward, optimizer, other };         // memtrace.format.schema.PHASES
+enum class SpanKind : int8_t { step, phase, module, data_wait, range, action };  // memtrace.format.schema.SPAN_KINDS
+enum class NameKind : int8_t { op, module, tensor, frame, stack, thread, range };  // memtrace.format.schema.NAME_KINDS
 
 constexpr int kNone = -1;
 

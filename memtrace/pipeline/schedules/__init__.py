@@ -1,0 +1,1 @@
+"""Pipeline schedules as tables: construction, registry, dependencies and validation."""

@@ -1,0 +1,167 @@
+"""What must come before what, and when everything happens if nobody waits longer than needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from memtrace.errors import MemtraceError
+from memtrace.pipeline.schedules.actions import FORWARD, WEIGHT_BACKWARD, Action
+from memtrace.pipeline.schedules.schedule import FLUSH, Placement, Schedule
+
+Rows = Sequence[Sequence[Action]]
+_HALVES = (0, 1)
+
+
+class Producers:
+    """Which action makes what: the flat number of the forward, input gradient of a (stage, micro-batch).
+
+    Actions are numbered row by row from 0.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self.forward: dict[tuple[int, int], int] = {}
+        self.input_gradient: dict[tuple[int, int, int], int] = {}
+        for number, action in enumerate(action for row in rows for action in row):
+            kind, stage, microbatch, _, half, _ = action
+            if kind == FORWARD:
+                self.forward[stage, microbatch] = number
+            elif kind != WEIGHT_BACKWARD:
+                for part in _HALVES if half is None else (half,):
+                    self.input_gradient[stage, microbatch, part] = number
+
+    def needed_by(self, action: Action, num_stages: int) -> tuple[int, ...]:
+        """The actions whose results ``action`` uses; KeyError where the table lacks one."""
+        kind, stage, microbatch, _, half, _ = action
+        if kind == FORWARD:
+            return (self.forward[stage - 1, microbatch],) if stage else ()
+        parts = _HALVES if half is None else (half,)
+        if kind == WEIGHT_BACKWARD:
+            return tuple({self.input_gradient[stage, microbatch, part] for part in parts})
+        own = (self.forward[stage, microbatch],)
+        if stage == num_stages - 1:
+            return own
+        first = self.input_gradient[stage + 1, microbatch, parts[0]]
+        last = self.input_gradient[stage + 1, microbatch, parts[-1]]
+        return (*own, first) if first == last else (*own, first, last)
+
+
+def dependencies(rows: Rows, num_stages: int) -> list[tuple[int, ...]]:
+    """For every action, numbered row by row, the numbers of those it must wait for.
+
+    Raises MemtraceError where an action needs something the table never does.
+    """
+    producers = Producers(rows)
+    try:
+        return [producers.needed_by(action, num_stages) for row in rows for action in row]
+    except KeyError as error:
+        stage, microbatch, *_ = error.args[0]
+        raise MemtraceError(
+            f"the schedule lacks what others need: the result of stage {stage} for micro-batch {microbatch}"
+        ) from None
+
+
+def times(
+    rows: Rows, num_stages: int, durations: Sequence[float], delays: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """When every action starts and ends if each worker keeps its order and starts as early as it can.
+
+    Args:
+        rows: the actions of every worker in order.
+        num_stages: stages of the model.
+        durations: of every action, numbered row by row.
+        delays: what passes between the end of a needed action on another worker and the start of this one.
+
+    Returns the starts and the ends in the unit of the durations. An overlapped action and the next one start
+    when both can and end together after the sum of their durations. Linear in the number of actions. Raises
+    MemtraceError where workers wait for each other for ever.
+    """
+    needs = dependencies(rows, num_stages)
+    flat = [action for row in rows for action in row]
+    worker_of = [worker for worker, row in enumerate(rows) for _ in row]
+    start: list[float] = [-1.0] * len(flat)
+    end: list[float] = [-1.0] * len(flat)
+
+    def earliest(unit: tuple[int, ...], begin: float) -> tuple[float, int]:
+        """When the unit can begin, and one action it still waits for or -1."""
+        for number in unit:
+            for needed in needs[number]:
+                if end[needed] < 0:
+                    return begin, needed
+                delay = delays[number] if worker_of[needed] != worker_of[number] else 0.0
+                begin = max(begin, end[needed] + delay)
+        return begin, -1
+
+    offsets = _offsets(rows)
+    head, free = offsets[:-1], [0.0] * len(rows)
+    waiting: dict[int, list[int]] = {}
+    runnable = list(range(len(rows)))
+    while runnable:
+        worker = runnable.pop()
+        while head[worker] < offsets[worker + 1]:
+            first = head[worker]
+            unit = (first, first + 1) if flat[first].overlapped else (first,)
+            begin, missing = earliest(unit, free[worker])
+            if missing >= 0:
+                waiting.setdefault(missing, []).append(worker)
+                break
+            finish = begin + sum(durations[number] for number in unit)
+            for number in unit:
+                start[number], end[number] = begin, finish
+                runnable.extend(waiting.pop(number, ()))
+            free[worker], head[worker] = finish, unit[-1] + 1
+    _check_all_ran(rows, offsets, head)
+    return start, end
+
+
+def _offsets(rows: Rows) -> list[int]:
+    offsets = [0]
+    for row in rows:
+        offsets.append(offsets[-1] + len(row))
+    return offsets
+
+
+def _check_all_ran(rows: Rows, offsets: Sequence[int], head: Sequence[int]) -> None:
+    stuck = [
+        f"worker {worker} at {row[head[worker] - offsets[worker]]}"
+        for worker, row in enumerate(rows)
+        if head[worker] < offsets[worker + 1]
+    ]
+    if stuck:
+        raise MemtraceError(f"the schedule can never end: {', '.join(stuck[:8])} wait for each other")
+
+
+def aligned(
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    placement: Placement,
+    rows: Iterable[Iterable[Action]],
+    options: Mapping[str, str] | None = None,
+    update: str = FLUSH,
+    update_every: int | None = None,
+) -> Schedule:
+    """The schedule with these rows, every action in the earliest slot if each takes one slot."""
+    table = tuple(tuple(row) for row in rows)
+    num_actions = sum(map(len, table))
+    start, _ = times(table, num_stages, [1.0] * num_actions, [0.0] * num_actions)
+    slots, number = [], 0
+    for row in table:
+        row_slots = []
+        for index in range(len(row)):
+            # The second action of an overlapped unit starts with the first, but has a column of its own.
+            shift = 1 if index and row[index - 1].overlapped else 0
+            row_slots.append(int(start[number]) + shift)
+            number += 1
+        slots.append(tuple(row_slots))
+    return Schedule(
+        name,
+        num_stages,
+        num_microbatches,
+        placement,
+        table,
+        tuple(slots),
+        options or {},
+        update,
+        update_every,
+    )

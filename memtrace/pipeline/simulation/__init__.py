@@ -1,0 +1,1 @@
+"""Time and memory of a pipeline schedule, simulated from layer costs."""

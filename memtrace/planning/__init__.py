@@ -1,1 +1,0 @@
-"""What would happen if: predictions made from the tables of a trace."""

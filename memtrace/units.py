@@ -1,0 +1,78 @@
+"""Bytes, times, shares and counts as text, and sizes as people write them: one home for every output of memtrace."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+UNKNOWN: Final = "unknown"
+
+_BYTE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_TIME_UNITS: Final = ((10**9, "s"), (10**6, "ms"), (10**3, "µs"))
+_BINARY: Final = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_DECIMAL: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE: Final = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[A-Za-z]*)")
+
+
+def byte_unit(largest: float) -> tuple[int, str]:
+    """Return ``(divisor, name)`` of the binary unit that suits numbers up to ``largest`` bytes."""
+    power = 0
+    # 1023.96 KiB would be printed as 1,024 KiB: it is a MiB.
+    while power + 1 < len(_BYTE_UNITS) and round(abs(largest) / 1024**power, 1) >= 1024:
+        power += 1
+    return 1024**power, _BYTE_UNITS[power]
+
+
+def time_unit(longest_ns: float) -> tuple[int, str]:
+    """Return ``(nanoseconds, name)`` of the unit that suits times up to ``longest_ns`` nanoseconds."""
+    for nanoseconds, unit in _TIME_UNITS:
+        if abs(longest_ns) >= nanoseconds:
+            return nanoseconds, unit
+    return 1, "ns"
+
+
+def format_bytes(num_bytes: float | None, *, unknown: str = UNKNOWN) -> str:
+    """Format bytes in binary units with three significant digits, such as ``12.4 MiB``; ``unknown`` for None or NaN."""
+    if num_bytes is None or num_bytes != num_bytes:
+        return unknown
+    return _scaled(num_bytes, *byte_unit(num_bytes))
+
+
+def format_duration(duration_ns: float | None, *, unknown: str = UNKNOWN) -> str:
+    """Format nanoseconds with three significant digits, such as ``4.31 ms``; ``unknown`` for None or NaN."""
+    if duration_ns is None or duration_ns != duration_ns:
+        return unknown
+    return _scaled(duration_ns, *time_unit(duration_ns))
+
+
+def format_share(part: float | None, whole: float | None = 1, *, unknown: str = UNKNOWN) -> str:
+    """Format ``part`` of ``whole`` as a percentage, such as ``81 %``; ``< 1 %`` for a small part that is not zero."""
+    if part is None or not whole or part != part or whole != whole:
+        return unknown
+    percent = 100 * part / whole
+    return "< 1 %" if 0 < percent < 1 else f"{percent:.0f} %"
+
+
+def format_count(number: int, noun: str, plural: str | None = None) -> str:
+    """Format a number of things, such as ``1 block`` or ``1,204 blocks``; ``plural`` where an s does not make it."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that ``24GiB``, ``24G`` (the same), ``24GB`` (decimal) or ``25769803776`` stand for.
+
+    Raises:
+        ValueError: ``text`` is not a size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    unit = match["unit"].upper() if match else ""
+    factor = _DECIMAL.get(unit, _BINARY.get(unit.removesuffix("IB")))
+    if match is None or factor is None:
+        raise ValueError(f"invalid size {text!r}: write 24GiB, 24GB or 25769803776")
+    return int(float(match["number"]) * factor)
+
+
+def _scaled(value: float, divisor: int, unit: str) -> str:
+    scaled = value / divisor
+    digits = 0 if divisor == 1 or abs(scaled) >= 99.95 else 1 if abs(scaled) >= 9.995 else 2
+    return f"{scaled:,.{digits}f} {unit}"

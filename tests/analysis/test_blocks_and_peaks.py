@@ -1,0 +1,279 @@
+"""Analysis against brute force over small random traces, and each category against a positive and a near miss."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memtrace.analysis.blocks import blocks
+from memtrace.analysis.growth import growth
+from memtrace.analysis.leaks import leaks
+from memtrace.analysis.peak import live_at, peak, requested_bytes
+from memtrace.analysis.sites import site
+from memtrace.analysis.steps import step_columns
+from memtrace.analysis.summary import summary
+from memtrace.analysis.timeline import kept_places, timeline
+from memtrace.format.schema import CATEGORIES
+from tests.builders import event, op, step, trace_of
+
+
+@st.composite
+def histories(draw):
+    """Rows of events: blocks begin (or are older), are read and written, and some end."""
+    rows, live, time, number = [], [], 0, 0
+    for _ in range(draw(st.integers(1, 40))):
+        time += draw(st.integers(0, 5))
+        action = draw(st.sampled_from(["alloc", "alloc", "baseline", "free", "read", "write"]))
+        if action in ("alloc", "baseline"):
+            rows.append(event(action, number, time, draw(st.integers(1, 1000)), address=number * 4096))
+            live.append((number, rows[-1]["size"]))
+            number += 1
+        elif live:
+            place = draw(st.integers(0, len(live) - 1))
+            block, size = live[place]
+            rows.append(event(action, block, time, size if action == "free" else None))
+            if action == "free":
+                live.pop(place)
+    return rows
+
+
+def levels(rows):
+    """Live bytes at the start and after each row, by the definition."""
+    now = sum(row["size"] for row in rows if row["kind"] == "baseline")
+    found = [now]
+    for row in rows:
+        now += row["size"] if row["kind"] == "alloc" else -row["size"] if row["kind"] == "free" else 0
+        found.append(now)
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(histories())
+def test_peak_live_bytes_and_counts_are_those_of_brute_force(rows):
+    if not any(row["kind"] in ("alloc", "baseline") for row in rows):
+        return
+    trace = trace_of(events=rows)
+    expected = levels(rows)
+    found = peak(trace, "cpu")
+    assert found.requested.bytes == max(expected)
+    assert found.allocated is not None
+    assert found.allocated.bytes == max(expected)
+    assert found.end_bytes == expected[-1]
+    at = found.requested.event + 1
+    assert expected[at] == max(expected)
+    # What is said to be live at the peak sums to it.
+    assert blocks(trace).size[found.live].sum() == max(expected)
+    table = blocks(trace)
+    for block in range(len(table)):
+        mine = [row for row in rows if row["block_id"] == block]
+        assert table.num_reads[block] == sum(row["kind"] == "read" for row in mine)
+        assert table.num_writes[block] == sum(row["kind"] == "write" for row in mine)
+        accesses = [row["time_ns"] for row in mine if row["kind"] in ("read", "write")]
+        assert table.first_access_ns[block] == (accesses[0] if accesses else -1)
+        assert table.last_access_ns[block] == (accesses[-1] if accesses else -1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(histories(), st.integers(0, 120))
+def test_live_at_is_what_began_and_did_not_end(rows, time):
+    if not any(row["kind"] in ("alloc", "baseline") for row in rows):
+        return
+    trace = trace_of(events=rows)
+    expected = {row["block_id"] for row in rows if row["kind"] == "baseline"}
+    for row in rows:
+        if row["time_ns"] > time:
+            break
+        if row["kind"] == "alloc":
+            expected.add(row["block_id"])
+        elif row["kind"] == "free":
+            expected.discard(row["block_id"])
+    assert set(live_at(trace, "cpu", time).index) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(histories(), st.integers(4, 30))
+def test_a_timeline_is_exact_where_it_looks_and_keeps_the_peak(rows, points):
+    if not any(row["kind"] in ("alloc", "free") for row in rows):
+        return
+    trace = trace_of(events=rows)
+    table = timeline(trace, "cpu", points)
+    expected = levels(rows)
+    for row in table.itertuples():
+        assert row.requested == expected[row.event + 1] == row.allocated
+        assert sum(getattr(row, category) for category in CATEGORIES) == row.requested
+    assert table.requested.max() == requested_bytes(trace, "cpu").bytes.max()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=300), st.integers(2, 50))
+def test_kept_places_hold_the_maximum_and_rise(values, points):
+    kept = kept_places(np.array(values), points)
+    assert max(values) == max(values[place] for place in kept)
+    assert (np.diff(kept) > 0).all()
+    assert len(kept) <= max(points, 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(histories(), st.lists(st.integers(1, 30), min_size=1, max_size=6))
+def test_steps_are_windows_of_the_events(rows, lengths):
+    if not any(row["kind"] in ("alloc", "baseline") for row in rows):
+        return
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).tolist()
+    spans = [step(index, start, length) for index, (start, length) in enumerate(zip(starts, lengths, strict=True))]
+    found = step_columns(trace_of(events=rows, spans=spans))
+    expected = levels(rows)
+    for index, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        inside = [place for place, row in enumerate(rows) if start <= row["time_ns"] < start + length]
+        before = sum(row["time_ns"] < start for row in rows)
+        assert found["num_allocs"][index] == sum(rows[place]["kind"] == "alloc" for place in inside)
+        assert found["allocated_bytes"][index] == sum(rows[p]["size"] for p in inside if rows[p]["kind"] == "alloc")
+        assert found["peak_bytes"][index] == max(expected[before : before + len(inside) + 1])
+        assert found["live_end_bytes"][index] == expected[before + len(inside)]
+
+
+OPS = [op(0, "forward"), op(1, "backward"), op(2, "other"), op(3, "forward"), op(4, "backward", recompute=True)]
+CASES = {
+    "activation": [event("alloc", 0, 1, 8, op_id=0), event("read", 0, 2, op_id=1), event("free", 0, 3, 8, op_id=1)],
+    "activation, recomputed": [event("alloc", 0, 1, 8, op_id=4), event("read", 0, 2, op_id=1), event("free", 0, 3, 8)],
+    "temporary, not read in backward": [
+        event("alloc", 0, 1, 8, op_id=0), event("read", 0, 2, op_id=3), event("free", 0, 3, 8, op_id=3)
+    ],
+    "unknown, outlives its phase": [
+        event("alloc", 0, 1, 8, op_id=0), event("read", 0, 2, op_id=3), event("free", 0, 3, 8, op_id=2)
+    ],
+    "workspace": [event("alloc", 0, 1, 8, op_id=0), event("free", 0, 2, 8, op_id=0)],
+    "temporary, freed by the next operator": [event("alloc", 0, 1, 8, op_id=0), event("free", 0, 2, 8, op_id=3)],
+    "input": [event("alloc", 0, 1, 8, op_id=2), event("read", 0, 2, op_id=0), event("free", 0, 3, 8, op_id=1)],
+    "input, from outside": [event("alloc", 0, 1, 8), event("read", 0, 2, op_id=0), event("free", 0, 3, 8, op_id=2)],
+    "unknown, never read": [event("alloc", 0, 1, 8, op_id=2), event("free", 0, 3, 8, op_id=1)],
+    "unknown, older": [event("baseline", 0, 1, 8), event("read", 0, 2, op_id=0)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_categories_by_use(case):
+    found = blocks(trace_of(events=CASES[case], ops=OPS))
+    assert CATEGORIES[found.category[0]] == case.partition(",")[0]
+
+
+def test_labels_win_and_the_strongest_of_them():
+    labels = [
+        {"block_id": 0, "category": "input"},
+        {"block_id": 0, "category": "parameter", "name": 7},
+        {"block_id": 0, "category": "gradient"},
+    ]
+    found = blocks(trace_of(events=CASES["activation"], ops=OPS, labels=labels))
+    assert CATEGORIES[found.category[0]] == "parameter"
+    assert found.name[0] == 7
+
+
+def growing(kept: int, steps: int = 8) -> list[dict[str, object]]:
+    rows, number = [], 0
+    for index in range(steps):
+        rows.append(event("alloc", number, 10 * index, 500))
+        rows.append(event("alloc", number + 1, 10 * index + 1, 100))
+        rows.append(event("free", number, 10 * index + 5, 500))
+        if index >= kept:
+            rows.append(event("free", number + 1, 10 * index + 6, 100))
+        number += 2
+    return rows
+
+
+@pytest.mark.parametrize(("kept", "slope"), [(8, 100), (2, 0), (0, 0)])
+def test_growth_is_what_every_step_keeps_and_not_what_the_first_make(kept, slope):
+    trace = trace_of(events=growing(kept), spans=[step(index, 10 * index, 10) for index in range(8)])
+    found = growth(trace)
+    assert found is not None
+    assert found.bytes_per_step == slope
+    assert bool(found.sources) == (slope > 0)
+
+
+def test_growth_is_the_sum_of_the_leaks_even_if_freed_at_the_end():
+    rows = [event("alloc", n, 30 * n, 900) for n in range(4)]
+    rows += [event("alloc", 9, 119, 1), *(event("free", n, 120, 900) for n in range(4))]
+    trace = trace_of(events=rows, spans=[step(n, 10 * n, 10) for n in range(12)])
+    found = growth(trace)
+    assert found is not None
+    assert found.bytes_per_step == round(leaks(trace).bytes_per_step) > 250
+    assert found.sources == (("no stack (unknown)", found.bytes_per_step),)
+
+
+def test_growth_is_unknown_with_few_steps():
+    assert growth(trace_of(events=growing(8, 3), spans=[step(i, 10 * i, 10) for i in range(3)])) is None
+
+
+def test_several_devices_have_peaks_of_their_own_and_reserved_is_told_from_segments():
+    rows = [
+        event("segment_alloc", None, 0, 4096, device="cuda:0", allocated_size=None),
+        event("alloc", 0, 1, 100, device="cuda:0", allocated_size=512),
+        event("alloc", 1, 1, 7),
+        event("free", 0, 2, 100, device="cuda:0", allocated_size=512),
+        event("alloc", 2, 3, 200, device="cuda:0", allocated_size=None),
+    ]
+    trace = trace_of(events=rows)
+    cpu, cuda = peak(trace, "cpu"), peak(trace, "cuda:0")
+    assert (cpu.requested.bytes, cpu.reserved) == (7, None)
+    assert cuda.requested.bytes == 200
+    assert cuda.allocated is None
+    assert cuda.reserved is not None
+    assert cuda.reserved.bytes == 4096
+
+
+def test_the_summary_has_the_documented_shape_and_is_json():
+    found = json.loads(json.dumps(summary(trace_of(events=CASES["activation"], ops=OPS)), allow_nan=False))
+    assert {"coverage", "steps", "devices"} <= set(found)
+    assert found["steps"]["count"] == 0
+    device = found["devices"][0]
+    assert {
+        "device",
+        "peak",
+        "baseline_requested_bytes",
+        "live_requested_bytes_at_end",
+        "reserved_bytes_at_end",
+    } <= set(device)
+    assert {
+        "requested_bytes",
+        "allocated_bytes",
+        "reserved_bytes",
+        "time_ns",
+        "step",
+        "phase",
+        "by_category",
+        "top_sites",
+    } <= set(device["peak"])
+    assert device["peak"]["reserved_bytes"] is None
+    assert device["peak"]["by_category"] == {"activation": 8}
+
+
+def test_an_empty_trace_has_a_summary():
+    assert summary(trace_of(events=[]))["devices"] == []
+
+
+def test_reading_needs_neither_torch_nor_pandas(tmp_path):
+    import subprocess
+
+    modules = "{'torch', 'pandas'} & set(sys.modules)"
+    program = f"import sys; import memtrace.analysis.summary, memtrace.cli; sys.exit(bool({modules}))"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("functions", "told"),
+    [
+        (
+            ["c10::malloc", "at::_ops::sum::redispatch(int)", "at::_ops::sum_to::call(int)", "__clone"],
+            "aten::sum_to (torch)",
+        ),
+        (["at::_ops::mm::call(int)", "torch::autograd::generated::MmBackward0::apply(int)"], "MmBackward0 (autograd)"),
+        (["c10::malloc", "__clone"], "alloc.cpp:0 c10::malloc"),
+    ],
+)
+def test_a_stack_without_a_line_of_the_user_is_told_by_what_torch_was_at(functions, told):
+    names = [{"id": number, "kind": "frame", "text": f"alloc.cpp\t0\t{name}"} for number, name in enumerate(functions)]
+    stack = {"id": 9, "kind": "stack", "frames": list(range(len(functions)))}
+    assert site(trace_of(events=[event("alloc", 0, 0, 8)], names=[*names, stack]), 9) == told

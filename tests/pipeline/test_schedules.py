@@ -1,0 +1,212 @@
+"""Every schedule can run, says so as text, and gives back what it took."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memtrace.errors import MemtraceError
+from memtrace.pipeline.costs import Network, StageCosts
+from memtrace.pipeline.profile import PARTS, profiles
+from memtrace.pipeline.schedules.actions import KINDS, Action, parse_action
+from memtrace.pipeline.schedules.registry import FAMILIES, all_choices, build, parse_choice
+from memtrace.pipeline.schedules.schedule import Schedule, parse
+from memtrace.pipeline.schedules.validate import problems, validate
+from memtrace.pipeline.simulation.memory import PAPER, TORCH, MemoryModel, memory
+from memtrace.pipeline.simulation.simulate import simulate
+from tests.pipeline.cases import schedules
+
+stage_costs = st.builds(
+    StageCosts,
+    forward_s=st.floats(0.1, 5),
+    input_backward_s=st.floats(0.1, 5),
+    weight_backward_s=st.floats(0.1, 5),
+    parameter_bytes=st.integers(0, 100),
+    gradient_bytes=st.integers(0, 100),
+    optimizer_bytes=st.integers(0, 100),
+    activation_bytes=st.integers(50, 99),
+    weight_activation_bytes=st.integers(0, 50),
+    input_bytes=st.integers(0, 20),
+    output_bytes=st.integers(0, 20),
+    forward_temporary_bytes=st.integers(0, 99),
+    backward_temporary_bytes=st.integers(0, 99),
+    input_backward_temporary_bytes=st.integers(0, 99),
+    first_backward_temporary_bytes=st.integers(0, 199),
+    unsaved_output_bytes=st.integers(0, 20),
+    optimizer_temporary_bytes=st.integers(0, 99),
+    largest_optimizer_temporary_bytes=st.integers(0, 99),
+)
+
+
+@given(schedules())
+@settings(max_examples=300, deadline=None)
+def test_every_generated_schedule_is_valid(schedule: Schedule) -> None:
+    assert problems(schedule) == []
+
+
+@given(schedules())
+@settings(max_examples=60, deadline=None)
+def test_text_round_trip(schedule: Schedule) -> None:
+    assert parse(str(schedule)) == schedule
+
+
+@given(
+    st.builds(
+        Action,
+        st.sampled_from(KINDS),
+        st.integers(0, 99),
+        st.integers(0, 999),
+        st.integers(0, 9),
+        st.sampled_from([None, 0, 1]),
+        st.booleans(),
+    )
+)
+def test_action_round_trip(action: Action) -> None:
+    assert parse_action(str(action)) == action
+
+
+@given(st.data(), schedules(), st.booleans(), st.sampled_from([PAPER, TORCH]))
+@settings(max_examples=150, deadline=None)
+def test_memory_returns_to_where_it_began(
+    data: st.DataObject, schedule: Schedule, recompute: bool, model: object
+) -> None:
+    stages = [data.draw(stage_costs) for _ in range(schedule.num_stages)]
+    simulation = simulate(schedule, stages, network=Network(latency_s=0.1), recompute=recompute)
+    for worker in memory(simulation, model):  # type: ignore[arg-type]
+        assert worker.total_bytes[0] == worker.total_bytes[-1] == worker.weight_bytes[0]
+        assert worker.in_flight[-1] == worker.activation_bytes[-1] == worker.temporary_bytes[-1] == 0
+        assert worker.total_bytes.min() >= 0 and worker.activation_bytes.min() >= 0
+        assert np.all(np.diff(worker.time_s) >= 0)
+
+
+@given(st.data(), schedules())
+@settings(max_examples=100, deadline=None)
+def test_simulated_times_respect_order_and_durations(data: st.DataObject, schedule: Schedule) -> None:
+    stages = [data.draw(stage_costs) for _ in range(schedule.num_stages)]
+    network = Network(latency_s=0.3, seconds_per_byte=0.01)
+    simulation = simulate(schedule, stages, network=network)
+    table = simulation.table()
+    assert len(table) == schedule.num_actions
+    where = {}
+    for action, row in zip(schedule.actions(), table.itertuples(), strict=True):
+        where[action.kind, action.stage, action.microbatch, action.half] = row
+    for worker, row in enumerate(schedule.rows):
+        own = table[table["worker"] == worker]
+        apart = np.array([not action.overlapped for action in row[:-1]], dtype=bool)
+        begin, end = own["start_s"].to_numpy()[1:], own["end_s"].to_numpy()[:-1]
+        assert np.all(begin[apart] >= end[apart] - 1e-9)
+    for (kind, stage, microbatch, half), row in where.items():
+        if kind == "F" and stage:
+            before = where["F", stage - 1, microbatch, half]
+            travel = network.message_s(stages[stage - 1].output_bytes) * (before.worker != row.worker)
+            assert row.start_s >= before.end_s + travel - 1e-9
+        if kind == "W":
+            assert row.start_s >= where["I", stage, microbatch, half].end_s - 1e-9
+
+
+@given(st.data(), schedules(), st.sampled_from([PAPER, TORCH, MemoryModel(boundaries=True)]), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_profile_gives_the_simulated_peak(
+    data: st.DataObject, schedule: Schedule, model: MemoryModel, recompute: bool
+) -> None:
+    stages = [data.draw(stage_costs) for _ in range(schedule.num_stages)]
+    workers = memory(simulate(schedule, stages, recompute=recompute), model)
+    for worker, profile in zip(workers, profiles(schedule, model, recompute=recompute), strict=True):
+        bytes_of = np.array([part_bytes(stages[stage]) for stage in profile.stages])
+        expected = (profile.moments * bytes_of).sum(axis=(1, 2)).max()
+        # Halves of an odd number of bytes are not equal: up to one byte for each micro-batch in flight.
+        halved = any(action.half is not None for action in schedule.actions())
+        assert expected == pytest.approx(worker.peak_bytes, abs=2 * len(schedule.rows[worker.worker]) if halved else 0)
+
+
+def part_bytes(stage: StageCosts) -> list[int]:
+    first = max(0, stage.first_backward_temporary_bytes - stage.backward_temporary_bytes)
+    return [first if part == "first_gradients" else getattr(stage, f"{part}_bytes") for part in PARTS]
+
+
+def _broken(**changes: object) -> Schedule:
+    schedule = build("dapple", 2, 2)
+    return Schedule(**{**{name: getattr(schedule, name) for name in Schedule.__dataclass_fields__}, **changes})
+
+
+@pytest.mark.parametrize(
+    ("rows", "slots", "message"),
+    [
+        ("F0.0 F0.1 B0.0 B0.1 / F1.0 B1.0 F1.1 B1.1", "0 1 3 5 / 0 2 3 4", "needs what is only done"),
+        ("F0.0 F0.1 B0.0 B0.1 / F1.0 B1.0 F1.1 B1.1", "0 1 1 5 / 1 2 3 4", "two actions in a slot"),
+        ("F0.0 F0.1 B0.0 / F1.0 B1.0 F1.1 B1.1", "0 1 3 / 1 2 3 4", "no backward on stage 0"),
+        ("F0.0 F0.1 B0.0 I0.1 / F1.0 B1.0 F1.1 B1.1", "0 1 3 5 / 1 2 3 4", "has I on stage 0"),
+        ("F0.0 F1.1 B0.0 B0.1 / F1.0 B1.0 F0.1 B1.1", "0 1 3 5 / 1 2 3 4", "is on worker 0, its stage on 1"),
+        ("F0.0 F0.1 F0.1 B0.0 B0.1 / F1.0 B1.0 F1.1 B1.1", "0 1 2 3 5 / 1 2 3 4", "has 2 forwards"),
+        ("F0.0 F0.1 B0.0 B0.1 / F1.0 B1.0 F1.1 B1.1&", "0 1 3 5 / 1 2 3 4", "no backward behind it"),
+        ("F0.0 F0.7 B0.0 B0.1 / F1.0 B1.0 F1.1 B1.1", "0 1 3 5 / 1 2 3 4", "does not exist"),
+        ("F0.0 F0.1 B0.0 B0.1@0 / F1.0 B1.0@1 F1.1 B1.1", "0 1 3 5 / 1 2 3 4", "takes 2 pipelines"),
+    ],
+)
+def test_validator_finds_faults(rows: str, slots: str, message: str) -> None:
+    broken = _broken(
+        rows=tuple(tuple(map(parse_action, row.split())) for row in rows.split("/")),
+        slots=tuple(tuple(map(int, row.split())) for row in slots.split("/")),
+        placement=((0, 1), (0, 1)),
+    )
+    with pytest.raises(MemtraceError, match=message):
+        validate(broken)
+
+
+def test_deadlock_is_an_error_not_a_hang() -> None:
+    text = """
+        schedule broken
+        stages 2
+        microbatches 1
+        pipeline 0 0 1
+        worker 0 | B0.0 F0.0
+        worker 1 | F1.0 B1.0
+    """
+    with pytest.raises(MemtraceError, match="wait for each other"):
+        simulate(parse(text), [StageCosts(forward_s=1, input_backward_s=1, weight_backward_s=1)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense 3", "begins with 'nonsense'"),
+        ("schedule a\nstages 1", "incomplete"),
+        ("schedule a\nstages 1\nmicrobatches 1\npipeline 0 0\nworker 0 | X0.0", "not an action"),
+        ("schedule a\nstages 1\nmicrobatches 1\nupdate never\npipeline 0 0\nworker 0 | F0.0", "update never"),
+    ],
+)
+def test_text_that_is_no_schedule(text: str, message: str) -> None:
+    with pytest.raises(MemtraceError, match=message):
+        parse(text)
+
+
+def test_choices_round_trip_and_refuse() -> None:
+    for choice in all_choices(8, 32):
+        assert parse_choice(str(choice)) == choice
+    assert parse_choice("1F1B").family is FAMILIES["dapple"]
+    assert parse_choice("Chimera:f=2,method=doubling").options == {"f": 2, "method": "doubling"}
+    for text in ("pipe", "chimera:g=1", "chimera:f=0", "dapple:f=1", "interleaved:chunks=x"):
+        with pytest.raises(MemtraceError):
+            parse_choice(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "microbatches"),
+    [
+        ("chimera", 3, 4),
+        ("chimera:f=3", 4, 4),
+        ("chimera:method=other", 4, 4),
+        ("interleaved", 4, 9),
+        ("dualpipe", 3, 8),
+        ("dualpipe", 4, 6),
+        ("dualpipe", 4, 9),
+        ("dualpipe-v", 4, 7),
+        ("pipedream-2bw", 4, 3),
+        ("dapple", 0, 3),
+    ],
+)
+def test_sizes_that_a_schedule_does_not_take(name: str, workers: int, microbatches: int) -> None:
+    with pytest.raises(MemtraceError):
+        parse_choice(name).build(workers, microbatches)
