@@ -28,7 +28,10 @@ ALLOWED = {
     "memtrace.pipeline": BASE | {"memtrace.trace", "memtrace.analysis"},
     "memtrace.dashboards": BASE | {"memtrace.trace", "memtrace.analysis", "memtrace.allocator", "memtrace.pipeline"},
     "memtrace.cli": BASE
-    | {f"memtrace.{name}" for name in ("trace", "readers", "recording", "analysis", "allocator", "pipeline", "dashboards")},
+    | {
+        f"memtrace.{name}"
+        for name in ("trace", "readers", "recording", "analysis", "allocator", "pipeline", "dashboards")
+    },
 }
 
 
