@@ -20,11 +20,12 @@ import memtrace
 from memtrace import readers
 from memtrace.analysis.summary import summary
 from memtrace.errors import TraceError
+from memtrace.format.encode import empty_tables
 from memtrace.readers import isolated, registry
 from memtrace.readers.content import Content
-from memtrace.readers.import_job import keep
+from memtrace.readers.import_job import write_trace
 from memtrace.readers.limits import Limits
-from memtrace.readers.tables import empty_tables, new_manifest
+from memtrace.readers.tables import new_manifest
 from tests.readers.making import random_life
 
 
@@ -105,7 +106,7 @@ def test_a_failed_write_leaves_the_old_trace_and_nothing_else(
 ) -> None:
     kept = tmp_path / "run.memtrace"
     ranks = readers.read_job(files)
-    keep(ranks, kept)
+    write_trace(ranks, kept)
     before = sorted(path.relative_to(kept) for path in kept.rglob("*"))
     rename = Path.rename
 
@@ -116,7 +117,7 @@ def test_a_failed_write_leaves_the_old_trace_and_nothing_else(
 
     monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(TraceError, match="No space left"):
-        keep(ranks, kept, overwrite=True)
+        write_trace(ranks, kept, overwrite=True)
     monkeypatch.undo()
     assert sorted(path.relative_to(kept) for path in kept.rglob("*")) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["run.memtrace", *(file.name for file in files)])
@@ -175,7 +176,7 @@ def test_a_rank_that_is_told_stays_beside_files_that_tell_none(tmp_path: Path, f
 def test_folders_and_files_together_are_the_ranks_of_a_job(tmp_path: Path, files: list[Path]) -> None:
     kept = [tmp_path / "a.memtrace", tmp_path / "b.memtrace"]
     for file, folder in zip(files, kept, strict=True):
-        keep(readers.read_job([file]), folder)
+        write_trace(readers.read_job([file]), folder)
     for paths in ([kept[0], kept[1]], [kept[0], files[1]], [files[0], kept[1]]):
         job = memtrace.load(*paths)
         assert job.ranks == (0, 1)
@@ -184,14 +185,14 @@ def test_folders_and_files_together_are_the_ranks_of_a_job(tmp_path: Path, files
             assert job.rank(number).manifest["world_size"] == 2
         assert "by the order" in job.rank(1).coverage.notes[-1]
     for number, file in enumerate(files):
-        keep(readers.read_job([file]), tmp_path / f"rank{5 - number}.memtrace")
+        write_trace(readers.read_job([file]), tmp_path / f"rank{5 - number}.memtrace")
     named = memtrace.load(tmp_path / "rank5.memtrace", tmp_path / "rank4.memtrace")
     assert named.ranks == (4, 5)
     assert named.rank(5).events.equals(memtrace.load(files[0]).events)
 
 
 def test_two_jobs_are_not_one(tmp_path: Path, files: list[Path]) -> None:
-    keep(readers.read_job(files), tmp_path / "job.memtrace")
+    write_trace(readers.read_job(files), tmp_path / "job.memtrace")
     with pytest.raises(TraceError, match=r"job.memtrace and job.memtrace are both of rank 0"):
         memtrace.load(tmp_path / "job.memtrace", tmp_path / "job.memtrace")
 
@@ -244,7 +245,7 @@ def test_reading_a_file_imports_neither_torch_nor_pandas(files: list[Path], tmp_
         "summary(load(sys.argv[1]))\n"
         "print(json.dumps([name for name in ('torch', 'pandas') if name in sys.modules]))"
     )
-    keep(readers.read_job(files[:1]), tmp_path / "kept.memtrace")
+    write_trace(readers.read_job(files[:1]), tmp_path / "kept.memtrace")
     for path in (files[0], tmp_path / "kept.memtrace"):
         done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
         assert json.loads(done.stdout) == []
