@@ -223,10 +223,10 @@ def _live_columns() -> Iterable[Column]:
             is_required=False,
             is_searched=False,
         )
-    yield Column("order_ns", "int64", "largest time_ns of all events up to the allocation: its place among the steps",
+    yield Column("order_ns", "int64", "largest time_ns of all events up to the allocation, which places it in a step",
                  unit="ns", delta=True, is_required=True)  # fmt: skip
     yield Column(
-        "step", "int64", "number of the step of the allocation", "outside all steps, or the step had not ended"
+        "step", "int64", "number of the step of the allocation", "outside all steps, or its step has not ended"
     )
     yield Column("span_phase", "text", "phase of the allocation by the spans of kind phase", "none had ended",
                  vocabulary=PHASES)  # fmt: skip
@@ -254,7 +254,7 @@ TABLE_MEANINGS: Final = {
     "live": "The live set at the start of a part: one row per block and per reserved segment (block_id is null).",
     "events": "One row per allocation, free, access and event of a segment, in the order of what happened.",
     "ops": "One row per operator call that touched a block.",
-    "spans": "Steps, phases, module calls, waits for data, user ranges and pipeline actions, in the order of their end.",
+    "spans": "Steps, phases, module calls, waits for data, ranges and pipeline actions, in the order of their end.",
     "labels": "Categories and names that the program itself gives to blocks.",
     "segments": "CUDA: the segments that the allocator held at the end of the trace.",
     "counters": "Totals counted by the allocator or the driver, at the moments at which they were read.",

@@ -21,6 +21,7 @@ from memtrace import readers
 from memtrace.analysis.summary import summary
 from memtrace.errors import TraceError
 from memtrace.format.encode import empty_tables
+from memtrace.format.manifest import TraceSource
 from memtrace.readers import isolated, registry
 from memtrace.readers.content import Content
 from memtrace.readers.import_job import write_trace
@@ -59,7 +60,7 @@ def test_import_keeps_what_the_file_says(tmp_path: Path, files: list[Path]) -> N
         for column in columns:
             assert one.columns(table, column)[column].tolist() == other.columns(table, column)[column].tolist()
     parts = json.loads((kept / "rank=0" / "manifest.json").read_text())["parts"]
-    assert set(parts) <= set(empty_tables()) and parts["events"] == 1
+    assert set(parts) <= {*empty_tables(), "live"} and parts["events"] == [[0, 0]]
 
 
 def test_several_files_are_several_ranks(tmp_path: Path, files: list[Path]) -> None:
@@ -134,7 +135,7 @@ def test_ranks_by_name_where_the_files_do_not_say(tmp_path: Path, files: list[Pa
     renamed = [
         file.rename(tmp_path / f"rank{number}_memory.pickle") for file, number in zip(files, (10, 2), strict=True)
     ]
-    ranks = [manifest["rank"] for manifest, _ in readers.read_job(renamed)]
+    ranks = [manifest.rank for manifest, _ in readers.read_job(renamed)]
     assert ranks == [2, 10]
     found = readers.read_job(renamed)
     assert found[0][0]["world_size"] == 11
@@ -157,20 +158,20 @@ def _chrome(path: Path, rank: int) -> Path:
 def test_ranks_as_the_files_say(tmp_path: Path) -> None:
     paths = [_chrome(tmp_path / f"rank{9 - rank}.json", rank) for rank in (3, 1)]
     found = readers.read_job(paths)
-    assert [manifest["rank"] for manifest, _ in found] == [1, 3]
+    assert [manifest.rank for manifest, _ in found] == [1, 3]
     with pytest.raises(TraceError, match="are both of rank 1"):
         readers.read_job([paths[1], paths[1]])
 
 
 def test_a_rank_that_is_told_stays_beside_files_that_tell_none(tmp_path: Path, files: list[Path]) -> None:
     found = readers.read_job([files[0], _chrome(tmp_path / "told.json", 1), files[1]])
-    assert [(manifest["rank"], manifest["source"]["file"]) for manifest, _ in found] == [
+    assert [(manifest.rank, manifest.source.file) for manifest, _ in found] == [
         (0, files[0].name), (1, "told.json"), (2, files[1].name),
     ]  # fmt: skip
-    notes = [manifest["coverage"]["notes"][-1] for manifest, _ in found]
+    notes = [manifest.coverage.notes[-1] for manifest, _ in found]
     assert ["as it says" in note for note in notes] == [False, True, False]
     named = files[1].rename(tmp_path / "rank7.pickle")
-    assert [manifest["rank"] for manifest, _ in readers.read_job([named, tmp_path / "told.json"])] == [1, 7]
+    assert [manifest.rank for manifest, _ in readers.read_job([named, tmp_path / "told.json"])] == [1, 7]
 
 
 def test_folders_and_files_together_are_the_ranks_of_a_job(tmp_path: Path, files: list[Path]) -> None:
@@ -182,7 +183,7 @@ def test_folders_and_files_together_are_the_ranks_of_a_job(tmp_path: Path, files
         assert job.ranks == (0, 1)
         for number, file in enumerate(files):
             assert job.rank(number).events.equals(memtrace.load(file).events)
-            assert job.rank(number).manifest["world_size"] == 2
+            assert job.rank(number).manifest.world_size == 2
         assert "by the order" in job.rank(1).coverage.notes[-1]
     for number, file in enumerate(files):
         write_trace(readers.read_job([file]), tmp_path / f"rank{5 - number}.memtrace")
@@ -215,7 +216,7 @@ def test_other_packages_add_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point] if group == registry.GROUP else [])
     monkeypatch.setattr(isolated, "_may_fork", lambda: True)
     ((manifest, _),) = readers.read(tmp_path / "x")
-    assert manifest["source"] == {"kind": "foreign", "observer": None, "file": "x"}
+    assert manifest.source == TraceSource("foreign", None, "x")
 
 
 def test_reading_beside_other_threads_spawns(tmp_path: Path, files: list[Path]) -> None:
