@@ -48,6 +48,8 @@ class PartRange:
 
     def num_rows(self, table: str) -> int:
         """Return how many rows ``table`` has."""
+        if table == "live":
+            return int(self._live().num_rows)
         if not self._is_whole and table in ("ops", "spans"):
             return sum(part.num_rows for part in self.read(table, (TABLES[table][0].name,)))
         rows = sum(self._files.num_rows(table, number) for number in self._numbers(table))

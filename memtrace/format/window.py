@@ -222,7 +222,7 @@ class Window:
         time = self._decode("events", "time_ns")["time_ns"][self._live_rows]
         live = {
             "kind": np.where(self._kind[self._live_rows] == _ALLOC, _LIVE, self._kind[self._live_rows]),
-            "time_ns": np.minimum(np.minimum.accumulate(time[::-1])[::-1], self._before_ns),
+            "time_ns": np.minimum(time, self._before_ns),  # of blocks that are first seen later
         }
         replaced = encode_codes("events", live, self._devices)
         for name in set(columns) & set(live):

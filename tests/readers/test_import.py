@@ -138,7 +138,7 @@ def test_ranks_by_name_where_the_files_do_not_say(tmp_path: Path, files: list[Pa
     ranks = [manifest.rank for manifest, _ in readers.read_job(renamed)]
     assert ranks == [2, 10]
     found = readers.read_job(renamed)
-    assert found[0][0]["world_size"] == 11
+    assert found[0][0].world_size == 11
     assert found[0][0]["coverage"]["notes"][-1] == "rank 2 is rank2_memory.pickle, by its name"
 
 

@@ -74,10 +74,10 @@ def test_clocks_are_aligned_to_what_one_machine_shows(ddp):
     begins = [trace.rank(number).manifest.t0_epoch_ns for number in trace.ranks]
     for number in trace.ranks[1:]:
         clock = trace.rank(number).manifest.clock
-        wrong = abs(clock["offset_ns"] - (begins[number] - begins[0]))
-        assert wrong <= clock["error_ns"] + 200_000  # reading two clocks to tell t0_epoch_ns is not exact either
-        assert clock["error_ns"] < 50_000_000
-        assert clock["drift_ns"] is not None and abs(clock["drift_ns"]) < 50_000_000
+        wrong = abs(clock.offset_ns - (begins[number] - begins[0]))
+        assert wrong <= clock.error_ns + 200_000  # reading two clocks to tell t0_epoch_ns is not exact either
+        assert clock.error_ns < 50_000_000
+        assert clock.drift_ns is not None and abs(clock.drift_ns) < 50_000_000
 
 
 def test_ranks_of_a_data_parallel_job(ddp):
