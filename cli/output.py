@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,17 +98,17 @@ def working(what: str) -> Iterator[None]:
 def open_traces(traces: Sequence[str], preload: str | None = None) -> Trace:
     """The trace of a folder or of files; with a spinner where reading takes over a second.
 
-    ``preload``: a module that is used next; it is imported while a file is read.
+    ``preload``: a module that the command uses next; it is imported while another process reads the file.
     """
     from memtrace.trace import load
 
-    if preload is not None and any(Path(trace).is_file() for trace in traces):
-        from memtrace.readers import isolated
+    def import_next_module() -> None:
+        if preload is not None:
+            import_module(preload)
 
-        isolated.MEANWHILE.append(partial(import_module, preload))
     size_bytes = sum(Path(trace).stat().st_size for trace in traces if Path(trace).is_file())
     with working(f"reading {' '.join(traces)}") if size_bytes > _SLOW_BYTES else nullcontext():
-        return load(*traces)
+        return load(*traces, work_during_read=import_next_module)
 
 
 def cannot_tell(trace: Trace) -> str | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -22,6 +21,7 @@ from memtrace.format import arrays
 from memtrace.format.arrays import Array
 from memtrace.format.part_reader import MemoryTables, Source, open_folder
 from memtrace.format.schema import CATEGORIES, COUNTERS, EVENT_KINDS, NAME_KINDS, PHASES, SPAN_KINDS, TABLES
+from memtrace.frames import Frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,15 +41,6 @@ _VOCABULARIES = {
 _OF_DEVICES = ("events", "segments", "counters", "device_times")
 _IDENTITIES = {("events", "block_id"), ("events", "op_id"), ("ops", "op_id"), ("labels", "block_id")}
 _DTYPES: dict[str, type[np.signedinteger[Any]]] = {"int64": np.int64, "int32": np.int32, "int16": np.int16}
-
-
-@dataclass(frozen=True)
-class Frame:
-    """One Python frame of a stack."""
-
-    file: str
-    line: int
-    function: str
 
 
 class Trace:
@@ -170,7 +161,7 @@ class Trace:
     def frames(self, stack: int) -> list[Frame]:
         """The frames of a stack, innermost first; empty for -1 and for a stack that was never written."""
         texts, stacks = self._names
-        return [_frame(texts[identity]) for identity in stacks.get(stack, ()) if identity in texts]
+        return [Frame.from_text(texts[identity]) for identity in stacks.get(stack, ()) if identity in texts]
 
     # -- tables, for people ----------------------------------------------------------------------------------
 
@@ -314,26 +305,27 @@ class Trace:
         return frame
 
 
-def load(path: str | Path, *others: str | Path) -> Trace:
+def load(path: str | Path, *others: str | Path, work_during_read: Callable[[], None] | None = None) -> Trace:
     """Open a trace: a ``*.memtrace`` folder, the folder of one rank, or a file of another tool.
 
     Several of them are the ranks of one job (see ``memtrace.readers.number_ranks``). Raises TraceError where there is
-    nothing to read, and where what is there is damaged, foreign or too new.
+    nothing to read, and where what is there is damaged, foreign or too new. ``work_during_read``: see
+    ``memtrace.readers.read``.
     """
     path = Path(path)
     if others:
-        return _load_job([path, *map(Path, others)])
+        return _load_job([path, *map(Path, others)], work_during_read)
     if path.is_dir():
         return Trace(path, *open_folder(path))
     if not path.exists():
         raise TraceError(f"{path} does not exist. Give the folder that memtrace.record wrote (*.memtrace), or a file.")
     from memtrace import readers
 
-    ranks = readers.read(path)
-    return Trace(path, {manifest["rank"]: MemoryTables(manifest, tables) for manifest, tables in ranks})
+    ranks = readers.read(path, work_during_read=work_during_read)
+    return Trace(path, {rank.manifest["rank"]: MemoryTables(rank.manifest, rank.tables) for rank in ranks})
 
 
-def _load_job(paths: list[Path]) -> Trace:
+def _load_job(paths: list[Path], work_during_read: Callable[[], None] | None) -> Trace:
     from memtrace import readers
 
     found: list[tuple[Path, Source]] = []
@@ -344,7 +336,9 @@ def _load_job(paths: list[Path]) -> Trace:
             found += [(path, folder) for folder in folders.values()]
             unreadable |= faults
         else:
-            found += [(path, MemoryTables(manifest, tables)) for manifest, tables in readers.read(path)]
+            read_ranks = readers.read(path, work_during_read=work_during_read)
+            found += [(path, MemoryTables(rank.manifest, rank.tables)) for rank in read_ranks]
+            work_during_read = None
     readers.number_ranks([(path, source.manifest) for path, source in found])
     ranks = {int(source.manifest["rank"]): source for _, source in found}
     return Trace(None, dict(sorted(ranks.items())), {n: why for n, why in unreadable.items() if n not in ranks})
@@ -352,12 +346,6 @@ def _load_job(paths: list[Path]) -> Trace:
 
 def _present(pairs: Iterable[tuple[int, T | None]]) -> Iterable[tuple[int, T]]:
     return ((key, value) for key, value in pairs if value is not None)
-
-
-def _frame(text: str) -> Frame:
-    file, _, rest = text.partition("\t")
-    line, _, function = rest.partition("\t")
-    return Frame(file, int(line) if line.isdigit() else 0, function)
 
 
 def _natural(device: str) -> tuple[bool, list[tuple[int, str]]]:

@@ -15,14 +15,14 @@ from memtrace.format.schema import MANIFEST_NAME
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    Rank = tuple[dict[str, Any], dict[str, pa.Table]]
+    from memtrace.readers.rank import ReadRank
 
 # Columns that grow by small steps; the others repeat, and are encoded by dictionary.
 _RISING: Final = {"time_ns", "block_id", "op_id", "start_ns", "id", "address"}
 _PLAIN: Final = {"frames", "recompute", "small", "expandable"}
 
 
-def keep(ranks: Sequence[Rank], folder: Path, *, overwrite: bool = False) -> None:
+def keep(ranks: Sequence[ReadRank], folder: Path, *, overwrite: bool = False) -> None:
     """Write the ranks of a job to ``folder`` (``rank=N/manifest.json`` and Parquet parts).
 
     It appears under its name only once it is whole. What is there already is left alone: TraceError, unless
@@ -33,8 +33,8 @@ def keep(ranks: Sequence[Rank], folder: Path, *, overwrite: bool = False) -> Non
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as place:
             new = Path(place) / "new"
-            for manifest, tables in ranks:
-                _write_rank(manifest, tables, new / f"rank={manifest['rank']}")
+            for rank in ranks:
+                _write_rank(rank.manifest, rank.tables, new / f"rank={rank.manifest['rank']}")
             _put(new, folder, Path(place) / "old")
     except OSError as error:
         raise TraceError(f"{folder} cannot be written: {error.strerror or error}.") from error

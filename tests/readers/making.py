@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from memtrace.readers.content import Content
-from memtrace.readers.registry import reader_for
+from memtrace.readers.registry import find_reader
 from memtrace.trace import Trace
 
 MIB = 1 << 20
@@ -172,5 +172,5 @@ def read_here(path: Path, value: Any) -> Trace:
     """Read a snapshot without the process of its own, for tests that read many."""
     path.write_bytes(pickle.dumps(value))
     content = Content.of(path)
-    ((manifest, tables),) = reader_for(content).read(content)
-    return Trace.from_tables(manifest, tables)
+    (rank,) = find_reader(content).read(content)
+    return Trace.from_tables(rank.manifest, rank.tables)

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from memtrace.readers.frames import Sign, operator_of, parse_traceback, phase_of
 
 from memtrace.analysis import blocks_table
 from memtrace.format.schema import PHASES
 from memtrace.readers.cuda_snapshot.phases import phase_spans, without_stack
-from memtrace.readers.frames import Sign, operator_of, parse_traceback, phase_of
 from memtrace.readers.tables import Names
 from memtrace.trace import Trace
 from tests.readers.making import Maker, frame, read_here
