@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.output import UNKNOWN, cannot_tell, console, duration, plain_table, print_json, size
+from memtrace.cli.output import cannot_tell, console, plain_table, print_json
 from memtrace.cli.quantities import BYTES_OR_NONE
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
 from rich.markup import escape
 
 from memtrace.errors import MemtraceError
+from memtrace.units import UNKNOWN, format_bytes, format_duration
 
 if TYPE_CHECKING:
     from memtrace.analysis.access import Bandwidths
@@ -73,29 +74,34 @@ def _print(out: Console, name: str, found: dict[str, Any]) -> None:
         out.print(f"[bold]{escape(name)}[/]: no access intervals; {why}")
         return
     out.print(f"[bold]{escape(name)}[/]: {found['num_intervals']:,} access intervals")
-    out.print(", ".join(f"{p} %: {duration(value)}" for p, value in found["percentiles"].items()))
+    out.print(", ".join(f"{p} %: {format_duration(value)}" for p, value in found["percentiles"].items()))
     for title, key in (("by category", "by_category"), ("by size", "by_size")):
         table = plain_table(title, "intervals", "median", "90 %", "")
         for row in found[key]:
-            table.add_row(row["name"], f"{row['num_intervals']:,}", duration(row["median_ns"]), duration(row["p90_ns"]))
+            table.add_row(
+                row["name"],
+                f"{row['num_intervals']:,}",
+                format_duration(row["median_ns"]),
+                format_duration(row["p90_ns"]),
+            )
         out.print()
         out.print(table)
     costs = found["bandwidths"]
     out.print(
         f"\n[bold]swap[/] at {costs['out']['gb_per_s']:.2f} GB/s out and {costs['in']['gb_per_s']:.2f} GB/s in "
-        f"({escape(costs['source'])}), blocks from {size(found['min_bytes'])}:"
+        f"({escape(costs['source'])}), blocks from {format_bytes(found['min_bytes'])}:"
     )
     for text, key in (("t = a + b*S", "swappable"), ("bandwidth alone", "swappable_bandwidth_only")):
         row = found[key]
         out.print(
-            f"  {text}: {row['num_intervals']:,} intervals are long enough, {size(row['bytes'])} of blocks, "
-            f"{size(row['bytes_at_peak'])} untouched across the peak"
+            f"  {text}: {row['num_intervals']:,} intervals are long enough, {format_bytes(row['bytes'])} of blocks, "
+            f"{format_bytes(row['bytes_at_peak'])} untouched across the peak"
         )
     if found["outliers"]:
         table = plain_table("size", "intervals", "median", "out and in", "at the peak", "category", "line")
         for row in found["outliers"]:
-            table.add_row(size(row["bytes"]), f"{row['num_intervals']:,}", duration(row["median_ns"]),
-                          duration(row["swap_ns"]), size(row["bytes_at_peak"]), row["category"],
+            table.add_row(format_bytes(row["bytes"]), f"{row['num_intervals']:,}", format_duration(row["median_ns"]),
+                          format_duration(row["swap_ns"]), format_bytes(row["bytes_at_peak"]), row["category"],
                           escape(row["site"] or UNKNOWN))  # fmt: skip
         out.print()
         out.print(table)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.output import UNKNOWN, console, plain_table, print_json, size
+from memtrace.cli.output import console, plain_table, print_json
 from memtrace.cli.quantities import BYTES_OR_NONE
 from memtrace.cli.tabular import print_csv
 from rich.markup import escape
 
 from memtrace.errors import MemtraceError
+from memtrace.units import UNKNOWN, format_bytes
 
 
 @click.command("check")
@@ -61,8 +62,8 @@ def command(
         table = plain_table("", "rank", "found", "allowed", "limit: line that holds most of it")
         for row in rows:
             where = escape(f"{row['limit']}: {row['site'] or UNKNOWN}")
-            table.add_row("ok" if row["passed"] else "BROKEN", str(row["rank"]), size(row["found_bytes"]),
-                          size(row["allowed_bytes"]), where)  # fmt: skip
+            table.add_row("ok" if row["passed"] else "BROKEN", str(row["rank"]), format_bytes(row["found_bytes"]),
+                          format_bytes(row["allowed_bytes"]), where)  # fmt: skip
         console().print(table)
     sys.exit(0 if passed else 1)
 

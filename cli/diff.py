@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import click
 from memtrace.cli.arguments import RANK, WINDOW, Selection
-from memtrace.cli.output import UNKNOWN, cannot_tell, console, duration, plain_table, print_json, size
+from memtrace.cli.output import cannot_tell, console, plain_table, print_json
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
 from rich.markup import escape
 
 from memtrace.analysis.diff import Diff
+from memtrace.units import UNKNOWN, format_bytes, format_duration
 
 _ROWS = 15
 
@@ -47,7 +48,7 @@ def command(
 def _print(out: Console, found: Diff) -> None:
     table = plain_table("", "before", "after", "change")
     for name, (one, two) in found.totals.items():
-        show = duration if name.endswith("_ns") else size if name.endswith("_bytes") else _number
+        show = format_duration if name.endswith("_ns") else format_bytes if name.endswith("_bytes") else _number
         what = name.removesuffix("_ns").removesuffix("_bytes").removeprefix("num_").replace("_", " ")
         table.add_row(what, show(_whole(one)), show(_whole(two)), _ratio(one, two))
     out.print(table)
@@ -59,7 +60,10 @@ def _print(out: Console, found: Diff) -> None:
                 sign = "+" if row.change_bytes > 0 else ""
                 name = escape(row.name or UNKNOWN) + ("" if row.kind in ("grew", "shrank") else f" ({row.kind})")
                 table.add_row(
-                    f"{sign}{size(row.change_bytes)}", size(row.before_bytes or 0), size(row.after_bytes or 0), name
+                    f"{sign}{format_bytes(row.change_bytes)}",
+                    format_bytes(row.before_bytes or 0),
+                    format_bytes(row.after_bytes or 0),
+                    name,
                 )
             out.print()
             out.print(table)

@@ -7,7 +7,9 @@ from importlib import metadata
 from typing import Any
 
 import click
-from memtrace.cli.output import console, duration, plain_table, print_json
+from memtrace.cli.output import console, plain_table, print_json
+
+from memtrace.units import format_duration
 
 PACKAGES = ("memtrace", "torch", "numpy", "pandas", "pyarrow", "plotly")
 
@@ -33,7 +35,7 @@ def command(as_json: bool, bandwidth: bool) -> None:
     for way in ("out", "in"):
         if bandwidth:
             told = found["bandwidth"][way]
-            cost = f"{told['gb_per_s']:.2f} GB/s, starting after {duration(told['start_ns'])}"
+            cost = f"{told['gb_per_s']:.2f} GB/s, starting after {format_duration(told['start_ns'])}"
             table.add_row(f"copies {way}", f"{cost} ({found['bandwidth']['source']})")
     out = console()
     out.print(table)

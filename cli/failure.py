@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memtrace.cli.output import UNKNOWN, console, duration, escape, plain_table, size
+from memtrace.cli.output import console, escape, plain_table
 
 from memtrace.interpreter import run_python
+from memtrace.units import UNKNOWN, format_bytes, format_duration
 
 NO_STACK = "(no stack: older than the recording, small, or stacks were off)"
 
@@ -18,21 +19,24 @@ if TYPE_CHECKING:
 
 def moment(found: dict[str, Any]) -> str:
     """When something was, by its ``time_ns``; by its ``event`` where the trace has no times."""
-    return f"at event {found['event']:,}" if found["time_ns"] is None else f"at {duration(found['time_ns'])}"
+    return f"at event {found['event']:,}" if found["time_ns"] is None else f"at {format_duration(found['time_ns'])}"
 
 
 def print_failure(out: Console, failure: dict[str, Any], name: str) -> None:
     """Print one entry of ``out_of_memory`` of the summary of the trace ``name``."""
     when = f"out of memory on {failure['device']} {moment(failure)}"
     who = escape(failure["site"] or UNKNOWN)
-    out.print(f"\n[bold]{when}[/]: {size(failure['asked_bytes'])} asked for by {who}")
+    out.print(f"\n[bold]{when}[/]: {format_bytes(failure['asked_bytes'])} asked for by {who}")
     left = failure["device_free_bytes"]
-    out.print(f"{size(failure['live_bytes'])} were live{'' if left is None else f', the device had {size(left)} left'}")
+    out.print(
+        f"{format_bytes(failure['live_bytes'])} were "
+        f"live{'' if left is None else f', the device had {format_bytes(left)} left'}"
+    )
     if failure["room"] is not None:
         _print_room(out, failure["room"])
     table = plain_table("size", "blocks", "held by")
     for holder in failure["holders"][:6]:
-        table.add_row(size(holder["bytes"]), str(holder["blocks"]), escape(holder["site"] or NO_STACK))
+        table.add_row(format_bytes(holder["bytes"]), str(holder["blocks"]), escape(holder["site"] or NO_STACK))
     out.print(table)
     for sentence in failure["advice"]:
         out.print(f"try: {escape(sentence)}")
@@ -43,8 +47,10 @@ def print_failure(out: Console, failure: dict[str, Any], name: str) -> None:
 def _print_room(out: Console, room: dict[str, Any]) -> None:
     state = room["state"]
     out.print(
-        f"of {size(state['reserved_bytes'])} reserved {size(state['free_bytes'])} were in no block, but the largest "
-        f"piece within reach was {size(room['largest_fit_bytes'])}, and {size(room['free_elsewhere_bytes'])} were on "
+        f"of {format_bytes(state['reserved_bytes'])} reserved {format_bytes(state['free_bytes'])} were in no block, "
+        f"but the largest "
+        f"piece within reach was {format_bytes(room['largest_fit_bytes'])}, and "
+        f"{format_bytes(room['free_elsewhere_bytes'])} were on "
         "other streams, in other pools or for blocks of another size"
     )
 

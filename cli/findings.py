@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.output import UNKNOWN, console, counted, plain_table, print_json, size
+from memtrace.cli.output import console, plain_table, print_json
 from memtrace.cli.quantities import BYTES
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
 from rich.markup import escape
 
 from memtrace.analysis.findings import FIELDS, DeviceFindings
+from memtrace.units import UNKNOWN, format_bytes, format_count
 
 
 @click.command("findings")
@@ -40,11 +41,13 @@ def command(selection: Selection, min_bytes: int | None, as_json: bool, as_csv: 
 
 
 def _print_device(out: Console, device: DeviceFindings) -> None:
-    out.print(f"[bold]{device.device}: peak {size(device.peak_bytes)}[/]")
+    out.print(f"[bold]{device.device}: peak {format_bytes(device.peak_bytes)}[/]")
     if device.peak_if_all_mended_bytes is not None:
         lowest = device.lower_bound_bytes
-        bound = "" if lowest is None else f"; one operator touches {size(lowest)} at most: no order is below that"
-        out.print(f"{size(device.peak_if_all_mended_bytes)} if all were mended that a line mends{bound}")
+        bound = (
+            "" if lowest is None else f"; one operator touches {format_bytes(lowest)} at most: no order is below that"
+        )
+        out.print(f"{format_bytes(device.peak_if_all_mended_bytes)} if all were mended that a line mends{bound}")
     for reason in device.not_judged:
         out.print(f"not judged: {escape(reason)}")
     for mechanism, title in ((False, "a line mends it"), (True, "it takes recomputing, swapping or working in place")):
@@ -54,7 +57,8 @@ def _print_device(out: Console, device: DeviceFindings) -> None:
         table = plain_table("saves", "peak then", "at once", "blocks", f"{title}: what, where")
         for row in rows[:12]:
             what = (row.name or row.pattern).replace("_", " ")
-            table.add_row(size(row.saved_bytes), size(row.peak_if_mended_bytes), size(row.bytes), f"{row.num_blocks:,}",
+            table.add_row(format_bytes(row.saved_bytes), format_bytes(row.peak_if_mended_bytes),
+            format_bytes(row.bytes), f"{row.num_blocks:,}",
                           escape(f"{what}: {row.site or UNKNOWN} ({row.category})"))  # fmt: skip
         out.print()
         out.print(table)
@@ -62,7 +66,8 @@ def _print_device(out: Console, device: DeviceFindings) -> None:
             out.print(f"try, {what.replace('_', ' ')}: {advice}", soft_wrap=True)
     elsewhere = [row.bytes for row in device.findings if not row.saved_bytes]
     if elsewhere:
-        out.print(f"\n{counted(len(elsewhere), 'finding')} of up to {size(max(elsewhere))} at other moments than the "
+        out.print(f"\n{format_count(len(elsewhere), 'finding')} of up to {format_bytes(max(elsewhere))} at other "
+                  f"moments than the "
                   "peak, which save nothing of it: --json and --csv list them")  # fmt: skip
     elif not device.findings and device.peak_if_all_mended_bytes is not None:
         out.print("nothing found")

@@ -6,11 +6,13 @@ from typing import Any
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.output import cannot_tell, console, counted, plain_table, print_json, size
+from memtrace.cli.output import cannot_tell, console, plain_table, print_json
 from memtrace.cli.quantities import BYTES
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
 from rich.markup import escape
+
+from memtrace.units import format_bytes, format_count
 
 CSV_COLUMNS = ("site", "category", "bytes_per_step", "num_growing_steps", "num_blocks", "bytes_live", "cycle_bytes")
 
@@ -43,27 +45,32 @@ def _print(out: Console, name: str, found: dict[str, Any]) -> None:
         out.print(f"[bold]{escape(name)}[/]: too few steps to tell what grows")
         return
     if not found["leaks"]:
-        out.print(f"[bold]{escape(name)}[/]: no leaks in {counted(found['num_steps'], 'step')} after warm-up")
+        out.print(f"[bold]{escape(name)}[/]: no leaks in {format_count(found['num_steps'], 'step')} after warm-up")
     else:
         out.print(
-            f"[bold]{escape(name)}: grows by {size(round(found['bytes_per_step']))} a step[/] "
-            f"({counted(found['num_steps'], 'step')} after warm-up)"
+            f"[bold]{escape(name)}: grows by {format_bytes(round(found['bytes_per_step']))} a step[/] "
+            f"({format_count(found['num_steps'], 'step')} after warm-up)"
         )
         table = plain_table("a step", "live", "blocks", "category", "line")
         for row in found["leaks"]:
-            table.add_row(size(round(row["bytes_per_step"])), size(row["bytes_live"]), f"{row['num_blocks']:,}",
+            table.add_row(format_bytes(round(row["bytes_per_step"])), format_bytes(row["bytes_live"]),
+            f"{row['num_blocks']:,}",
                           row["category"], escape(row["site"] or "(no stack was taken)"))  # fmt: skip
         out.print(table)
     if found["steps_to_capacity"] is not None:
         out.print(
-            f"{size(found['capacity_bytes'])} are reached after {counted(found['steps_to_capacity'], 'more step')}"
+            f"{format_bytes(found['capacity_bytes'])} are reached after "
+            f"{format_count(found['steps_to_capacity'], 'more step')}"
         )
     if found["cycle_bytes"]:
-        out.print(f"reference cycles: {size(found['cycle_bytes'])} were freed only by Python's garbage collector")
+        out.print(
+            f"reference cycles: {format_bytes(found['cycle_bytes'])} were freed only by Python's garbage collector"
+        )
     if found["outliving"]:
         table = plain_table("outlives its usual life", "bytes", "blocks", "usual", "longest", "")
         for row in found["outliving"]:
-            table.add_row(escape(row["site"]), size(row["bytes"]), f"{row['num_blocks']:,}",
-                          counted(row["usual_steps"], "step"), counted(row["longest_steps"], "step"), "")  # fmt: skip
+            table.add_row(escape(row["site"]), format_bytes(row["bytes"]), f"{row['num_blocks']:,}",
+                          format_count(row["usual_steps"], "step"), format_count(row["longest_steps"], "step"),
+                          "")  # fmt: skip
         out.print()
         out.print(table)

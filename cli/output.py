@@ -21,20 +21,7 @@ if TYPE_CHECKING:
 
     from memtrace.trace import Trace
 
-UNKNOWN = "unknown"
 _SLOW_BYTES = 20 << 20
-
-
-def size(value: int | None) -> str:
-    """Bytes in binary units."""
-    if value is None:
-        return UNKNOWN
-    sign, left = ("-", -float(value)) if value < 0 else ("", float(value))
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        if round(left) < 1024 or unit == "PiB":
-            return f"{sign}{left:.0f} {unit}" if unit == "B" or left >= 100 else f"{sign}{left:.1f} {unit}"
-        left /= 1024
-    raise AssertionError
 
 
 def escape(text: str) -> str:
@@ -42,26 +29,6 @@ def escape(text: str) -> str:
     from rich.markup import escape as escaped
 
     return escaped(text)
-
-
-def counted(number: int, what: str) -> str:
-    """A number of things, in words that agree with it."""
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
-
-
-def duration(value_ns: int | None) -> str:
-    """Nanoseconds in a unit that leaves few digits."""
-    if value_ns is None:
-        return UNKNOWN
-    for limit, divisor, unit in ((1e6, 1e3, "us"), (1e9, 1e6, "ms")):
-        if value_ns < limit:
-            return f"{value_ns / divisor:.1f} {unit}"
-    return f"{value_ns / 1e9:.2f} s"
-
-
-def share(part: float, whole: float) -> str:
-    """A share in per cent."""
-    return f"{100 * part / whole:.1f} %" if whole else UNKNOWN
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.output import console, duration, plain_table, print_json, share, size, working
+from memtrace.cli.output import console, plain_table, print_json, working
 from memtrace.cli.quantities import BYTES
 from rich.console import Console
 
 from memtrace.errors import MemtraceError
+from memtrace.units import format_bytes, format_duration, format_share
 
 if TYPE_CHECKING:
     from memtrace.pipeline.compare import Comparison
@@ -94,9 +95,9 @@ def _print_stages(out: Console, found: Measured) -> None:
                         "backward")  # fmt: skip
     for one in sorted(found.stages, key=lambda stage: (stage.pipeline, stage.stage)):
         name = f"{one.stage} of pipeline {one.pipeline}" if one.pipeline else str(one.stage)
-        table.add_row(name, str(one.rank), size(one.parameter_bytes), size(one.gradient_bytes),
-                      size(one.optimizer_bytes), size(one.activation_bytes), str(one.in_flight_peak),
-                      duration(one.forward_ns), duration(one.backward_ns))  # fmt: skip
+        table.add_row(name, str(one.rank), format_bytes(one.parameter_bytes), format_bytes(one.gradient_bytes),
+                      format_bytes(one.optimizer_bytes), format_bytes(one.activation_bytes), str(one.in_flight_peak),
+                      format_duration(one.forward_ns), format_duration(one.backward_ns))  # fmt: skip
     ran = f"torch's {found.torch_schedule}" if found.torch_schedule else "marked by the program"
     out.print(f"[bold]stages[/] ({ran}); activations and times of one micro-batch")
     out.print(table)
@@ -109,15 +110,15 @@ def _print_workers(out: Console, found: Measured, against: Comparison | None) ->
     headers += ["predicted", "error", "in flight (predicted)"] if predicted else ["in flight"]
     table = plain_table(*headers, "bubbles")
     for worker in found.workers:
-        cells = [str(worker.rank), " ".join(map(str, worker.stages)), size(worker.peak_bytes)]
-        cells += [size(worker.headroom_bytes)] if with_capacity else []
+        cells = [str(worker.rank), " ".join(map(str, worker.stages)), format_bytes(worker.peak_bytes)]
+        cells += [format_bytes(worker.headroom_bytes)] if with_capacity else []
         one = predicted.get(worker.rank)
         if one is None:
             cells.append(str(worker.in_flight_peak))
         else:
-            cells += [size(one.predicted_peak_bytes), f"{100 * one.error:+.1f} %",
+            cells += [format_bytes(one.predicted_peak_bytes), f"{100 * one.error:+.1f} %",
                       f"{worker.in_flight_peak} ({one.predicted_in_flight})"]  # fmt: skip
-        table.add_row(*cells, share(worker.bubble_share, 1))
+        table.add_row(*cells, format_share(worker.bubble_share, 1))
     out.print("\n[bold]workers[/]; bubbles are the idle share of one step")
     out.print(table)
     out.print(f"\nimbalance (highest peak over the mean): {found.imbalance:.2f}")

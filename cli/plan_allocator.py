@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.output import UNKNOWN, console, plain_table, print_json, size
+from memtrace.cli.output import console, plain_table, print_json
 from memtrace.cli.quantities import BYTES
 from rich.markup import escape
+
+from memtrace.units import UNKNOWN, format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -105,13 +107,16 @@ def _replay_line(plan: DevicePlan) -> str:
 
 def _capacity_line(plan: DevicePlan) -> str:
     if plan.capacity is not None:
-        return f"capacity: {size(plan.capacity)}, as given"
+        return f"capacity: {format_bytes(plan.capacity)}, as given"
     ends = None if plan.bracket is None else plan.bracket.ends
     if ends is None:
         return "capacity: the trace does not tell it; give --capacity to see what fits"
     estimate = plan.bracket.estimate if plan.bracket else None
-    told = "" if estimate is None else f"; about {size(estimate)}, by what was free when a request failed"
-    return f"capacity: between {size(ends[0])} and {size(ends[1])}, by what the device gave and what it refused{told}"
+    told = "" if estimate is None else f"; about {format_bytes(estimate)}, by what was free when a request failed"
+    return (
+        f"capacity: between {format_bytes(ends[0])} and {format_bytes(ends[1])}, by what the device gave and "
+        f"what it refused{told}"
+    )
 
 
 def _table(plan: DevicePlan) -> Table:
@@ -160,7 +165,7 @@ def _fits(one: Prediction) -> str:
 def _advice(plan: DevicePlan) -> list[str]:
     lines = []
     if plan.failed_requests:
-        failed = ", ".join(map(size, plan.failed_requests))
+        failed = ", ".join(map(format_bytes, plan.failed_requests))
         lines.append(f"requests that failed when it was recorded ({failed}) would have fitted under: {_rescuers(plan)}")
     best = plan.best
     if best is None and not any(one.certainty for one in plan.predictions):

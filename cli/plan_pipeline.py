@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
-from memtrace.cli.output import console, duration, plain_table, print_json, share, size, working
+from memtrace.cli.output import console, plain_table, print_json, working
 from memtrace.cli.quantities import BYTES
 from rich.markup import escape
 
 from memtrace.errors import MemtraceError
+from memtrace.units import format_bytes, format_duration, format_share
 
 if TYPE_CHECKING:
     from memtrace.pipeline.costs import Layer
@@ -219,7 +220,7 @@ def _search(
 
 
 def _seconds(value: float) -> str:
-    return duration(round(value * 1e9))
+    return format_duration(round(value * 1e9))
 
 
 def _print_notes(notes: Iterable[str]) -> None:
@@ -236,9 +237,9 @@ def _print_stages(result: Plan) -> None:
             str(stage["num_layers"]),
             _seconds(stage["forward_s"]),
             _seconds(stage["backward_s"]),
-            size(stage["parameter_bytes"]),
-            size(state),
-            size(stage["activation_bytes"]),
+            format_bytes(stage["parameter_bytes"]),
+            format_bytes(state),
+            format_bytes(stage["activation_bytes"]),
             escape(f"{stage['layers'][0]} to {stage['layers'][-1]}"),
         )
     assert result.typical is not None
@@ -258,14 +259,14 @@ def _print_schedules(result: Plan, capacity: int | None) -> None:
         table.add_row(
             escape(_named(one)) + ("  (async)" if one.schedule.asynchronous else ""),
             _seconds(one.step_time_s),
-            share(one.bubble_ratio, 1),
-            size(max(peaks)),
-            size(min(peaks)),
+            format_share(one.bubble_ratio, 1),
+            format_bytes(max(peaks)),
+            format_bytes(min(peaks)),
             _fits(one),
             " ".join(str(memory.in_flight_peak) for memory in one.memories),
         )
     out = console()
-    limit = "" if capacity is None else f", {size(capacity)} a worker"
+    limit = "" if capacity is None else f", {format_bytes(capacity)} a worker"
     out.print(f"\n[bold]schedules by step time{limit}[/]")
     out.print(table)
     if len(result.predictions) > _SHOWN:
@@ -306,7 +307,7 @@ def _print_configurations(found: list[Configuration]) -> None:
             f"{one.num_microbatches} x {one.microbatch_size}",
             _seconds(one.prediction.step_time_s),
             f"{one.samples_per_s:,.1f}",
-            size(one.prediction.peak_bytes),
+            format_bytes(one.prediction.peak_bytes),
             _fits(one.prediction),
         )
     console().print(table)

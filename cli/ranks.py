@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.output import UNKNOWN, console, duration, plain_table, print_json, size, working
+from memtrace.cli.output import console, plain_table, print_json, working
 from rich.markup import escape
+
+from memtrace.units import UNKNOWN, format_bytes, format_duration
 
 if TYPE_CHECKING:
     from memtrace.analysis.ranks import RankRow, Ranks
@@ -49,8 +51,8 @@ def _print(found: Ranks, trace: str) -> None:
     errors = [row.clock_error_ns for row in found.rows if row.clock_error_ns is not None]
     drifts = [abs(row.clock_drift_ns) for row in found.rows if row.clock_drift_ns is not None]
     if errors:
-        drift = duration(max(drifts)) if drifts else UNKNOWN
-        out.print(f"clocks agree to {duration(max(errors))}, drift over the recording {drift}")
+        drift = format_duration(max(drifts)) if drifts else UNKNOWN
+        out.print(f"clocks agree to {format_duration(max(errors))}, drift over the recording {drift}")
     imbalance = UNKNOWN if found.imbalance is None else f"{found.imbalance:.2f}"
     slowest = "none stands out" if found.slowest is None else f"rank {found.slowest}"
     out.print(f"\nimbalance (highest peak over the mean): {imbalance}; slowest: {slowest}")
@@ -61,7 +63,7 @@ def _print(found: Ranks, trace: str) -> None:
 
 def _cells(row: RankRow) -> list[str]:
     known = row.peak_bytes is not None
-    held = [size(row.by_category.get(name, 0)) if known else UNKNOWN for name in _CATEGORIES]
+    held = [format_bytes(row.by_category.get(name, 0)) if known else UNKNOWN for name in _CATEGORIES]
     other = sum(held for name, held in row.by_category.items() if name not in _CATEGORIES) if known else None
-    return [f"{row.rank} {row.device or ''}".strip(), size(row.peak_bytes), *held, size(other),
-            duration(row.step_ns), duration(row.working_ns), row.phase or UNKNOWN]  # fmt: skip
+    return [f"{row.rank} {row.device or ''}".strip(), format_bytes(row.peak_bytes), *held, format_bytes(other),
+            format_duration(row.step_ns), format_duration(row.working_ns), row.phase or UNKNOWN]  # fmt: skip

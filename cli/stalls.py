@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.output import console, counted, duration, plain_table, print_json, share
+from memtrace.cli.output import console, plain_table, print_json
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
 
 from memtrace.errors import MemtraceError
+from memtrace.units import format_count, format_duration, format_share
 
 if TYPE_CHECKING:
     from memtrace.analysis.stalls import Split, Stalls
@@ -56,22 +57,26 @@ def _print(found: Stalls, parts: Split | None) -> None:
         out.print("steps: none found; mark them with rec.step() or rec.steps(loader)")
         return
     if found.share is None:
-        out.print(f"{counted(len(found.steps), 'step')}, a usual one {duration(found.median_duration_ns)}; waits for "
+        out.print(f"{format_count(len(found.steps), 'step')}, a usual one "
+                  f"{format_duration(found.median_duration_ns)}; waits for "
                   "data were not seen: they are with rec.steps(loader), and of a DataLoader")  # fmt: skip
     else:
         _print_waits(out, found, found.share)
     if parts is not None:
-        out.print(f"a usual step: synthetic {duration(parts.synthetic_ns)}, cached {duration(parts.cached_ns)}, "
-                  f"cold {duration(parts.cold_ns)}")  # fmt: skip
-        out.print(f"[bold]prep stall {duration(parts.prep_stall_ns)}[/] (cached - synthetic), "
-                  f"[bold]fetch stall {duration(parts.fetch_stall_ns)}[/] (cold - cached)")  # fmt: skip
+        out.print(f"a usual step: synthetic {format_duration(parts.synthetic_ns)}, cached "
+                  f"{format_duration(parts.cached_ns)}, "
+                  f"cold {format_duration(parts.cold_ns)}")  # fmt: skip
+        out.print(f"[bold]prep stall {format_duration(parts.prep_stall_ns)}[/] (cached - synthetic), "
+                  f"[bold]fetch stall {format_duration(parts.fetch_stall_ns)}[/] (cold - cached)")  # fmt: skip
 
 
 def _print_waits(out: Console, found: Stalls, waits: float) -> None:
-    out.print(f"[bold]{counted(len(found.steps), 'step')} wait {share(waits, 1)} of their time for data[/], a usual "
-              f"one {duration(found.median_wait_ns)} of {duration(found.median_duration_ns)}")  # fmt: skip
+    out.print(f"[bold]{format_count(len(found.steps), 'step')} wait {format_share(waits, 1)} of their time for "
+              f"data[/], a usual "
+              f"one {format_duration(found.median_wait_ns)} of "
+              f"{format_duration(found.median_duration_ns)}")  # fmt: skip
     table = plain_table("step", "takes", "waits", "share")
     for row in sorted(found.steps, key=lambda row: -(row.data_wait_ns or 0))[:_ROWS]:
-        table.add_row(str(row.step), duration(row.duration_ns), duration(row.data_wait_ns),
-                      share(row.data_wait_ns or 0, row.duration_ns))  # fmt: skip
+        table.add_row(str(row.step), format_duration(row.duration_ns), format_duration(row.data_wait_ns),
+                      format_share(row.data_wait_ns or 0, row.duration_ns))  # fmt: skip
     out.print(table)

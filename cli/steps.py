@@ -7,10 +7,12 @@ from typing import Any
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.output import UNKNOWN, cannot_tell, console, counted, duration, plain_table, print_json, share, size
+from memtrace.cli.output import cannot_tell, console, plain_table, print_json
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
 from rich.markup import escape
+
+from memtrace.units import UNKNOWN, format_bytes, format_count, format_duration, format_share
 
 
 @click.command("steps")
@@ -52,14 +54,16 @@ def _print(out: Console, name: str, found: dict[str, Any]) -> None:
     bounds = found["boundaries_ns"]
     lasts = sorted(b - a for a, b in pairwise(bounds))[found["num_steps"] // 2] if bounds else None
     out.print(
-        f"[bold]{escape(name)}[/]: {counted(found['num_steps'], 'step')}, {_SOURCES[found['source']]}; a usual one has "
-        f"{found['period_events']:,} events and takes {duration(lasts)}"
+        f"[bold]{escape(name)}[/]: {format_count(found['num_steps'], 'step')}, {_SOURCES[found['source']]}; a usual "
+        f"one has "
+        f"{found['period_events']:,} events and takes {format_duration(lasts)}"
     )
     if found["source"] == "events":
         out.print(f"confidence {found['confidence']:.2f}, by the beat of {found['method']}")
     if found["agreement"] is not None:
         out.print(
-            f"check: the events alone give {share(found['agreement'], 1)} of the marked boundaries{_shifted(found)}"
+            f"check: the events alone give {format_share(found['agreement'], 1)} of the marked "
+            f"boundaries{_shifted(found)}"
         )
     law = found["law"]
     if law:
@@ -67,11 +71,11 @@ def _print(out: Console, name: str, found: dict[str, Any]) -> None:
         out.print(f"allocations = {law['constant']:,} + {law['per_step']:,} x steps, {fit}")
     even = found["stability"]
     if even["roles"] is not None:
-        shares = ", ".join(f"{share(even[what], 1)} of {what}" for what in ("events", "bytes", "roles"))
+        shares = ", ".join(f"{format_share(even[what], 1)} of {what}" for what in ("events", "bytes", "roles"))
         out.print(f"stability after warm-up: a usual step matches the others in {shares}")
     odd = [row for row in even["by_step"] if row["bytes"] < 0.99]
     if odd:
-        steps = ", ".join(f"{row['step']} ({share(row['bytes'], 1)})" for row in odd[:8])
+        steps = ", ".join(f"{row['step']} ({format_share(row['bytes'], 1)})" for row in odd[:8])
         out.print(f"steps that differ (bytes that match): {steps}{f' and {len(odd) - 8} more' if len(odd) > 8 else ''}")
     _print_differences(out, found["differences"])
 
@@ -81,8 +85,8 @@ def _shifted(found: dict[str, Any]) -> str:
     shift, agrees = found["shift_events"], found["shifted_agreement"]
     if not shift or agrees < 0.5:
         return ""
-    where = f"{counted(abs(shift), 'event')} {'later' if shift > 0 else 'earlier'}"
-    return f", and {share(agrees, 1)} of them a steady {where} (frees not counted)"
+    where = f"{format_count(abs(shift), 'event')} {'later' if shift > 0 else 'earlier'}"
+    return f", and {format_share(agrees, 1)} of them a steady {where} (frees not counted)"
 
 
 _HOW = (("missing", "missing in"), ("extra", "only in"), ("other_size", "other size in"),
@@ -95,7 +99,7 @@ def _print_differences(out: Console, differences: list[dict[str, Any]]) -> None:
     table = plain_table("roles that differ", "usual size", "how")
     for one in differences:
         how = [f"{text} {_steps(one[key])}" for key, text in _HOW if one[key]]
-        table.add_row(escape(one["site"]), size(one["bytes"]) if one["bytes"] >= 0 else UNKNOWN, "; ".join(how))
+        table.add_row(escape(one["site"]), format_bytes(one["bytes"]) if one["bytes"] >= 0 else UNKNOWN, "; ".join(how))
     out.print()
     out.print(table)
 

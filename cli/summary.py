@@ -7,20 +7,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.failure import NO_STACK, moment, print_failure
-from memtrace.cli.output import (
-    UNKNOWN,
-    console,
-    counted,
-    duration,
-    escape,
-    plain_table,
-    print_json,
-    share,
-    size,
-    working,
-)
+from memtrace.cli.output import console, escape, plain_table, print_json, working
 
 from memtrace.format.schema import NO_BLOCKS
+from memtrace.units import UNKNOWN, format_bytes, format_count, format_duration, format_share
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,8 +48,9 @@ def _print_ranks(out: Console, found: dict[int, dict[str, Any]]) -> None:
     for number, one in found.items():
         for device in one["devices"]:
             peak = device["peak"]
-            table.add_row(str(number), device["device"], size(peak_bytes(peak)),
-                          size(device["live_requested_bytes_at_end"]), str(peak["phase"] or UNKNOWN))  # fmt: skip
+            table.add_row(str(number), device["device"], format_bytes(peak_bytes(peak)),
+                          format_bytes(device["live_requested_bytes_at_end"]),
+                          str(peak["phase"] or UNKNOWN))  # fmt: skip
     out.print(table)
     out.print("The rank with the highest peak:\n")
 
@@ -87,16 +78,18 @@ def print_summary(out: Console, name: str, found: dict[str, Any]) -> None:
 def _print_coverage(out: Console, name: str, found: dict[str, Any]) -> None:
     told, source = found["coverage"], found["source"]
     first, last = told["first_event_ns"], told["last_event_ns"]
-    span = f" in {duration(last - first)}" if first is not None else ""
+    span = f" in {format_duration(last - first)}" if first is not None else ""
     out.print(
         f"[bold]{escape(name)}[/]  {_origin(source)}: {told['num_events']:,} events{span}, "
-        f"{counted(told['num_steps'], 'step')}",
+        f"{format_count(told['num_steps'], 'step')}",
         soft_wrap=True,
     )
     lost = UNKNOWN if told["lost_events"] is None else f"{told['lost_events']:,}"
     out.print(
-        f"coverage: lost events {lost}, older than the recording {size(told['baseline_bytes'])}, of unknown category "
-        f"at the peak {size(told['unattributed_bytes'])}, outside the allocator {size(told['outside_allocator_bytes'])}"
+        f"coverage: lost events {lost}, older than the recording {format_bytes(told['baseline_bytes'])}, of unknown "
+        f"category "
+        f"at the peak {format_bytes(told['unattributed_bytes'])}, outside the allocator "
+        f"{format_bytes(told['outside_allocator_bytes'])}"
     )
     if not told["finished"]:
         why = told["stop_reason"] or "the process died while recording"
@@ -120,18 +113,20 @@ def _print_device(out: Console, device: dict[str, Any]) -> None:
         part for part in (f"step {peak['step']}" if peak["step"] is not None else "", peak["phase"] or "") if part
     )
     on_cpu = device["device"] == "cpu"  # whose allocator keeps no segments
-    reserved = "nothing reserved beyond that" if on_cpu else f"reserved {size(peak['reserved_bytes'])}"
+    reserved = "nothing reserved beyond that" if on_cpu else f"reserved {format_bytes(peak['reserved_bytes'])}"
     at = "at the start" if peak["event"] < 0 else moment(peak)
-    out.print(f"\n[bold]{device['device']}: peak {size(total)}[/] {at}{f' ({where})' if where else ''}")
+    out.print(f"\n[bold]{device['device']}: peak {format_bytes(total)}[/] {at}{f' ({where})' if where else ''}")
     out.print(
-        f"allocated {size(peak['allocated_bytes'])}, {reserved}; "
-        f"live at the end {size(device['live_requested_bytes_at_end'])}"
+        f"allocated {format_bytes(peak['allocated_bytes'])}, {reserved}; "
+        f"live at the end {format_bytes(device['live_requested_bytes_at_end'])}"
     )
     if device["fragmentation"]:
         out.print(_fragmentation_line(device["fragmentation"]))
     table = plain_table("held at the peak by category", "size", "share", "")
     for category, held in sorted(peak["by_category"].items(), key=lambda item: -item[1]):
-        table.add_row(category, size(held), share(held, total), "#" * round(30 * held / total) if total else "")
+        table.add_row(
+            category, format_bytes(held), format_share(held, total), "#" * round(30 * held / total) if total else ""
+        )
     out.print()
     out.print(table)
     for title, key, field in (
@@ -144,8 +139,8 @@ def _print_device(out: Console, device: dict[str, Any]) -> None:
         table = plain_table("size", "share", "blocks", title)
         for row in peak[key][:6]:
             table.add_row(
-                size(row["bytes"]),
-                share(row["bytes"], total),
+                format_bytes(row["bytes"]),
+                format_share(row["bytes"], total),
                 str(row["blocks"]),
                 escape(row[field] or _NOWHERE[field]),
             )
@@ -155,11 +150,11 @@ def _print_device(out: Console, device: dict[str, Any]) -> None:
 
 def _fragmentation_line(told: dict[str, Any]) -> str:
     return (
-        f"fragmentation: of {size(told['reserved_bytes'])} reserved in {told['num_segments']} segments "
-        f"{size(told['free_bytes'])} "
-        f"stay free when the most is in use ({size(told['pinned_bytes'])} kept by live blocks), "
-        f"{size(told['waste_bytes'])} "
-        f"are rounding; the largest request that fits is {size(told['largest_fit_bytes'])}"
+        f"fragmentation: of {format_bytes(told['reserved_bytes'])} reserved in {told['num_segments']} segments "
+        f"{format_bytes(told['free_bytes'])} "
+        f"stay free when the most is in use ({format_bytes(told['pinned_bytes'])} kept by live blocks), "
+        f"{format_bytes(told['waste_bytes'])} "
+        f"are rounding; the largest request that fits is {format_bytes(told['largest_fit_bytes'])}"
     )
 
 
@@ -180,14 +175,14 @@ def _print_steps(out: Console, steps: dict[str, Any]) -> None:
         )
         return
     wait = steps["data_wait_share"]
-    waits = share(wait, 1) if wait is not None else UNKNOWN
+    waits = format_share(wait, 1) if wait is not None else UNKNOWN
     allocations = steps["median_allocations"]
     blocks = UNKNOWN if allocations is None else f"{allocations:,}"
     found = " found in the events alone" if steps["source"] == "events" else ""
     out.print(
-        f"[bold]steps[/]: {steps['count']}{found}, median {duration(steps['median_duration_ns'])}, "
-        f"peak {size(steps['median_peak_bytes'])} (highest {size(steps['max_peak_bytes'])}), "
-        f"allocates {size(steps['median_allocated_bytes'])} in {blocks} blocks, "
+        f"[bold]steps[/]: {steps['count']}{found}, median {format_duration(steps['median_duration_ns'])}, "
+        f"peak {format_bytes(steps['median_peak_bytes'])} (highest {format_bytes(steps['max_peak_bytes'])}), "
+        f"allocates {format_bytes(steps['median_allocated_bytes'])} in {blocks} blocks, "
         f"waits for data {waits}"
     )
     growth = steps["growth_bytes_per_step"]
@@ -196,20 +191,26 @@ def _print_steps(out: Console, steps: dict[str, Any]) -> None:
     elif growth <= 0:
         out.print("growth: nothing grows from step to step")
     else:
-        out.print(f"[bold]growth: {size(growth)} a step[/] stays live:")
+        out.print(f"[bold]growth: {format_bytes(growth)} a step[/] stays live:")
         for row in steps["growth_sources"]:
-            out.print(f"    {size(row['bytes_per_step'])} a step  {escape(row['site'])}")
+            out.print(f"    {format_bytes(row['bytes_per_step'])} a step  {escape(row['site'])}")
 
 
 def _print_patterns(out: Console, told: dict[str, Any]) -> None:
     if told["stability_bytes"] is not None:
-        out.print(f"pattern: a usual step matches the others in {share(told['stability_bytes'], 1)} of its bytes")
+        out.print(
+            f"pattern: a usual step matches the others in {format_share(told['stability_bytes'], 1)} of its bytes"
+        )
     if told["leak_site"]:
-        out.print(f"[bold]leak: {size(round(told['leak_bytes_per_step']))} a step[/] at {escape(told['leak_site'])}")
+        out.print(
+            f"[bold]leak: {format_bytes(round(told['leak_bytes_per_step']))} a step[/] at {escape(told['leak_site'])}"
+        )
     best = told["finding"]
     if best is not None:
         what = (best["name"] or best["pattern"]).replace("_", " ")
         where = f"{what} at {escape(best['site'] or UNKNOWN)}"
-        out.print(f"[bold]finding: {where}[/]; the peak without it is {size(best['peak_if_mended_bytes'])}")
+        out.print(f"[bold]finding: {where}[/]; the peak without it is {format_bytes(best['peak_if_mended_bytes'])}")
     if told["swappable_bytes_at_peak"]:
-        out.print(f"untouched across the peak, long enough to be swapped: {size(told['swappable_bytes_at_peak'])}")
+        out.print(
+            f"untouched across the peak, long enough to be swapped: {format_bytes(told['swappable_bytes_at_peak'])}"
+        )

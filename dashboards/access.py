@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import plotly.graph_objects as go
 from memtrace.dashboards.palette import CATEGORY_COLORS, CATEGORY_LABELS, STACK_ORDER
-from memtrace.dashboards.text import bytes_text
 from plotly.subplots import make_subplots
 
 from memtrace.analysis.access import PUBLISHED, SIZE_CLASSES, intervals, swappable
 from memtrace.analysis.blocks import blocks
 from memtrace.format.schema import CATEGORIES
+from memtrace.units import format_bytes
 
 if TYPE_CHECKING:
     from memtrace.format.arrays import Array
@@ -97,7 +97,7 @@ def outliers_figure(trace: Trace, device: str) -> go.Figure | None:
                     go.Scatter(
                         x=us[mine],
                         y=size[mine],
-                        customdata=[bytes_text(number) for number in size[mine].tolist()],
+                        customdata=[format_bytes(number) for number in size[mine].tolist()],
                         mode="markers",
                         name=CATEGORY_LABELS[name],
                         legendgroup=name,
@@ -125,10 +125,10 @@ def outliers_figure(trace: Trace, device: str) -> go.Figure | None:
     figure.update_layout(
         xaxis={"type": "log", "title": {"text": "untouched for"}, **_decades(us)},
         yaxis={"type": "log", "title": {"text": "size of the block"}, "tickvals": _SIZES,
-               "ticktext": [bytes_text(number) for number in _SIZES]},
+               "ticktext": [format_bytes(number) for number in _SIZES]},
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
         meta={"note": f"{len(chosen):,} of {len(here):,} intervals, half of them those of most bytes and time; "
-              f"{int(fits.sum()):,} (dots, blocks of {bytes_text(held)}) lie below the line at the "
+              f"{int(fits.sum()):,} (dots, blocks of {format_bytes(held)}) lie below the line at the "
               f"{PUBLISHED.out.gb_per_s:.2f} and {PUBLISHED.back.gb_per_s:.2f} GB/s of {PUBLISHED.source}."},
     )  # fmt: skip
     return figure

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from memtrace.dashboards.sections import Column, Row, Table
-from memtrace.dashboards.text import bytes_text, name_text, time_text
+from memtrace.dashboards.text import name_text
 
 from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.fragmentation import fragmentation, pinned_segments
 from memtrace.analysis.oom import out_of_memory
 from memtrace.analysis.summary import failure_as_dict
+from memtrace.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from memtrace.trace import Trace
@@ -33,17 +34,19 @@ def fragmentation_table(trace: Trace, device: str) -> Table | None:
         Column("allocated by", "code"),
     )
     rows = tuple(
-        Row((bytes_text(int(row.size)), bytes_text(int(row.free_bytes)), bytes_text(int(row.largest_free_bytes)),
-             f"{row.num_blocks:,}", bytes_text(int(row.pin_bytes)),
+        Row((format_bytes(int(row.size)), format_bytes(int(row.free_bytes)), format_bytes(int(row.largest_free_bytes)),
+             f"{row.num_blocks:,}", format_bytes(int(row.pin_bytes)),
              name_text(allocation_site(trace, int(row.pin_stack)) or "–")))  # noqa: RUF001
         for row in segments.head(MAX_ROWS).itertuples(index=False)
     )  # fmt: skip
-    when = "" if told.time_ns is None else f" ({time_text(told.time_ns)})"
+    when = "" if told.time_ns is None else f" ({format_duration(told.time_ns)})"
     note = (
-        f"At the fullest moment{when} {bytes_text(told.reserved_bytes)} are reserved in "
-        f"{told.num_segments:,} segments: {bytes_text(told.requested_bytes)} asked for, {bytes_text(told.waste_bytes)} "
-        f"of rounding, {bytes_text(told.free_bytes)} free, of which {bytes_text(told.releasable_bytes)} could be given "
-        f"back. The largest request that fits is {bytes_text(told.largest_fit_bytes)}. The {len(rows)} of "
+        f"At the fullest moment{when} {format_bytes(told.reserved_bytes)} are reserved in "
+        f"{told.num_segments:,} segments: {format_bytes(told.requested_bytes)} asked for, "
+        f"{format_bytes(told.waste_bytes)} "
+        f"of rounding, {format_bytes(told.free_bytes)} free, of which {format_bytes(told.releasable_bytes)} could "
+        f"be given "
+        f"back. The largest request that fits is {format_bytes(told.largest_fit_bytes)}. The {len(rows)} of "
         f"{len(segments):,} segments with most free memory that a live block keeps."
     )
     return Table(columns, rows, note=note)
@@ -62,9 +65,9 @@ def failures_table(trace: Trace, device: str) -> Table | None:
         Column("what to try"),
     )
     rows = tuple(
-        Row((time_text(told["time_ns"]), bytes_text(told["asked_bytes"]), bytes_text(told["live_bytes"]),
+        Row((format_duration(told["time_ns"]), format_bytes(told["asked_bytes"]), format_bytes(told["live_bytes"]),
              name_text(told["site"] or "–"), " ".join(told["advice"])),  # noqa: RUF001
-            tuple(f"{bytes_text(held['bytes'])} in {held['blocks']:,} blocks: {name_text(held['site'] or 'no stack')}"
+            tuple(f"{format_bytes(held['bytes'])} in {held['blocks']:,} blocks: {name_text(held['site'] or 'no stack')}"
                   for held in told["holders"]))
         for told in failures[:MAX_ROWS]
     )  # fmt: skip

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from memtrace.dashboards.sections import Column, Row, Table
-from memtrace.dashboards.text import bytes_text, name_text
+from memtrace.dashboards.text import name_text
 
 from memtrace.analysis.findings import findings
+from memtrace.units import format_bytes
 
 if TYPE_CHECKING:
     from memtrace.trace import Trace
@@ -37,16 +38,17 @@ def findings_table(trace: Trace, device: str) -> Table | None:
     shown = [*by_line[: MAX_ROWS - min(len(others), 5)], *others[:5]]
     rows = tuple(
         Row((f"{(one.name or one.pattern).replace('_', ' ')}{' *' if one.needs_mechanism else ''}",
-             name_text(one.site or "–"), one.category, bytes_text(one.saved_bytes),  # noqa: RUF001
-             one.saved_bytes / max(told.peak_bytes, 1), bytes_text(one.peak_if_mended_bytes), f"{one.num_blocks:,}"),
+             name_text(one.site or "–"), one.category, format_bytes(one.saved_bytes),  # noqa: RUF001
+             one.saved_bytes / max(told.peak_bytes, 1), format_bytes(one.peak_if_mended_bytes), f"{one.num_blocks:,}"),
             (one.advice,))
         for one in shown
     )  # fmt: skip
     lowest = told.lower_bound_bytes
-    bound = "" if lowest is None else f"; one operator touches {bytes_text(lowest)} at most: no order is below that"
+    bound = "" if lowest is None else f"; one operator touches {format_bytes(lowest)} at most: no order is below that"
     note = (
         f"{len(shown)} of {len(told.findings)}; those that save nothing of the peak come last. With all mended that a "
-        f"line mends it would be {bytes_text(told.peak_if_all_mended_bytes)}{bound}. * takes recomputing, swapping or "
+        f"line mends it would be {format_bytes(told.peak_if_all_mended_bytes)}{bound}. * takes recomputing, "
+        f"swapping or "
         f"working in place. {untold}"
     )
     return Table(columns, rows, note=note, detail="advice")

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import plotly.graph_objects as go
-from memtrace.dashboards.text import byte_unit, bytes_text, figure_text
+from memtrace.dashboards.text import figure_text
 
 from memtrace.analysis.attribution import step_rows
 from memtrace.analysis.leaks import growth_curves, leaks
+from memtrace.units import choose_byte_unit, format_bytes
 
 if TYPE_CHECKING:
     from memtrace.trace import Trace
@@ -26,7 +27,7 @@ def growth_figure(trace: Trace, device: str) -> go.Figure | None:
     if not curves or len(number) < 2:
         return None
     places = np.unique(np.linspace(0, len(number) - 1, MAX_POINTS).astype(np.int64))
-    divisor, unit = byte_unit(float(max(live.max() for _, live, _ in curves)))
+    divisor, unit = choose_byte_unit(float(max(live.max() for _, live, _ in curves)))
     figure = go.Figure()
     for (name, live, leaks_here), color in zip(curves, _COLORS, strict=False):
         figure.add_trace(
@@ -43,7 +44,7 @@ def growth_figure(trace: Trace, device: str) -> go.Figure | None:
     if not found.num_steps:
         note = "Too few steps to tell what grows."
     elif found.bytes_per_step:
-        note = f"{bytes_text(found.bytes_per_step)} a step stay live over {found.num_steps:,} steps after warm-up."
+        note = f"{format_bytes(found.bytes_per_step)} a step stay live over {found.num_steps:,} steps after warm-up."
     else:
         note = "Nothing grows: what is kept was made once."
     figure.update_layout(

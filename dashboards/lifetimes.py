@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import plotly.graph_objects as go
 from memtrace.dashboards.palette import CATEGORY_COLORS, CATEGORY_LABELS, STACK_ORDER
-from memtrace.dashboards.text import bytes_text, time_unit
 
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import peak
 from memtrace.format.schema import CATEGORIES
+from memtrace.units import choose_time_unit, format_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,7 +36,7 @@ def lifetimes_figure(trace: Trace, device: str) -> go.Figure | None:
     start = np.where(found.alloc_ns[chosen] >= 0, found.alloc_ns[chosen], int(time[0]))
     end = np.where(found.free_ns[chosen] >= 0, found.free_ns[chosen], int(time[-1]))
     low, _ = packed_addresses(found.address[chosen], found.size[chosen])
-    divisor, unit = time_unit(float(time[-1]))
+    divisor, unit = choose_time_unit(float(time[-1]))
     figure = go.Figure()
     for category in STACK_ORDER:
         mine = found.category[chosen] == CATEGORIES.index(category)
@@ -51,7 +51,7 @@ def lifetimes_figure(trace: Trace, device: str) -> go.Figure | None:
     figure.update_layout(
         meta={"ns_per_unit": divisor,
               "note": f"The {len(chosen):,} largest of {len(here):,} blocks, "
-              f"from {bytes_text(int(found.size[chosen].min()))} up. "
+              f"from {format_bytes(int(found.size[chosen].min()))} up. "
               "Gaps between used addresses are cut out."},
         xaxis={"title": {"text": f"time since the recording began ({unit})"}},
         yaxis={"title": {"text": "address, packed (MiB)"}, "tickformat": ",~r"},

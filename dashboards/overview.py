@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memtrace.dashboards.palette import CATEGORY_LABELS
-from memtrace.dashboards.text import bytes_text, counted, name_text, share_text, time_text
+from memtrace.dashboards.text import name_text
 
 from memtrace.analysis import compute_coverage
 from memtrace.analysis.growth import growth
 from memtrace.analysis.peak import Peak, by_category, by_module_pattern, by_site, peak
 from memtrace.analysis.steps import step_columns
+from memtrace.units import format_bytes, format_count, format_duration, format_share
 
 if TYPE_CHECKING:
     from memtrace.trace import Trace
@@ -45,7 +46,7 @@ def key_figures(trace: Trace, device: str) -> dict[str, Any]:
 def _coverage(trace: Trace) -> dict[str, Any]:
     told, manifest = compute_coverage(trace), trace.manifest
     first, last = told.first_event_ns, told.last_event_ns
-    span = time_text(last - first) if first is not None and last is not None else "an unknown time"
+    span = format_duration(last - first) if first is not None and last is not None else "an unknown time"
     source = manifest.get("source", {})
     warnings = list(told.notes)
     if not told.finished:
@@ -62,15 +63,15 @@ def _coverage(trace: Trace) -> dict[str, Any]:
         ("command", name_text(" ".join(map(str, manifest.get("command") or ["unknown"])))),
         ("events", f"{told.num_events:,}"),
         ("lost events", "unknown" if told.lost_events is None else f"{told.lost_events:,}"),
-        ("older than the recording", bytes_text(told.baseline_bytes)),
-        ("of unknown category at the peak", bytes_text(told.unattributed_bytes)),
+        ("older than the recording", format_bytes(told.baseline_bytes)),
+        ("of unknown category at the peak", format_bytes(told.unattributed_bytes)),
         (
             "outside the allocator",
-            "unknown" if told.outside_allocator_bytes is None else bytes_text(told.outside_allocator_bytes),
+            "unknown" if told.outside_allocator_bytes is None else format_bytes(told.outside_allocator_bytes),
         ),
     ]
     return {
-        "sentence": f"{told.num_events:,} events in {span}, {counted(told.num_steps, 'step')}; "
+        "sentence": f"{told.num_events:,} events in {span}, {format_count(told.num_steps, 'step')}; "
         f"{_LOST.get(told.lost_events, 'some')} events lost.",
         "warnings": [name_text(text, 400) for text in warnings],
         "facts": facts,
@@ -79,16 +80,16 @@ def _coverage(trace: Trace) -> dict[str, Any]:
 
 def _cards(trace: Trace, found: Peak) -> list[dict[str, Any]]:
     total = found.requested.bytes
-    when = time_text(found.time_ns) if found.time_ns is not None else f"event {found.requested.event:,}"
+    when = format_duration(found.time_ns) if found.time_ns is not None else f"event {found.requested.event:,}"
     when = when if found.requested.event >= 0 else "the start"
     cards: list[dict[str, Any]] = [
-        {"label": "peak requested", "value": bytes_text(total), "hint": f"at {when}, {_where(found)}"},
+        {"label": "peak requested", "value": format_bytes(total), "hint": f"at {when}, {_where(found)}"},
     ]
     if found.reserved is not None:
         cards.append(
             {
                 "label": "peak reserved",
-                "value": bytes_text(found.reserved.bytes),
+                "value": format_bytes(found.reserved.bytes),
                 "hint": "taken from the device",
             }
         )
@@ -96,7 +97,7 @@ def _cards(trace: Trace, found: Peak) -> list[dict[str, Any]]:
     if categories:
         name, size, _ = categories[0]
         cards.append({"label": "most of it", "value": CATEGORY_LABELS[name or "unknown"], "category": name,
-                      "hint": f"{bytes_text(size)}, {share_text(size, total)} of the peak"})  # fmt: skip
+                      "hint": f"{format_bytes(size)}, {format_share(size, total)} of the peak"})  # fmt: skip
     columns = step_columns(trace)
     if len(columns["step"]):
         usual = sorted(columns["duration_ns"].tolist())[len(columns["step"]) // 2]
@@ -104,12 +105,12 @@ def _cards(trace: Trace, found: Peak) -> list[dict[str, Any]]:
             {
                 "label": "steps",
                 "value": f"{len(columns['step']):,}",
-                "hint": f"{time_text(usual)} each, as a rule",
+                "hint": f"{format_duration(usual)} each, as a rule",
             }
         )
     grows = growth(trace)
     if grows is not None:
-        value = f"{bytes_text(grows.bytes_per_step)} a step" if grows.bytes_per_step > 0 else "nothing"
+        value = f"{format_bytes(grows.bytes_per_step)} a step" if grows.bytes_per_step > 0 else "nothing"
         cards.append(
             {
                 "label": "grows",
@@ -136,8 +137,8 @@ def _sentences(trace: Trace, found: Peak) -> list[str]:
         if known:
             name, size, number = known[0]
             sentences.append(
-                f"The {what} that holds most of the peak is {name_text(name)}: {bytes_text(size)} "
-                f"({share_text(size, total)}) in {number:,} block{'s' if number != 1 else ''}."
+                f"The {what} that holds most of the peak is {name_text(name)}: {format_bytes(size)} "
+                f"({format_share(size, total)}) in {number:,} block{'s' if number != 1 else ''}."
             )
     return sentences
 
@@ -154,7 +155,7 @@ def _hints(trace: Trace, found: Peak) -> list[dict[str, str]]:
         where = f" First suspect: {name_text(grows.sources[0][0])}." if grows.sources else ""
         hints.append(
             {
-                "finding": f"{bytes_text(grows.bytes_per_step)} more stay live after every step.",
+                "finding": f"{format_bytes(grows.bytes_per_step)} more stay live after every step.",
                 "advice": f"Something keeps tensors: a list of losses with their graphs, a cache, a hook.{where}",
             }
         )
@@ -163,7 +164,7 @@ def _hints(trace: Trace, found: Peak) -> list[dict[str, str]]:
             label = CATEGORY_LABELS[name or "unknown"]
             hints.append(
                 {
-                    "finding": f"{share_text(size, total)} of the peak: {label}.",
+                    "finding": f"{format_share(size, total)} of the peak: {label}.",
                     "advice": _advice(trace, name or "unknown"),
                 }
             )
@@ -172,7 +173,7 @@ def _hints(trace: Trace, found: Peak) -> list[dict[str, str]]:
     if lasting and wait / lasting >= 0.1:
         hints.append(
             {
-                "finding": f"{share_text(wait, lasting)} of the time waits for data.",
+                "finding": f"{format_share(wait, lasting)} of the time waits for data.",
                 "advice": "More DataLoader workers, or data prepared beforehand, would speed up every step.",
             }
         )

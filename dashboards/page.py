@@ -31,9 +31,10 @@ from memtrace.dashboards.palette import (
     plotly_template,
 )
 from memtrace.dashboards.sections import Section, Table
-from memtrace.dashboards.text import name_text, share_text
+from memtrace.dashboards.text import name_text
 
 from memtrace import __version__
+from memtrace.units import format_share
 
 if TYPE_CHECKING:
     from memtrace.trace import Trace
@@ -260,7 +261,7 @@ def render(trace: Trace) -> str:
     pairs = [(rank, device) for rank in trace.ranks for device in trace.rank(rank).devices]
     views = [_view(trace.rank(rank), rank, device, len(trace.ranks)) for rank, device in pairs[:MAX_VIEWS]]
     environment = Environment(loader=PackageLoader("memtrace.dashboards"), autoescape=True, trim_blocks=True)
-    environment.globals.update(zip=zip, share_text=share_text)
+    environment.globals.update(zip=zip, format_share=format_share)
     left_out = len(pairs) - len(views)
     return environment.get_template("report.html").render(
         title=name_text(trace.path.name if trace.path else "trace"),

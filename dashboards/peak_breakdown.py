@@ -8,13 +8,14 @@ import numpy as np
 import plotly.graph_objects as go
 from memtrace.dashboards.palette import CATEGORY_COLORS, CATEGORY_LABELS
 from memtrace.dashboards.sections import Column, Row, Table
-from memtrace.dashboards.text import bytes_text, figure_text, name_text
+from memtrace.dashboards.text import figure_text, name_text
 
 from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import by_category, by_owner, by_site, peak
 from memtrace.format.schema import CATEGORIES
 from memtrace.frames import innermost_user_frame
+from memtrace.units import format_bytes
 
 if TYPE_CHECKING:
     from memtrace.trace import Trace
@@ -47,7 +48,7 @@ def modules_figure(trace: Trace, device: str) -> go.Figure | None:
             parents=["\x1f".join(path[:-1]) for path in paths],
             labels=[figure_text(CATEGORY_LABELS.get(path[-1].strip(), path[-1])) for path in paths],
             values=np.array([values[path] for path in paths], np.int64),
-            text=[bytes_text(values[path]) for path in paths],
+            text=[format_bytes(values[path]) for path in paths],
             marker={
                 "colors": [colors.get(path, "#5f6b77") for path in paths],
                 "line": {"width": 1.5, "color": "#8c9299"},
@@ -78,7 +79,7 @@ def categories_table(trace: Trace, device: str) -> Table | None:
     )
     total = max(found.requested.bytes, 1)
     cells = tuple(
-        Row((name or "unknown", bytes_text(size), size / total, f"{number:,}")) for name, size, number in rows
+        Row((name or "unknown", format_bytes(size), size / total, f"{number:,}")) for name, size, number in rows
     )
     return Table(columns, cells) if rows else None
 
@@ -95,7 +96,7 @@ def sites_table(trace: Trace, device: str) -> Table | None:
         Column("blocks", "number"),
     )
     cells = tuple(
-        Row((name_text(name or "no stack (older than the recording, small, or stacks were off)"), bytes_text(size),
+        Row((name_text(name or "no stack (older than the recording, small, or stacks were off)"), format_bytes(size),
              size / total, f"{number:,}"))
         for name, size, number in rows[:MAX_ROWS]
     )  # fmt: skip
@@ -119,7 +120,7 @@ def blocks_table(trace: Trace, device: str) -> Table | None:
             f"{frame.file}:{frame.line} {frame.function}{'   <- yours' if frame is own else ''}" for frame in stack
         ]
         rows.append(
-            Row((bytes_text(int(found.size[block])), CATEGORIES[found.category[block]], name_text(name),
+            Row((format_bytes(int(found.size[block])), CATEGORIES[found.category[block]], name_text(name),
                  name_text(trace.name(int(found.op_name[block])) or "–"),  # noqa: RUF001
                  name_text(allocation_site(trace, int(found.stack[block])) or "–")),  # noqa: RUF001
                 tuple(name_text(line) for line in lines[:MAX_FRAMES]))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import plotly.graph_objects as go
 from memtrace.dashboards.palette import CATEGORY_COLORS, CATEGORY_LABELS
-from memtrace.dashboards.text import byte_unit, bytes_text, time_unit
 
 from memtrace.analysis.peak import requested_bytes
 from memtrace.analysis.ranks import fullest
@@ -20,6 +19,7 @@ from memtrace.pipeline.compare import kept_comparison
 from memtrace.pipeline.measured import Measured, measured
 from memtrace.pipeline.recorded import clock_shift_ns
 from memtrace.pipeline.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
+from memtrace.units import choose_byte_unit, choose_time_unit, format_bytes
 
 if TYPE_CHECKING:
     from memtrace.pipeline.simulation.simulate import Simulation
@@ -84,7 +84,7 @@ def _schedule_figure(rows: list[Any]) -> go.Figure:
     rows.sort(key=lambda row: row[2])
     shown = rows[:MAX_ACTIONS]
     end = max(row[3] for row in shown)
-    divisor, unit = time_unit(end)
+    divisor, unit = choose_time_unit(end)
     names = list(dict.fromkeys(sorted((row[0] for row in shown), key=lambda name: int(name.split()[1]))))
     figure = go.Figure(
         go.Bar(
@@ -133,8 +133,8 @@ def memory_figure(trace: Trace, device: str) -> go.Figure | None:
     of_round = [one.round == found.round for one in found.ranks]
     begin = min(int(one.start_ns[mask].min()) for one, mask in zip(found.ranks, of_round, strict=True))
     end = max(int(one.end_ns[mask].max()) for one, mask in zip(found.ranks, of_round, strict=True))
-    divisor, unit = byte_unit(max(worker.peak_bytes for worker in found.workers))
-    nanoseconds, time_name = time_unit(end - begin)
+    divisor, unit = choose_byte_unit(max(worker.peak_bytes for worker in found.workers))
+    nanoseconds, time_name = choose_time_unit(end - begin)
     figure = go.Figure()
     for place, one in enumerate(found.ranks[:MAX_WORKERS]):
         single = trace.rank(one.rank)
@@ -176,7 +176,7 @@ def stages_figure(trace: Trace, device: str) -> go.Figure | None:
             None if one.activation_bytes is None else one.activation_bytes * one.in_flight_peak for one in stages
         ],
     }
-    divisor, unit = byte_unit(max((value or 0 for values in bars.values() for value in values), default=0))
+    divisor, unit = choose_byte_unit(max((value or 0 for values in bars.values() for value in values), default=0))
     figure = go.Figure()
     for category, values in bars.items():
         figure.add_trace(
@@ -201,7 +201,7 @@ def predicted_figure(trace: Trace, device: str) -> go.Figure | None:
     if comparison is None:
         return None
     workers = comparison.workers[:MAX_WORKERS]
-    divisor, unit = byte_unit(max(one.measured_peak_bytes for one in workers))
+    divisor, unit = choose_byte_unit(max(one.measured_peak_bytes for one in workers))
     names = [f"rank {one.rank}" for one in workers]
     figure = go.Figure()
     for label, color, values, flying in (
@@ -216,7 +216,7 @@ def predicted_figure(trace: Trace, device: str) -> go.Figure | None:
                 y=np.array(values) / divisor,
                 name=label,
                 marker={"color": color},
-                text=[bytes_text(value) for value in values],
+                text=[format_bytes(value) for value in values],
                 customdata=flying,
                 hovertemplate=f"%{{y:,.2f}} {unit}, %{{customdata}} micro-batches in flight",
             )

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import plotly.graph_objects as go
-from memtrace.dashboards.text import share_text
 
 from memtrace.analysis.detection import detect
 from memtrace.analysis.stability import stability
+from memtrace.units import format_share
 
 if TYPE_CHECKING:
     from memtrace.trace import Trace
@@ -43,7 +43,7 @@ def stability_figure(trace: Trace, device: str) -> go.Figure | None:
         )
     )
     even, sure = found.usual_bytes or 0.0, detect(trace)
-    note = f"After warm-up a usual step matches the others in {share_text(even, 1)} of its bytes. "
+    note = f"After warm-up a usual step matches the others in {format_share(even, 1)} of its bytes. "
     if sure.num_steps:
         note += f"The events alone show {sure.num_steps:,} steps (confidence {sure.confidence:.2f})."
     else:

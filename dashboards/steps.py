@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import plotly.graph_objects as go
-from memtrace.dashboards.text import byte_unit, time_unit
 from plotly.subplots import make_subplots
 
 from memtrace.analysis.steps import step_columns, tells_waits
+from memtrace.units import choose_byte_unit, choose_time_unit
 
 if TYPE_CHECKING:
     from memtrace.trace import Trace
@@ -26,8 +26,8 @@ def steps_figure(trace: Trace, device: str) -> go.Figure | None:
     number = columns["step"]
     if not len(number):
         return None
-    divisor, unit = byte_unit(float(columns["peak_bytes"].max()))
-    ns, time_name = time_unit(float(columns["duration_ns"].max()))
+    divisor, unit = choose_byte_unit(float(columns["peak_bytes"].max()))
+    ns, time_name = choose_time_unit(float(columns["duration_ns"].max()))
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.09)
     for name, label, color in (
         ("peak_bytes", "peak", "#0072b2"),

@@ -12,11 +12,11 @@ import numpy as np
 import plotly.graph_objects as go
 from memtrace.dashboards.delta_encoding import pack
 from memtrace.dashboards.palette import CATEGORY_COLORS, CATEGORY_LABELS, STACK_ORDER
-from memtrace.dashboards.text import byte_unit, bytes_text, time_unit
 
 from memtrace.analysis import steps_table
 from memtrace.analysis.timeline import timeline
 from memtrace.format.schema import PHASES, SPAN_KINDS
+from memtrace.units import choose_byte_unit, choose_time_unit, format_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,8 +56,8 @@ def draw(table: pd.DataFrame) -> go.Figure:
     """The stacked curve of ``table``: columns time_ns, event, requested, allocated, reserved and one a category."""
     times = integers(table["time_ns"])
     curves = {name: _numbers(table[name]) for name in (*STACK_ORDER, "requested", "allocated", "reserved")}
-    divisor, unit = byte_unit(float(np.nanmax(np.concatenate(list(curves.values())), initial=0)))
-    nanoseconds, time_name = time_unit(float(times[-1] - min(0, int(times[0]))))
+    divisor, unit = choose_byte_unit(float(np.nanmax(np.concatenate(list(curves.values())), initial=0)))
+    nanoseconds, time_name = choose_time_unit(float(times[-1] - min(0, int(times[0]))))
     x = times / nanoseconds
     figure = go.Figure()
     for category in STACK_ORDER:
@@ -80,7 +80,7 @@ def draw(table: pd.DataFrame) -> go.Figure:
                 "time_ns": int(times[top]),
                 "event": int(integers(table["event"])[top]),
                 "y": float(curves["requested"][top] / divisor),
-                "text": f"peak {bytes_text(float(curves['requested'][top]))}",
+                "text": f"peak {format_bytes(float(curves['requested'][top]))}",
             },
         },
         # The lanes of steps and phases lie between the curve and the time axis.

@@ -14,7 +14,7 @@ _DECIMAL: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE: Final = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[A-Za-z]*)")
 
 
-def byte_unit(largest: float) -> tuple[int, str]:
+def choose_byte_unit(largest: float) -> tuple[int, str]:
     """Return ``(divisor, name)`` of the binary unit that suits numbers up to ``largest`` bytes."""
     power = 0
     # 1023.96 KiB would be printed as 1,024 KiB: it is a MiB.
@@ -23,7 +23,7 @@ def byte_unit(largest: float) -> tuple[int, str]:
     return 1024**power, _BYTE_UNITS[power]
 
 
-def time_unit(longest_ns: float) -> tuple[int, str]:
+def choose_time_unit(longest_ns: float) -> tuple[int, str]:
     """Return ``(nanoseconds, name)`` of the unit that suits times up to ``longest_ns`` nanoseconds."""
     for nanoseconds, unit in _TIME_UNITS:
         if abs(longest_ns) >= nanoseconds:
@@ -35,14 +35,14 @@ def format_bytes(num_bytes: float | None, *, unknown: str = UNKNOWN) -> str:
     """Format bytes in binary units with three significant digits, such as ``12.4 MiB``; ``unknown`` for None or NaN."""
     if num_bytes is None or num_bytes != num_bytes:
         return unknown
-    return _scaled(num_bytes, *byte_unit(num_bytes))
+    return _scaled(num_bytes, *choose_byte_unit(num_bytes))
 
 
 def format_duration(duration_ns: float | None, *, unknown: str = UNKNOWN) -> str:
     """Format nanoseconds with three significant digits, such as ``4.31 ms``; ``unknown`` for None or NaN."""
     if duration_ns is None or duration_ns != duration_ns:
         return unknown
-    return _scaled(duration_ns, *time_unit(duration_ns))
+    return _scaled(duration_ns, *choose_time_unit(duration_ns))
 
 
 def format_share(part: float | None, whole: float | None = 1, *, unknown: str = UNKNOWN) -> str:

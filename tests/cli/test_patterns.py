@@ -34,7 +34,7 @@ def test_steps(trace):
     assert json.loads(memtrace("steps", trace, "--json").stdout)["source"] == "marks"
     text = memtrace("steps", trace).stdout
     assert "30 steps" in text
-    assert "100.0 % of the marked boundaries" in text
+    assert "100 % of the marked boundaries" in text
     assert "only in" in text
     rows = list(csv.DictReader(io.StringIO(memtrace("steps", trace, "--csv").stdout)))
     assert [int(row["step"]) for row in rows] == list(range(STEPS))
