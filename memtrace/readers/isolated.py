@@ -166,7 +166,7 @@ def _read_and_save(path: Path, folder: Path, limits: ReadLimits) -> int:
 
 def _try_read(path: Path, folder: Path, limits: ReadLimits) -> str | None:
     """Read a file into Arrow files in ``folder``; return an error message, or None on success."""
-    # Imported before the limits apply: a library that does not fit into them is not the fault of the file.
+    # Libraries and readers are imported before the limits apply, because their size does not depend on the file.
     import numpy  # noqa: F401
     import pyarrow  # noqa: F401
 
@@ -175,11 +175,11 @@ def _try_read(path: Path, folder: Path, limits: ReadLimits) -> str | None:
 
     # A snapshot is millions of objects without cycles; collecting garbage doubles the time that reading takes.
     gc.disable()
-    limits.impose()
     try:
         content = Content.of(path)
         reader = find_reader(content)
         _KEPT_ALIVE.append(reader)
+        limits.impose()
         _save_ranks(reader.read(content), folder)
     except MemtraceError as error:
         return str(error)

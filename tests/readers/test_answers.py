@@ -15,7 +15,7 @@ from memtrace.dashboards.steps import steps_figure
 import memtrace
 from memtrace.analysis import compute_coverage
 from memtrace.analysis.ranks import working_ns
-from tests.readers.making import Maker, frame
+from tests.readers.snapshot_maker import SnapshotMaker, frame
 
 
 def said(*arguments: object) -> str:
@@ -26,7 +26,7 @@ def said(*arguments: object) -> str:
 
 def optimizer_steps(folder: Path, count: int) -> Path:
     """A snapshot whose annotations name steps of an optimizer and no wait for data."""
-    maker, ranges = Maker(), []
+    maker, ranges = SnapshotMaker(), []
     for _ in range(count):
         maker.free(maker.alloc(1000))
         for stage in ("START", "END"):
@@ -51,7 +51,7 @@ def test_a_file_that_names_no_waits_for_data_is_not_said_to_have_none(tmp_path: 
 
 def test_a_name_cannot_turn_the_line_around(tmp_path: Path) -> None:
     """Marks of direction make a terminal show what is not there."""
-    maker = Maker()
+    maker = SnapshotMaker()
     maker.alloc(1000, [frame("me/\u202eyp.niart\u2066.py", 1, "f")])
     path = tmp_path / "snapshot.pickle"
     path.write_bytes(pickle.dumps(maker.snapshot()))
@@ -89,7 +89,7 @@ def test_totals_have_no_allocations(tmp_path: Path) -> None:
 
 
 def test_only_allocations_taken_for_the_backward_are_said_to_be(tmp_path: Path) -> None:
-    maker = Maker()
+    maker = SnapshotMaker()
     maker.alloc(1000)
     maker.alloc(1000, [frame("train.py", 1, "step")])
     path = tmp_path / "snapshot.pickle"
@@ -99,7 +99,7 @@ def test_only_allocations_taken_for_the_backward_are_said_to_be(tmp_path: Path) 
 
 
 def test_segments_that_cannot_be_are_a_contradiction(tmp_path: Path) -> None:
-    maker = Maker()
+    maker = SnapshotMaker()
     maker.alloc(1000)
     sound, short, twice = (maker.snapshot() for _ in range(3))
     short["segments"][0]["total_size"] = 10
@@ -124,7 +124,7 @@ def test_a_single_step_is_not_said_to_match_others(tmp_path: Path) -> None:
 
 
 def test_steps_found_in_the_events_are_said_to_be(tmp_path: Path) -> None:
-    maker = Maker()
+    maker = SnapshotMaker()
     for _ in range(12):
         for size in (1000, 2000, 3000, 500, 700, 900, 1100, 40, 60):
             maker.free(maker.alloc(size))
@@ -156,7 +156,7 @@ def test_operators_within_ranges_and_beside_each_other_work_once(tmp_path: Path)
 @pytest.mark.parametrize("lacking", ["times", "history"])
 def test_without_times_no_time_is_told(tmp_path: Path, lacking: str) -> None:
     """Torch before 2.2 wrote none: the number of an entry is no nanosecond."""
-    maker = Maker()
+    maker = SnapshotMaker()
     maker.alloc(1000)
     maker.alloc(9000)
     maker.out_of_memory(1 << 40, 0)

@@ -17,7 +17,7 @@ import pytest
 
 from memtrace import readers
 from memtrace.errors import TraceError
-from tests.readers.making import Maker, frame, random_life
+from tests.readers.snapshot_maker import SnapshotMaker, frame, random_history
 
 PAGE = """
 <!DOCTYPE html>
@@ -64,7 +64,7 @@ def read(path: Path, data: bytes) -> tuple[dict[str, Any], dict[str, pa.Table]]:
 
 @pytest.fixture(scope="module")
 def value() -> dict[str, Any]:
-    return random_life(5, 300).snapshot()
+    return random_history(5, 300).snapshot()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -112,7 +112,7 @@ def test_an_empty_snapshot_is_a_trace_without_events(tmp_path: Path) -> None:
 
 def test_shared_and_copied_frames_are_the_same_stacks(tmp_path: Path) -> None:
     """A pickle shares frame lists, newer ones share only the frames, JSON neither."""
-    maker = Maker()
+    maker = SnapshotMaker()
     stack = [frame("train.py", 3, "step"), frame("main.py", 1, "<module>")]
     for _ in range(3):
         maker.alloc(100, stack)

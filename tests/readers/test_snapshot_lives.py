@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from memtrace.analysis import blocks_table, compute_coverage
 from memtrace.analysis.peak import level_at, requested_bytes, reserved_bytes
 from memtrace.trace import Trace
-from tests.readers.making import Maker, random_life, read_here
+from tests.readers.snapshot_maker import SnapshotMaker, random_history, read_in_process
 
 
 def load(folder: Path, value: Any) -> Trace:
-    return read_here(folder / "snapshot.pickle", value)
+    return read_in_process(folder / "snapshot.pickle", value)
 
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -26,7 +26,7 @@ QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCh
 @given(seed=st.integers(0, 2**32), actions=st.integers(0, 150), kept=st.floats(0, 1))
 def test_any_suffix_of_a_history_gives_its_curve(tmp_path: Path, seed: int, actions: int, kept: float) -> None:
     """A ring keeps the newest entries; with the segments the bytes live after each of them are known all the same."""
-    maker = random_life(seed, actions)
+    maker = random_history(seed, actions)
     last = round(kept * len(maker.entries))
     trace = load(tmp_path, maker.snapshot(last=last))
     want, want_reserved = (curve[len(curve) - last :] if last else [] for curve in (maker.curve, maker.reserved_curve))
@@ -44,7 +44,7 @@ def test_any_suffix_of_a_history_gives_its_curve(tmp_path: Path, seed: int, acti
 @QUICK
 @given(seed=st.integers(0, 2**32), actions=st.integers(1, 120))
 def test_a_whole_history_has_no_older_blocks(tmp_path: Path, seed: int, actions: int) -> None:
-    maker = random_life(seed, actions)
+    maker = random_history(seed, actions)
     trace = load(tmp_path, maker.snapshot())
     kinds = trace.events["kind"].tolist()
     assert "baseline" not in kinds
@@ -59,7 +59,7 @@ def test_a_whole_history_has_no_older_blocks(tmp_path: Path, seed: int, actions:
 @QUICK
 @given(seed=st.integers(0, 2**32), actions=st.integers(1, 120))
 def test_lifetimes_by_brute_force(tmp_path: Path, seed: int, actions: int) -> None:
-    maker = random_life(seed, actions)
+    maker = random_history(seed, actions)
     trace = load(tmp_path, maker.snapshot())
     open_blocks: dict[int, int] = {}
     number = -1
@@ -80,7 +80,7 @@ def test_lifetimes_by_brute_force(tmp_path: Path, seed: int, actions: int) -> No
 
 
 def test_a_request_without_completion_is_live_and_pending(tmp_path: Path) -> None:
-    maker = Maker()
+    maker = SnapshotMaker()
     first = maker.alloc(1000)
     maker.alloc(2000)
     maker.free(first, complete=False)
@@ -93,7 +93,7 @@ def test_a_request_without_completion_is_live_and_pending(tmp_path: Path) -> Non
 
 
 def test_skipped_completions_count_at_the_request(tmp_path: Path) -> None:
-    maker = Maker()
+    maker = SnapshotMaker()
     maker.free(maker.alloc(1000))
     maker.free(maker.alloc(500))
     value = maker.snapshot()
@@ -104,7 +104,7 @@ def test_skipped_completions_count_at_the_request(tmp_path: Path) -> None:
 
 
 def test_several_devices_in_one_order(tmp_path: Path) -> None:
-    one, two = Maker(device=1), Maker(device=3)
+    one, two = SnapshotMaker(device=1), SnapshotMaker(device=3)
     two.clock_us += 1
     for maker in (one, two):
         maker.free(maker.alloc(1000 * (1 + maker.device)))
@@ -119,7 +119,7 @@ def test_several_devices_in_one_order(tmp_path: Path) -> None:
 
 
 def test_equal_addresses_on_two_devices_are_two_blocks(tmp_path: Path) -> None:
-    makers = [Maker(device=0), Maker(device=1)]
+    makers = [SnapshotMaker(device=0), SnapshotMaker(device=1)]
     addresses = [maker.alloc(700) for maker in makers]
     assert addresses[0] == addresses[1]
     value = makers[1].snapshot()
@@ -144,7 +144,7 @@ def test_equal_addresses_on_two_devices_are_two_blocks(tmp_path: Path) -> None:
     ],
 )
 def test_contradictions_are_named(tmp_path: Path, damage: Any, said: str) -> None:
-    maker = Maker()
+    maker = SnapshotMaker()
     maker.alloc(1000)
     value = maker.snapshot()
     damage(value["device_traces"][0])

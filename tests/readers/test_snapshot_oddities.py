@@ -11,7 +11,7 @@ import pytest
 import memtrace
 from memtrace.analysis import blocks_table, compute_coverage, steps_table
 from memtrace.analysis.peak import requested_bytes, reserved_bytes
-from tests.readers.making import MIB, START_US, Maker, frame
+from tests.readers.snapshot_maker import MIB, START_US, SnapshotMaker, frame
 
 
 def load(folder: Path, value: Any) -> memtrace.Trace:
@@ -21,22 +21,22 @@ def load(folder: Path, value: Any) -> memtrace.Trace:
 
 
 @pytest.fixture
-def maker() -> Maker:
-    made = Maker()
+def maker() -> SnapshotMaker:
+    made = SnapshotMaker()
     kept = made.alloc(3 * MIB, [frame("train.py", 7, "forward")])
     made.free(made.alloc(1000))
     assert kept
     return made
 
 
-def test_oom_has_no_address_and_says_what_was_free(tmp_path: Path, maker: Maker) -> None:
+def test_oom_has_no_address_and_says_what_was_free(tmp_path: Path, maker: SnapshotMaker) -> None:
     maker.out_of_memory(5 * MIB, 123)
     row = load(tmp_path, maker.snapshot()).events.iloc[-1]
     assert (row["kind"], row["size"], row["device_free"]) == ("oom", 5 * MIB, 123)
     assert row[["address", "block_id"]].isna().all()
 
 
-def test_snapshot_entries_are_checkpoints_not_allocations(tmp_path: Path, maker: Maker) -> None:
+def test_snapshot_entries_are_checkpoints_not_allocations(tmp_path: Path, maker: SnapshotMaker) -> None:
     before = load(tmp_path, maker.snapshot())
     maker.snapshot_entry()
     after = load(tmp_path, maker.snapshot())
@@ -45,7 +45,7 @@ def test_snapshot_entries_are_checkpoints_not_allocations(tmp_path: Path, maker:
 
 
 @pytest.mark.parametrize("frames", ["absent", "empty", "None"])
-def test_missing_frames(tmp_path: Path, maker: Maker, frames: str) -> None:
+def test_missing_frames(tmp_path: Path, maker: SnapshotMaker, frames: str) -> None:
     value = maker.snapshot()
     for entry in value["device_traces"][0]:
         if frames == "absent":
@@ -62,7 +62,7 @@ def test_missing_frames(tmp_path: Path, maker: Maker, frames: str) -> None:
     assert load(tmp_path, value).num_rows("ops") == 0
 
 
-def test_no_times_fall_back_to_the_number_of_the_entry(tmp_path: Path, maker: Maker) -> None:
+def test_no_times_fall_back_to_the_number_of_the_entry(tmp_path: Path, maker: SnapshotMaker) -> None:
     value = maker.snapshot()
     value["external_annotations"] = [{"name": "a", "stage": "START", "device": 0, "time_us": START_US}]
     for entry in value["device_traces"][0]:
@@ -74,7 +74,7 @@ def test_no_times_fall_back_to_the_number_of_the_entry(tmp_path: Path, maker: Ma
     assert any("annotations are not read" in note for note in compute_coverage(trace).notes)
 
 
-def test_a_clock_that_runs_backwards_keeps_the_order(tmp_path: Path, maker: Maker) -> None:
+def test_a_clock_that_runs_backwards_keeps_the_order(tmp_path: Path, maker: SnapshotMaker) -> None:
     value = maker.snapshot()
     value["device_traces"][0][2]["time_us"] -= 1000
     trace = load(tmp_path, value)
@@ -82,7 +82,7 @@ def test_a_clock_that_runs_backwards_keeps_the_order(tmp_path: Path, maker: Make
     assert any("runs backwards" in note for note in compute_coverage(trace).notes)
 
 
-def test_block_history_of_torch_2_0(tmp_path: Path, maker: Maker) -> None:
+def test_block_history_of_torch_2_0(tmp_path: Path, maker: SnapshotMaker) -> None:
     value = maker.snapshot()
     want = load(tmp_path, {"segments": value["segments"]})
     for segment in value["segments"]:
@@ -102,14 +102,14 @@ def test_block_history_of_torch_2_0(tmp_path: Path, maker: Maker) -> None:
     assert trace.columns("segments", "pool")["pool"].tolist() == [-1]
 
 
-def test_documented_and_written_name_of_pending(tmp_path: Path, maker: Maker) -> None:
+def test_documented_and_written_name_of_pending(tmp_path: Path, maker: SnapshotMaker) -> None:
     for state in ("active_pending_free", "active_awaiting_free"):
         value = maker.snapshot()
         value["segments"][0]["blocks"][0]["state"] = state
         assert any("wait for a stream" in note for note in compute_coverage(load(tmp_path, value)).notes)
 
 
-def test_pools(tmp_path: Path, maker: Maker) -> None:
+def test_pools(tmp_path: Path, maker: SnapshotMaker) -> None:
     value = maker.snapshot()
     for entry, pool in zip(value["device_traces"][0], [(0, 0), (0, 3), [4, 0], (5, 6)], strict=False):
         entry["pool_id"] = pool
@@ -139,7 +139,7 @@ def test_expandable_segments_map_and_unmap(tmp_path: Path) -> None:
     assert trace.columns("segments", "expandable")["expandable"].tolist() == [True]
 
 
-def test_actions_of_other_versions(tmp_path: Path, maker: Maker) -> None:
+def test_actions_of_other_versions(tmp_path: Path, maker: SnapshotMaker) -> None:
     value = maker.snapshot()
     trace = value["device_traces"][0]
     trace.append({"action": "annotate", "user_metadata": "note", "time_us": START_US})
@@ -152,7 +152,7 @@ def test_actions_of_other_versions(tmp_path: Path, maker: Maker) -> None:
     ]
 
 
-def test_the_old_name_of_free(tmp_path: Path, maker: Maker) -> None:
+def test_the_old_name_of_free(tmp_path: Path, maker: SnapshotMaker) -> None:
     value = maker.snapshot()
     want = load(tmp_path, value).events["kind"].tolist()
     for entry in value["device_traces"][0]:
@@ -163,7 +163,7 @@ def test_the_old_name_of_free(tmp_path: Path, maker: Maker) -> None:
 
 @pytest.mark.parametrize("flag", [True, 1, [False, True], {"0": True}])
 @pytest.mark.parametrize("place", ["top", "settings"])
-def test_the_overflow_flag_is_found_where_it_is(tmp_path: Path, maker: Maker, flag: Any, place: str) -> None:
+def test_the_overflow_flag_is_found_where_it_is(tmp_path: Path, maker: SnapshotMaker, flag: Any, place: str) -> None:
     value = maker.snapshot()
     (value if place == "top" else value["allocator_settings"])["trace_alloc_overflowed"] = flag
     assert any(
@@ -171,7 +171,7 @@ def test_the_overflow_flag_is_found_where_it_is(tmp_path: Path, maker: Maker, fl
     )
 
 
-def test_addresses_beyond_63_bits_are_kept_as_words(tmp_path: Path, maker: Maker) -> None:
+def test_addresses_beyond_63_bits_are_kept_as_words(tmp_path: Path, maker: SnapshotMaker) -> None:
     """Some accelerators map memory there."""
     value = maker.snapshot()
     shift = 0xFF00_0000_0000_0000
@@ -188,7 +188,7 @@ def test_addresses_beyond_63_bits_are_kept_as_words(tmp_path: Path, maker: Maker
     assert not any("contradicts" in note for note in compute_coverage(trace).notes)
 
 
-def test_settings_are_kept_and_only_plain_values(tmp_path: Path, maker: Maker) -> None:
+def test_settings_are_kept_and_only_plain_values(tmp_path: Path, maker: SnapshotMaker) -> None:
     value = maker.snapshot()
     value["allocator_settings"] |= {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "max_split_size": -1, "garbage_collection_threshold": float("nan"),
@@ -203,7 +203,7 @@ def test_settings_are_kept_and_only_plain_values(tmp_path: Path, maker: Maker) -
 
 def test_allocated_size_is_told_where_it_is_known(tmp_path: Path) -> None:
     """Live blocks by the segments; small ones by the rounding; large ones that are gone could have had slack."""
-    maker = Maker()
+    maker = SnapshotMaker()
     maker.free(maker.alloc(1000))
     maker.free(maker.alloc(3 * MIB))
     maker.alloc(5 * MIB - 1)
@@ -220,7 +220,7 @@ def test_allocated_size_is_told_where_it_is_known(tmp_path: Path) -> None:
 
 
 def test_annotations_become_spans(tmp_path: Path) -> None:
-    maker = Maker()
+    maker = SnapshotMaker()
     notes: list[dict[str, Any]] = []
 
     def note(name: str, stage: str) -> None:
@@ -258,7 +258,7 @@ def test_annotations_become_spans(tmp_path: Path) -> None:
 
 
 def test_profiler_steps_have_their_own_numbers(tmp_path: Path) -> None:
-    maker = Maker()
+    maker = SnapshotMaker()
     notes = []
     for number in (7, 8):
         maker.alloc(10)
@@ -271,7 +271,7 @@ def test_profiler_steps_have_their_own_numbers(tmp_path: Path) -> None:
 
 
 def test_a_step_that_began_before_a_ring_is_left_out(tmp_path: Path) -> None:
-    maker = Maker()
+    maker = SnapshotMaker()
     notes = []
     for _ in range(3):
         maker.alloc(10)

@@ -14,7 +14,7 @@ from memtrace.format.schema import PHASES
 from memtrace.readers.cuda_snapshot.phases import phase_spans, without_stack
 from memtrace.readers.tables import Names
 from memtrace.trace import Trace
-from tests.readers.making import Maker, frame, read_here
+from tests.readers.snapshot_maker import SnapshotMaker, frame, read_in_process
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 CALL = frame(f"{TORCH}/nn/modules/module.py", 1773, "_call_impl")
@@ -24,10 +24,10 @@ OWN = frame("/home/me/train.py", 12, "train")
 
 
 def trace_of(folder: Path, *stacks: list[dict[str, Any]], **more: Any) -> Trace:
-    maker = Maker()
+    maker = SnapshotMaker()
     for stack in stacks:
         maker.alloc(1000, stack, **more)
-    return read_here(folder / "snapshot.pickle", maker.snapshot())
+    return read_in_process(folder / "snapshot.pickle", maker.snapshot())
 
 
 def texts(trace: Trace, block: int) -> list[tuple[str, int, str]]:
@@ -132,10 +132,10 @@ def test_fx_frames_show_their_source_and_node(tmp_path: Path) -> None:
 
 
 def test_what_program_and_compiler_say_is_the_context(tmp_path: Path) -> None:
-    maker = Maker()
+    maker = SnapshotMaker()
     for metadata, compiled in (("", "N/A"), ("layer 3", "N/A"), ("", "0/0"), ("layer 3", "0/1")):
         maker.alloc(10, [OWN], user_metadata=metadata, compile_context=compiled)
-    trace = read_here(tmp_path / "a", maker.snapshot())
+    trace = read_in_process(tmp_path / "a", maker.snapshot())
     op = trace.events.loc[trace.events["kind"] == "alloc", "op_id"]
     context = trace.ops.set_index("op_id")["context"]
     said = [None if context[number] is context.dtype.na_value else trace.name(int(context[number])) for number in op]
