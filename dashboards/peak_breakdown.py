@@ -10,10 +10,11 @@ from memtrace.dashboards.palette import CATEGORY_COLORS, CATEGORY_LABELS
 from memtrace.dashboards.sections import Column, Row, Table
 from memtrace.dashboards.text import figure_text, name_text
 
+from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import by_category, by_owner, by_site, peak
-from memtrace.analysis.sites import own_frame, site
 from memtrace.format.schema import CATEGORIES
+from memtrace.frames import innermost_user_frame
 from memtrace.units import format_bytes
 
 if TYPE_CHECKING:
@@ -114,14 +115,14 @@ def blocks_table(trace: Trace, device: str) -> Table | None:
     for block in largest.tolist():
         name = trace.name(int(found.name[block])) or trace.name(int(found.module[block])) or "–"  # noqa: RUF001
         stack = trace.frames(int(found.stack[block]))
-        own = own_frame(stack)
+        own = innermost_user_frame(stack)
         lines = [
             f"{frame.file}:{frame.line} {frame.function}{'   <- yours' if frame is own else ''}" for frame in stack
         ]
         rows.append(
             Row((format_bytes(int(found.size[block])), CATEGORIES[found.category[block]], name_text(name),
                  name_text(trace.name(int(found.op_name[block])) or "–"),  # noqa: RUF001
-                 name_text(site(trace, int(found.stack[block])) or "–")),  # noqa: RUF001
+                 name_text(allocation_site(trace, int(found.stack[block])) or "–")),  # noqa: RUF001
                 tuple(name_text(line) for line in lines[:MAX_FRAMES]))
         )  # fmt: skip
     return Table(columns, tuple(rows), note=f"The {len(rows)} largest of {len(live):,} blocks.")

@@ -11,7 +11,6 @@ in ``memtrace.analysis``.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -26,6 +25,7 @@ from memtrace.format.part_reader import open_folder
 from memtrace.format.schema import SPAN_KINDS, TABLES, arrow_schema
 from memtrace.format.sources import MemoryTables, Source
 from memtrace.format.window import MemoizedSource, Window, WindowBounds, find_step_bounds
+from memtrace.frames import Frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,15 +35,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _DEVICE_TABLES = tuple(name for name, columns in TABLES.items() if any(column.name == "device" for column in columns))
-
-
-@dataclass(frozen=True)
-class Frame:
-    """One Python frame of a stack."""
-
-    file: str
-    line: int
-    function: str
 
 
 class Trace:
@@ -223,7 +214,7 @@ class Trace:
     def frames(self, stack: int) -> list[Frame]:
         """Return the frames of a stack, innermost first; empty for -1 and for a stack that was never written."""
         texts, stacks = self._names
-        return [_frame(texts[identity]) for identity in stacks.get(stack, ()) if identity in texts]
+        return [Frame.from_text(texts[identity]) for identity in stacks.get(stack, ()) if identity in texts]
 
     # -- tables, for people ----------------------------------------------------------------------------------
 
@@ -359,7 +350,7 @@ def load(path: str | Path, *others: str | Path, work_during_read: Callable[[], N
     from memtrace import readers
 
     ranks = readers.read(path, work_during_read=work_during_read)
-    return Trace(path, {manifest.rank: MemoryTables(manifest, tables) for manifest, tables in ranks})
+    return Trace(path, {rank.manifest.rank: MemoryTables(rank.manifest, rank.tables) for rank in ranks})
 
 
 def _load_job(paths: list[Path], work_during_read: Callable[[], None] | None) -> Trace:
@@ -374,7 +365,7 @@ def _load_job(paths: list[Path], work_during_read: Callable[[], None] | None) ->
             unreadable |= faults
         else:
             ranks = readers.read(path, work_during_read=work_during_read)
-            opened += [(path, MemoryTables(manifest, tables)) for manifest, tables in ranks]
+            opened += [(path, MemoryTables(rank.manifest, rank.tables)) for rank in ranks]
             work_during_read = None
     manifests = readers.number_ranks([(path, source.manifest) for path, source in opened])
     sources = {
@@ -385,9 +376,3 @@ def _load_job(paths: list[Path], work_during_read: Callable[[], None] | None) ->
 
 def _present(pairs: Iterable[tuple[int, T | None]]) -> Iterable[tuple[int, T]]:
     return ((key, value) for key, value in pairs if value is not None)
-
-
-def _frame(text: str) -> Frame:
-    file, _, rest = text.partition("\t")
-    line, _, function = rest.partition("\t")
-    return Frame(file, int(line) if line.isdigit() else 0, function)

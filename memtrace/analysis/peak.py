@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.attribution import KIND, op_column, phase_rows, rows_at, step_rows
 from memtrace.analysis.blocks import Blocks, blocks, blocks_table
-from memtrace.analysis.sites import site
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES, COUNTERS, PHASES
 from memtrace.trace import Trace
@@ -285,7 +285,7 @@ def _pattern(name: str | None) -> str | None:
 
 def by_site(trace: Trace, live: Array) -> list[tuple[str | None, int, int]]:
     """(the user's own line or None, requested bytes, blocks) of some blocks, the most bytes first."""
-    return _grouped(trace, live, "stack", lambda stack: site(trace, stack))
+    return _grouped(trace, live, "stack", lambda stack: allocation_site(trace, stack))
 
 
 def live_at(trace: Trace, device: str, time_ns: int) -> pd.DataFrame:

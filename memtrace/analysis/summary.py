@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from memtrace.analysis.access import swappable_at_peak
+from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.attribution import steps_are_marked
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.coverage import compute_coverage
@@ -17,7 +18,6 @@ from memtrace.analysis.growth import growth
 from memtrace.analysis.leaks import leaks
 from memtrace.analysis.oom import OutOfMemory, out_of_memory
 from memtrace.analysis.peak import Peak, by_category, by_module_pattern, by_site, peak
-from memtrace.analysis.sites import site
 from memtrace.analysis.stability import stability
 from memtrace.analysis.steps import step_columns, tells_waits
 from memtrace.format.arrays import Array
@@ -128,10 +128,10 @@ def _device(trace: Trace, found: Peak) -> dict[str, Any]:
 
 def failure_as_dict(trace: Trace, failure: OutOfMemory) -> dict[str, Any]:
     """``OutOfMemory`` as plain JSON values, with ``site`` for each stack."""
-    told = failure.as_dict() | {"site": site(trace, failure.stack)}
+    told = failure.as_dict() | {"site": allocation_site(trace, failure.stack)}
     held: dict[str | None, tuple[int, int]] = {}
     for holder in failure.holders:  # several stacks may lead to one line
-        size, number = held.get(where := site(trace, holder.stack), (0, 0))
+        size, number = held.get(where := allocation_site(trace, holder.stack), (0, 0))
         held[where] = size + holder.requested_bytes, number + holder.num_blocks
     rows = sorted(((where, *both) for where, both in held.items()), key=lambda row: -row[1])
     told["holders"] = [_row("site", row) for row in rows[:TOP]]
@@ -153,7 +153,7 @@ def _top_blocks(trace: Trace, live: Array) -> list[dict[str, Any]]:
             "name": trace.name(int(found.name[block])),
             "module": trace.name(int(found.module[block])),
             "operator": trace.name(int(found.op_name[block])),
-            "site": site(trace, int(found.stack[block])),
+            "site": allocation_site(trace, int(found.stack[block])),
         }
         for block in largest
     ]

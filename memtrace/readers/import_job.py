@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,16 +15,10 @@ from memtrace.format.decode import decode_columns
 from memtrace.format.manifest import write_manifest
 from memtrace.format.schema import EVENT_KINDS, MANIFEST_NAME
 from memtrace.format.split import write_parts
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from memtrace.format.manifest import Manifest
-
-    Rank = tuple[Manifest, dict[str, pa.Table]]
+from memtrace.readers.rank import ReadRank
 
 
-def write_trace(ranks: Sequence[Rank], folder: Path, *, overwrite: bool = False) -> None:
+def write_trace(ranks: Sequence[ReadRank], folder: Path, *, overwrite: bool = False) -> None:
     """Write the ranks of a job to ``folder`` (``rank=N/manifest.json`` and Parquet parts).
 
     The folder appears under its name only once it is whole.
@@ -43,8 +36,8 @@ def write_trace(ranks: Sequence[Rank], folder: Path, *, overwrite: bool = False)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
             new = Path(temporary) / "new"
-            for manifest, tables in ranks:
-                _write_rank(manifest, tables, new / f"rank={manifest.rank}")
+            for rank in ranks:
+                _write_rank(rank, new / f"rank={rank.manifest.rank}")
             _move_into_place(new, folder, Path(temporary) / "old")
     except OSError as error:
         raise TraceError(f"{folder} cannot be written: {error.strerror or error}.") from error
@@ -75,10 +68,10 @@ def _move_into_place(new: Path, folder: Path, aside: Path) -> None:
         raise
 
 
-def _write_rank(manifest: Manifest, tables: dict[str, pa.Table], folder: Path) -> None:
+def _write_rank(rank: ReadRank, folder: Path) -> None:
     folder.mkdir(parents=True)
-    kinds = decode_columns("events", [tables["events"]], ("kind",), ())["kind"]
+    kinds = decode_columns("events", [rank.tables["events"]], ("kind",), ())["kind"]
     has_accesses = bool(np.isin(kinds, (EVENT_KINDS.index("read"), EVENT_KINDS.index("write"))).any())
-    parts = write_parts(tables, folder)
-    coverage = replace(manifest.coverage, has_accesses=has_accesses)
-    write_manifest(folder, replace(manifest, coverage=coverage, num_events=len(kinds), parts=parts))
+    parts = write_parts(rank.tables, folder)
+    coverage = replace(rank.manifest.coverage, has_accesses=has_accesses)
+    write_manifest(folder, replace(rank.manifest, coverage=coverage, num_events=len(kinds), parts=parts))

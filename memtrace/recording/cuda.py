@@ -19,7 +19,7 @@ from memtrace.format.encode import Text, make_table
 from memtrace.format.schema import COUNTERS, EVENT_KINDS
 from memtrace.readers.cuda_snapshot.entries import read_entries
 from memtrace.readers.cuda_snapshot.events import segments_table
-from memtrace.readers.cuda_snapshot.segments import LiveBlocks, Segments, read_segments
+from memtrace.readers.cuda_snapshot.segments import LiveBlocks, SnapshotSegments, read_segments
 from memtrace.readers.cuda_snapshot.settings import plain_settings
 from memtrace.readers.cuda_snapshot.sizes import rounds_by_default
 from memtrace.recording.manifest import ManifestFile
@@ -207,7 +207,7 @@ class CudaSide:
         return tables | ({"counters": _counters_table(rows)} if rows else {})
 
 
-def _older(segments: Segments, live: LiveBlocks) -> list[CudaRow]:
+def _older(segments: SnapshotSegments, live: LiveBlocks) -> list[CudaRow]:
     """Segments and blocks that are older than the recording, as rows for ``Observer.cuda_events``."""
     rows = [
         (OLDER_SEGMENT, *row, _NOW)

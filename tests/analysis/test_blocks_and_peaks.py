@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.growth import growth
 from memtrace.analysis.leaks import leaks
 from memtrace.analysis.peak import live_at, peak, requested_bytes
-from memtrace.analysis.sites import site
 from memtrace.analysis.steps import step_columns
 from memtrace.analysis.summary import summary
 from memtrace.analysis.timeline import kept_places, timeline
@@ -276,4 +276,4 @@ def test_reading_needs_neither_torch_nor_pandas(tmp_path):
 def test_a_stack_without_a_line_of_the_user_is_told_by_what_torch_was_at(functions, told):
     names = [{"id": number, "kind": "frame", "text": f"alloc.cpp\t0\t{name}"} for number, name in enumerate(functions)]
     stack = {"id": 9, "kind": "stack", "frames": list(range(len(functions)))}
-    assert site(trace_of(events=[event("alloc", 0, 0, 8)], names=[*names, stack]), 9) == told
+    assert allocation_site(trace_of(events=[event("alloc", 0, 0, 8)], names=[*names, stack]), 9) == told

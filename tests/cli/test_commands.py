@@ -154,7 +154,7 @@ def test_a_folder_that_is_not_a_trace_and_a_file(tmp_path):
     (tmp_path / "file").write_text("hello")
     for path, sentence in (
         (tmp_path, "is not a memtrace trace"),
-        (tmp_path / "file", "is of no kind that memtrace knows"),
+        (tmp_path / "file", "unrecognised file format"),
     ):
         done = memtrace("summary", path)
         assert done.returncode == 2
