@@ -73,9 +73,9 @@ def _step_rows(trace: Trace) -> StepRows:
 
 def detected_step_rows(trace: Trace) -> StepRows:
     """The steps found in the events alone, whatever was marked."""
-    from memtrace.analysis.detection import detect
+    from memtrace.analysis.detection import detect_steps
 
-    rows = detect(trace).rows
+    rows = detect_steps(trace).rows
     time = trace.columns("events", "time_ns")["time_ns"]
     at = time[np.minimum(rows, len(time) - 1)] if len(rows) else rows
     return StepRows(np.arange(max(len(rows) - 1, 0)), at[:-1], np.diff(at), rows[:-1], rows[1:])
