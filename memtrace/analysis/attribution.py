@@ -10,13 +10,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memtrace.analysis.detection import detect_steps
+from memtrace.analysis.event_codes import KIND, PHASE, SPAN
+from memtrace.analysis.operators import op_column
 from memtrace.format.arrays import Array
-from memtrace.format.schema import EVENT_KINDS, PHASES, SPAN_KINDS
 from memtrace.trace import Trace
 
-KIND = {kind: np.int8(code) for code, kind in enumerate(EVENT_KINDS)}
-PHASE = {phase: np.int8(code) for code, phase in enumerate(PHASES)}
-SPAN = {kind: np.int8(code) for code, kind in enumerate(SPAN_KINDS)}
+# Re-exported for modules that also need steps or phases from here.
+__all__ = [
+    "KIND",
+    "PHASE",
+    "SPAN",
+    "PhaseRows",
+    "StepRows",
+    "detected_step_rows",
+    "op_column",
+    "phase_rows",
+    "rows_at",
+    "step_rows",
+    "steps_are_marked",
+]
 
 
 def rows_at(trace: Trace, times: Array) -> Array:
@@ -73,53 +86,10 @@ def _step_rows(trace: Trace) -> StepRows:
 
 def detected_step_rows(trace: Trace) -> StepRows:
     """The steps found in the events alone, whatever was marked."""
-    from memtrace.analysis.detection import detect_steps
-
     rows = detect_steps(trace).rows
     time = trace.columns("events", "time_ns")["time_ns"]
     at = time[np.minimum(rows, len(time) - 1)] if len(rows) else rows
     return StepRows(np.arange(max(len(rows) - 1, 0)), at[:-1], np.diff(at), rows[:-1], rows[1:])
-
-
-@dataclass(frozen=True)
-class Ops:
-    """The operator calls by their identity. Rows that were never written (a killed process) are row -1."""
-
-    first: int
-    row_of: Array
-
-    def rows(self, ops: Array) -> Array:
-        """The row of ``ops`` for each operator call, -1 where there is none."""
-        if not len(self.row_of):
-            return np.full(len(ops), -1, np.int32)
-        place = ops - self.first
-        known = (ops >= 0) & (place >= 0) & (place < len(self.row_of))
-        return np.where(known, self.row_of[np.where(known, place, 0)], np.int32(-1))
-
-
-def ops_lookup(trace: Trace) -> Ops:
-    """A lookup from operator call to its row."""
-    return trace.cached(_ops_lookup)
-
-
-def _ops_lookup(trace: Trace) -> Ops:
-    identity = trace.columns("ops", "op_id")["op_id"]
-    if not len(identity):
-        return Ops(0, np.empty(0, np.int32))
-    first, last = int(identity.min()), int(identity.max())
-    row_of = np.full(last - first + 1, -1, np.int32)
-    row_of[identity - first] = np.arange(len(identity), dtype=np.int32)
-    return Ops(first, row_of)
-
-
-def op_column(trace: Trace, ops: Array, name: str) -> Array:
-    """A column of the table ops for each operator call, -1 (False) where the call is not known."""
-    column = trace.columns("ops", name)[name]
-    missing = column.dtype.type(False) if column.dtype == bool else column.dtype.type(-1)
-    if not len(column):
-        return np.full(len(ops), missing, column.dtype)
-    rows = ops_lookup(trace).rows(ops)
-    return np.where(rows >= 0, column[rows], missing)
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def bandwidths_from_rates(d2h_gb_per_s: float, h2d_gb_per_s: float) -> CopyBandw
 
 
 def bandwidths_from_json(document: Any) -> CopyBandwidths:
-    """Return the costs in a parsed JSON document of ``memtrace doctor --bandwidth --json``, or in its part ``bandwidth``.
+    """Return the costs in a JSON document of ``memtrace doctor --bandwidth --json``, or in its part ``bandwidth``.
 
     Raises:
         MemtraceError: the document holds no bandwidths, or the time per byte is not positive.

@@ -1,4 +1,4 @@
-"""Memory growth: how much more memory is live at the end of each step, and the live bytes of each site over the steps."""
+"""Memory growth: how much more memory is live at the end of each step, and the live bytes of each site."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from memtrace.analysis.attribution import KIND
 from memtrace.analysis.blocks import blocks
+from memtrace.analysis.event_codes import KIND
 from memtrace.analysis.peak import peak
 from memtrace.analysis.sites import sites_of
 from memtrace.format.arrays import Array
@@ -60,6 +60,13 @@ def _access_intervals(trace: Trace) -> AccessIntervals:
     # Times of different threads can be slightly out of order.
     duration = np.maximum(events["time_ns"][second] - events["time_ns"][first], 0)
     return AccessIntervals(block[1:][is_interval], first, second, duration)
+
+
+def device_intervals(trace: Trace, device: str) -> Array:
+    """Return the intervals of a device that are longer than 0, as positions in ``access_intervals(trace)``."""
+    intervals = access_intervals(trace)
+    on_device = blocks(trace).device[intervals.block] == trace.devices.index(device)
+    return np.flatnonzero(on_device & (intervals.duration_ns > 0))
 
 
 def spans_peak(trace: Trace, rows: Array) -> Array:

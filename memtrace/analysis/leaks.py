@@ -1,4 +1,4 @@
-"""Memory leaks: allocation sites whose live bytes grow from step to step, how fast, and when a capacity is exhausted."""
+"""Memory leaks: allocation sites whose live bytes grow from step to step, and when a capacity is exhausted."""
 
 from __future__ import annotations
 

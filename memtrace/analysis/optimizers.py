@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memtrace.analysis.attribution import KIND, PHASE, op_column
+from memtrace.analysis.event_codes import KIND, PHASE
+from memtrace.analysis.operators import op_column
 from memtrace.analysis.sites import is_internal
 from memtrace.format.arrays import Array
 from memtrace.trace import Frame, Trace

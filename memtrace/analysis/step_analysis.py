@@ -67,12 +67,12 @@ class StepMatch:
     matching_bytes: float
     matching_blocks: float
     is_unusual: bool
-    """Whether less than 99 % of the bytes match."""
+    """Whether less than 99 % of the bytes match. Warm-up steps are never unusual."""
 
 
 @dataclass(frozen=True)
 class MedianMatch:
-    """Medians over the steps after warm-up of the shares that match the usual step, from 0 to 1; None: too few steps."""
+    """How much of the steps after warm-up matches the usual step: medians, from 0 to 1. None with too few steps."""
 
     num_warm_up_steps: int
     events: float | None
@@ -156,6 +156,7 @@ def analyze_steps(trace: Trace, *, from_events: bool = False) -> StepAnalysis:
 
 def _step_matches(trace: Trace, rows: StepRows, from_events: bool) -> tuple[StepMatch, ...]:
     stability = measure_stability(trace, from_events=from_events)
+    warm_up = stability.num_warm_up_steps
     return tuple(
         StepMatch(
             step=int(rows.number[index]),
@@ -166,7 +167,7 @@ def _step_matches(trace: Trace, rows: StepRows, from_events: bool) -> tuple[Step
             matching_events=float(stability.matching_events[index]),
             matching_bytes=float(stability.matching_bytes[index]),
             matching_blocks=float(stability.matching_blocks[index]),
-            is_unusual=bool(stability.matching_bytes[index] < MIN_MATCHING_BYTES),
+            is_unusual=index >= warm_up and bool(stability.matching_bytes[index] < MIN_MATCHING_BYTES),
         )
         for index in range(len(rows.number))
     )

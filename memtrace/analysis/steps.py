@@ -1,4 +1,4 @@
-"""Steps: what each training step allocates, its peak, and what it retains. Marked steps are used where there are any."""
+"""Steps: what each training step allocates, its peak, and what it retains. Steps are marked ones or detected ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Swap candidates: blocks whose access interval is long enough to copy them to the host and back.
 
-The swap inequality S/B_d2h + S/B_h2d <= ATI is that of "Pinpointing the Memory Behaviors of DNN Training" (ISPASS 2021).
+The swap inequality is S/B_d2h + S/B_h2d <= ATI. Source: "Pinpointing the Memory Behaviors of DNN Training" (ISPASS
+2021).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from memtrace.analysis.bandwidth import TITAN_XP, CopyBandwidths
 from memtrace.analysis.block_signatures import row_codes
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.intervals import access_intervals, spans_peak
+from memtrace.analysis.intervals import access_intervals, device_intervals, spans_peak
 from memtrace.analysis.sites import sites_of
 from memtrace.analysis.thresholds import MIN_SWAP_BYTES
 from memtrace.format.arrays import Array
@@ -86,7 +87,7 @@ def swappable_intervals(trace: Trace, costs: CopyBandwidths, *, with_latency: bo
 def swappable_peak_bytes(
     trace: Trace, costs: CopyBandwidths = TITAN_XP, *, min_bytes: int = MIN_SWAP_BYTES
 ) -> int | None:
-    """Return the bytes of the blocks that could be swapped out across the peak; None where accesses were not recorded."""
+    """Return the bytes that could be swapped out across the peak; None where accesses were not recorded."""
     if not len(access_intervals(trace)):
         return None
     return _swap_totals(trace, swappable_intervals(trace, costs, min_bytes=min_bytes)).bytes_at_peak
@@ -101,6 +102,47 @@ def _swap_totals(trace: Trace, rows: Array) -> SwapTotals:
     block, size = access_intervals(trace).block[rows], blocks(trace).size
     at_peak = block[spans_peak(trace, rows)]
     return SwapTotals(len(rows), int(size[np.unique(block)].sum()), int(size[np.unique(at_peak)].sum()))
+
+
+@dataclass(frozen=True)
+class IntervalSample:
+    """Some access intervals of a device, for a figure: half of them the longest of the largest blocks."""
+
+    rows: Array
+    """Positions in ``access_intervals(trace)``."""
+    is_swappable: Array
+    """Whether each interval is long enough to swap its block."""
+    num_intervals: int
+    """Number of intervals from which the sample was taken."""
+    swappable_bytes: int
+    """Sum of the sizes of the distinct blocks of the sample with a swappable interval."""
+
+
+def sample_intervals(trace: Trace, device: str, costs: CopyBandwidths, max_intervals: int) -> IntervalSample | None:
+    """Return a sample of the access intervals of a device; None where it has none.
+
+    Half of the sample are the intervals with the largest product of size and length, which matter most for swapping;
+    the other half is spread evenly over the rest.
+
+    Args:
+        trace: a single-rank trace.
+        device: name of a device of the trace.
+        costs: cost of the copies.
+        max_intervals: size of the sample, approximately.
+    """
+    intervals, size = access_intervals(trace), blocks(trace).size
+    rows = device_intervals(trace, device)
+    rows = rows[size[intervals.block[rows]] > 0]
+    if not len(rows):
+        return None
+    weight = np.log2(size[intervals.block[rows]]) + np.log2(intervals.duration_ns[rows])
+    order = rows[np.argsort(-weight, kind="stable")]
+    head, rest = order[: max_intervals // 2], order[max_intervals // 2 :]
+    stride = max(1, -(-2 * len(rest) // max_intervals))
+    chosen = np.concatenate([head, rest[::stride]])
+    is_swappable = np.isin(chosen, swappable_intervals(trace, costs))
+    swappable_blocks = np.unique(intervals.block[chosen[is_swappable]])
+    return IntervalSample(chosen, is_swappable, len(rows), int(size[swappable_blocks].sum()))
 
 
 def find_swap_candidates(trace: Trace, costs: CopyBandwidths, *, min_bytes: int = 0) -> tuple[SwapCandidate, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from memtrace.analysis.attribution import PHASE, op_column
+from memtrace.analysis.event_codes import PHASE
+from memtrace.analysis.operators import op_column
 from memtrace.analysis.optimizers import bursts
 from memtrace.analysis.thresholds import (
     CONFIDENCE_MAYBE_LAYERS,

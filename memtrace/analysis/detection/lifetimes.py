@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memtrace.analysis.attribution import KIND
+from memtrace.analysis.event_codes import KIND
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from memtrace.analysis.attribution import KIND, op_column
 from memtrace.analysis.detection.lifetimes import RowLifetimes
+from memtrace.analysis.event_codes import KIND
+from memtrace.analysis.operators import op_column
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from memtrace.analysis.attribution import KIND, PHASE, op_column
 from memtrace.analysis.detection.lifetimes import RowLifetimes
 from memtrace.analysis.detection.similarity import StepSimilarity
 from memtrace.analysis.detection.steps import NO_STEPS, DetectedSteps, rate_updates
+from memtrace.analysis.event_codes import KIND, PHASE
+from memtrace.analysis.operators import op_column
 from memtrace.analysis.periodicity import Periodicity, find_periodicities
 from memtrace.analysis.thresholds import (
     MAX_COUNTER_BYTES,
