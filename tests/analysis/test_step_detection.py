@@ -155,9 +155,7 @@ LOOPS = (
 
 @pytest.mark.parametrize("accesses", [True, False], ids=["accesses", "allocations"])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_steps_of_other_training_loops_are_detected(
-    tmp_path: Path, loop: Callable[[], None], accesses: bool
-) -> None:
+def test_steps_of_other_training_loops_are_detected(tmp_path: Path, loop: Callable[[], None], accesses: bool) -> None:
     trace = recorded(loop, tmp_path / "run.memtrace", accesses=accesses)
     boundaries = find_boundaries(trace, from_events=True)
     assert boundaries.detected.num_steps == STEPS
@@ -222,9 +220,7 @@ def one_recurrent_sequence() -> None:
     [one_forward_pass, one_training_step, one_pass_without_modules, one_recurrent_sequence],
     ids=lambda run: run.__name__,
 )
-def test_layers_are_not_mistaken_for_steps(
-    tmp_path: Path, run: Callable[[], None], options: dict[str, bool]
-) -> None:
+def test_layers_are_not_mistaken_for_steps(tmp_path: Path, run: Callable[[], None], options: dict[str, bool]) -> None:
     assert detect_steps(recorded(run, tmp_path / "run.memtrace", **options)).num_steps == 0
 
 

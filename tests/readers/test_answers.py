@@ -70,7 +70,7 @@ def test_totals_have_no_allocations(tmp_path: Path) -> None:
     assert told["patterns"]["stability_bytes"] is None
     assert "steps: cannot be told, the file holds totals" in " ".join(said("summary", path).split())
     steps = json.loads(said("steps", path, "--json"))
-    assert (steps["iterative"], steps["confidence"], steps["num_steps"]) == (None, None, 0)
+    assert (steps["is_iterative"], steps["confidence"], steps["num_steps"]) == (None, None, 0)
     assert json.loads(said("leaks", path, "--json"))["bytes_per_step"] is None
     access = json.loads(said("access", path, "--json"))
     assert access["num_intervals"] is None and set(access["swappable"].values()) == {None}
