@@ -29,7 +29,7 @@ RESULT: Final = DoctorReport
 @click.option("--bandwidth", is_flag=True, help="Also measure copies between device and host (takes seconds).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
 def command(as_json: bool, bandwidth: bool) -> None:
-    """Check what this machine offers for recording, and what is missing."""
+    """Check the installation on this machine and list what is missing."""
     report = DoctorReport(examine_environment(), measure_bandwidths() if bandwidth else None)
     if as_json:
         print_json(report)

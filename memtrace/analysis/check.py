@@ -91,7 +91,7 @@ def check(trace: Trace, limits: Limits) -> list[Verdict]:
         verdicts.append(Verdict("peak", limits.peak, found, _largest_site(trace, live)))
     if limits.growth is not None:
         grows = measure_growth(trace)
-        where = grows.sources[0][0] if grows is not None and grows.sources else None
+        where = grows.sources[0].site if grows is not None and grows.sources else None
         verdicts.append(Verdict("growth a step", limits.growth, grows.bytes_per_step if grows else None, where))
     for name, allowed in limits.categories.items():
         mine = [rows[blocks(trace).category[rows] == CATEGORIES.index(name)] for rows in live]

@@ -69,7 +69,8 @@ def _step_columns(trace: Trace) -> StepColumns:
 
     def count(name: str) -> Array:
         total = np.concatenate([[0], np.cumsum(kind == KIND[name])])
-        return total[steps.end_row] - total[steps.first_row]
+        in_steps: Array = total[steps.end_row] - total[steps.first_row]
+        return in_steps
 
     live = _live_bytes_of_all_devices(trace)
     first = np.searchsorted(live.rows, steps.first_row)

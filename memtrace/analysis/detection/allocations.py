@@ -75,7 +75,8 @@ def _symbols(site: Array, size: Array, num_alive: Array, is_kept: Array) -> Arra
     lifetime = np.where(is_kept, _NEVER_FREED, lifetime)
     size_code = np.unique(size, return_inverse=True)[1]
     key = (site * (int(size_code.max()) + 1) + size_code) * _LIFETIME_CODES + lifetime
-    return np.unique(key, return_inverse=True)[1]
+    symbol: Array = np.unique(key, return_inverse=True)[1]
+    return symbol
 
 
 def _usable_periodicities(symbol: Array) -> list[Periodicity]:
