@@ -18,7 +18,7 @@ from memtrace.units import format_bytes, format_count, format_duration, format_s
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from memtrace.analysis.stability import SignatureDifference
+    from memtrace.analysis.stability import BlockDifference
     from memtrace.analysis.step_analysis import MarkAgreement
 
 RESULT: Final = StepAnalysis
@@ -90,24 +90,26 @@ def _print_stability(out: Console, result: StepAnalysis) -> None:
             f"{format_share(stability.events)} of events match the usual step (median of "
             f"{format_count(num_steady, 'step')}; {format_count(stability.num_warm_up_steps, 'warm-up step')} excluded)"
         )
-    unusual = [f"step {row.step} ({format_share(row.matching_bytes)})" for row in result.steps if row.is_unusual]
+    unusual = [f"{row.step} ({format_share(row.matching_bytes)})" for row in result.steps if row.is_unusual]
     if unusual:
         more = f" and {len(unusual) - MAX_LISTED_STEPS} more" if len(unusual) > MAX_LISTED_STEPS else ""
-        least = format_share(MIN_MATCHING_BYTES)
-        out.print(f"Less than {least} of bytes match in {', '.join(unusual[:MAX_LISTED_STEPS])}{more}")
+        steps = f"{format_count(len(unusual), 'step')}: {', '.join(unusual[:MAX_LISTED_STEPS])}{more}"
+        out.print(f"Less than {format_share(MIN_MATCHING_BYTES)} of bytes match in {steps}")
 
 
-def _print_differences(out: Console, differences: tuple[SignatureDifference, ...]) -> None:
+def _print_differences(out: Console, differences: tuple[BlockDifference, ...]) -> None:
     if not differences:
         return
-    table = plain_table("usual size", "allocation site and operator, steps that differ")
+    table = plain_table("block", "count", "allocation site and operator, steps that differ")
     for row in differences:
-        table.add_row(format_bytes(row.size_bytes), f"{escape(row.site)}\n{_describe_difference(row)}")
+        table.add_row(
+            format_bytes(row.size_bytes), f"{row.num_blocks:,}", f"{escape(row.site)}\n{_describe_difference(row)}"
+        )
     out.print("\n[bold]Blocks that differ between steps[/]")
     out.print(table)
 
 
-def _describe_difference(row: SignatureDifference) -> str:
+def _describe_difference(row: BlockDifference) -> str:
     """Return how a block differs between steps, one line for each difference."""
     differences = (
         ("missing in", row.missing_in),

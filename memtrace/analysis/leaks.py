@@ -136,8 +136,10 @@ def _steps_to_capacity(trace: Trace, capacity_bytes: int | None, bytes_per_step:
     if capacity_bytes is None or bytes_per_step <= 0:
         return None
     highest = max((peak(trace, device).requested.bytes for device in trace.devices), default=0)
-    # Memory that grows by copying is allocated twice at the peak, which then grows faster than what is retained.
-    peak_growth = float(np.median(np.diff(step_columns(trace).peak_bytes[WARM_UP_STEPS:])))
+    # Memory that grows by copying is allocated twice at the peak, which then grows faster than what is retained. Peaks
+    # that rise until the garbage collector runs do not count.
+    peaks = step_columns(trace).peak_bytes[WARM_UP_STEPS:]
+    peak_growth = float(np.median(np.diff(peaks))) if keeps_growing(peaks) else 0.0
     return max(int((capacity_bytes - highest) // max(bytes_per_step, peak_growth)), 0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -15,7 +15,9 @@ from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
 MAX_DIFFERENCES: Final = 10
-"""Number of signatures that are reported as different, largest first."""
+"""Number of differences that are reported, largest blocks first."""
+MAX_COMPARED_SIGNATURES: Final = 200
+"""Number of signatures, largest first, from which the reported differences are collected; bounds the run time."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +32,15 @@ class AllocationFit:
 
 
 @dataclass(frozen=True)
-class SignatureDifference:
-    """A block signature that is not the same in every step after warm-up. The tuples hold step numbers."""
+class BlockDifference:
+    """Blocks that are not the same in every step after warm-up. The tuples hold step numbers."""
 
-    signature: int
-    """Number of the signature, see ``assign_signatures``."""
     site: str
     """``file:line function, operator`` of the allocation."""
     size_bytes: int | None
-    """Median size; None where no step after warm-up allocates the block."""
+    """Median size of one block; None where no step after warm-up allocates it."""
+    num_blocks: int
+    """Blocks per step with the same site and size that differ in the same steps."""
     missing_in: tuple[int, ...]
     """Steps without the block, of a block that most steps allocate."""
     only_in: tuple[int, ...]
@@ -69,8 +71,8 @@ class Stability:
     """Median of ``matching_bytes`` after warm-up; None with fewer than two steps."""
     median_matching_events: float | None
     """Median of ``matching_events`` after warm-up; None with fewer than two steps."""
-    differences: tuple[SignatureDifference, ...]
-    """The signatures that differ between steps, largest first, at most ``MAX_DIFFERENCES``."""
+    differences: tuple[BlockDifference, ...]
+    """The blocks that differ between steps, largest first, at most ``MAX_DIFFERENCES``."""
 
 
 def measure_stability(trace: Trace, *, from_events: bool = False) -> Stability:
@@ -173,35 +175,38 @@ def _median(values: Array) -> float | None:
 
 def _differences(
     trace: Trace, usual: _UsualStep, numbers: Array, warm_up: int, from_events: bool
-) -> tuple[SignatureDifference, ...]:
+) -> tuple[BlockDifference, ...]:
+    """Return the differences between steps, one for all signatures that have the same difference."""
     signatures = assign_signatures(trace, from_events=from_events)
     steady_steps = np.arange(warm_up, len(numbers))
     steady = usual.step >= warm_up
     num_present = np.bincount(usual.signature[steady], minlength=len(usual.size))
     incomplete = np.flatnonzero(usual.is_usual & (num_present < len(steady_steps)))
     different = np.union1d(usual.signature[steady & ~usual.matches], incomplete)
-    different = different[np.argsort(-usual.size[different], kind="stable")][:MAX_DIFFERENCES]
+    different = different[np.argsort(-usual.size[different], kind="stable")][:MAX_COMPARED_SIGNATURES]
+    order = np.argsort(usual.signature, kind="stable")
+    first = np.searchsorted(usual.signature[order], np.arange(len(usual.size) + 1))
 
     def step_numbers(steps: Array) -> tuple[int, ...]:
         return tuple(numbers[np.intersect1d(steps, steady_steps)].tolist())
 
-    rows = []
+    num_blocks: dict[BlockDifference, int] = {}
     for signature in different.tolist():
-        of_signature = usual.signature == signature
-        steps, is_usual = usual.step[of_signature], bool(usual.is_usual[signature])
+        members = order[first[signature] : first[signature + 1]]
+        steps, is_usual = usual.step[members], bool(usual.is_usual[signature])
         size = int(usual.size[signature])
-        rows.append(
-            SignatureDifference(
-                signature=signature,
-                site=describe_signature(trace, signatures, signature),
-                size_bytes=size if size >= 0 else None,
-                missing_in=step_numbers(np.setdiff1d(steady_steps, steps)) if is_usual else (),
-                only_in=() if is_usual else step_numbers(steps),
-                other_size_in=step_numbers(steps[~usual.is_same_size[of_signature]]) if is_usual else (),
-                other_accesses_in=step_numbers(steps[~usual.has_same_accesses[of_signature]]) if is_usual else (),
-            )
+        difference = BlockDifference(
+            site=describe_signature(trace, signatures, signature),
+            size_bytes=size if size >= 0 else None,
+            num_blocks=1,
+            missing_in=step_numbers(np.setdiff1d(steady_steps, steps)) if is_usual else (),
+            only_in=() if is_usual else step_numbers(steps),
+            other_size_in=step_numbers(steps[~usual.is_same_size[members]]) if is_usual else (),
+            other_accesses_in=step_numbers(steps[~usual.has_same_accesses[members]]) if is_usual else (),
         )
-    return tuple(rows)
+        num_blocks[difference] = num_blocks.get(difference, 0) + 1
+    differences = [replace(difference, num_blocks=number) for difference, number in num_blocks.items()]
+    return tuple(differences[:MAX_DIFFERENCES])
 
 
 def fit_allocations(trace: Trace, *, from_events: bool = False) -> AllocationFit | None:

@@ -10,7 +10,7 @@ import numpy as np
 from memtrace.analysis.attribution import KIND, StepRows, step_rows, steps_are_marked
 from memtrace.analysis.block_signatures import select_steps
 from memtrace.analysis.detection import DetectedSteps, detect_steps
-from memtrace.analysis.stability import AllocationFit, SignatureDifference, fit_allocations, measure_stability
+from memtrace.analysis.stability import AllocationFit, BlockDifference, fit_allocations, measure_stability
 from memtrace.analysis.thresholds import MIN_MATCHING_BYTES, MIN_SHIFTED_AGREEMENT
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
@@ -103,7 +103,7 @@ class StepAnalysis:
     allocation_fit: AllocationFit | None
     """Allocations = c0 + c1 n; None with fewer than four steps."""
     steps: tuple[StepMatch, ...]
-    differences: tuple[SignatureDifference, ...]
+    differences: tuple[BlockDifference, ...]
     """Blocks that are not the same in every step after warm-up, largest first."""
 
 

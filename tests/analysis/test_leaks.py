@@ -115,6 +115,26 @@ def test_memory_that_grows_by_copying_exhausts_the_capacity_twice_as_soon(tmp_pa
     assert result.steps_to_capacity == pytest.approx((1024 - 60) / 2, abs=2)
 
 
+def test_peaks_that_rise_until_the_garbage_collector_runs_do_not_shorten_the_time_to_exhaustion(tmp_path: Path) -> None:
+    retained: list[torch.Tensor] = []
+
+    def after_step(number: int) -> None:
+        retained.append(torch.zeros(MIB // 64))
+        node = Node()
+        node.itself, node.tensor = node, torch.zeros(MIB // 4)
+        if number % 10 == 9:
+            gc.collect()
+
+    gc.disable()
+    try:
+        trace = record_training(tmp_path, after_step)
+    finally:
+        gc.enable()
+    result = find_leaks(trace, capacity_bytes=1024 * MIB)
+    assert result.bytes_per_step == pytest.approx(MIB / 16, rel=0.01)
+    assert result.steps_to_capacity == pytest.approx(1024 * 16 - 220, abs=40)
+
+
 def trace_of_retained(sizes: list[int]) -> Trace:
     """Return a trace of one block per step, which is never freed; steps with size 0 have none."""
     end = 10 * len(sizes)
