@@ -45,12 +45,12 @@ def command(selection: Selection, min_steps: int, capacity: int | None, as_json:
     elif not trace.has_blocks:
         console().print(f"[bold]{escape(selection.name)}[/]: leaks unavailable: {NO_BLOCKS}")
     else:
-        _print(console(), selection.name, result, min_steps)
+        _print(console(), selection.name, result)
 
 
-def _print(out: Console, name: str, result: LeakAnalysis, min_steps: int) -> None:
+def _print(out: Console, name: str, result: LeakAnalysis) -> None:
     if result.bytes_per_step is None:
-        needed = format_count(result.num_warm_up_steps + min_steps + 1, "step")
+        needed = format_count(result.num_required_steps, "step")
         out.print(f"[bold]{escape(name)}[/]: too few steps to find leaks (at least {needed} are needed)")
         return
     excluded = format_count(result.num_warm_up_steps, "warm-up step")

@@ -45,18 +45,7 @@ def intervals_figure(trace: Trace, device: str) -> go.Figure | None:
         rows=1, cols=3, column_widths=[0.34, 0.33, 0.33], horizontal_spacing=0.06,
         subplot_titles=("cumulative share of intervals", "length by category", "length by block size"),
     )  # fmt: skip
-    quantiles = _quantiles(duration_ns, CURVE_POINTS)
-    figure.add_trace(
-        go.Scatter(
-            x=quantiles / 1e3,
-            y=np.linspace(0, 100, CURVE_POINTS),
-            customdata=[format_duration(length_ns) for length_ns in quantiles.tolist()],
-            line={"color": "#0072b2"},
-            hovertemplate="%{y:.0f} % of intervals are at most %{customdata}<extra></extra>",
-        ),
-        row=1,
-        col=1,
-    )
+    figure.add_trace(_cumulative_curve(duration_ns), row=1, col=1)
     for category in STACK_ORDER:
         lengths = duration_ns[table.category[block] == CATEGORIES.index(category)]
         if len(lengths):
@@ -157,6 +146,17 @@ def _sample_note(sample: IntervalSample) -> str:
         f"{len(sample.rows):,} of {sample.num_intervals:,} intervals, half of them the longest of the largest blocks. "
         f"{num_swappable} (dots; {format_bytes(sample.swappable_bytes)} of blocks) are long enough for a swap at "
         f"{TITAN_XP.d2h.gb_per_s:.2f} GB/s D2H and {TITAN_XP.h2d.gb_per_s:.2f} GB/s H2D ({TITAN_XP.source})."
+    )
+
+
+def _cumulative_curve(duration_ns: Array) -> go.Scatter:
+    quantiles = _quantiles(duration_ns, CURVE_POINTS)
+    return go.Scatter(
+        x=quantiles / 1e3,
+        y=np.linspace(0, 100, CURVE_POINTS),
+        customdata=[format_duration(length_ns) for length_ns in quantiles.tolist()],
+        line={"color": "#0072b2"},
+        hovertemplate="%{y:.0f} % of intervals are at most %{customdata}<extra></extra>",
     )
 
 

@@ -11,10 +11,12 @@ from memtrace.analysis.steps import records_data_waits, step_columns
 from memtrace.units import choose_byte_unit, choose_time_unit
 
 if TYPE_CHECKING:
+    from memtrace.analysis.steps import StepColumns
     from memtrace.trace import Trace
 
 MAX_STEPS: Final = 2000
 """Number of steps drawn, from the end of the trace."""
+_DRAWN: Final = slice(-MAX_STEPS, None)
 
 
 def steps_figure(trace: Trace, device: str) -> go.Figure | None:
@@ -25,53 +27,55 @@ def steps_figure(trace: Trace, device: str) -> go.Figure | None:
         device: unused; bytes are those of all devices.
     """
     columns = step_columns(trace)
-    num_steps, last = len(columns), slice(-MAX_STEPS, None)
+    num_steps = len(columns)
     if not num_steps:
         return None
-    step = columns.step[last]
-    divisor, unit = choose_byte_unit(float(columns.peak_bytes[last].max()))
-    nanoseconds, time_unit = choose_time_unit(float(columns.duration_ns[last].max()))
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.09)
-    for num_bytes, label, color in (
-        (columns.peak_bytes[last], "peak", "#0072b2"),
-        (columns.live_end_bytes[last], "live at the end of the step", "#e69f00"),
-    ):
-        figure.add_trace(
-            go.Scatter(
-                x=step,
-                y=num_bytes / divisor,
-                name=label,
-                mode="lines+markers",
-                marker={"size": 5},
-                line={"color": color},
-                hovertemplate=f"%{{y:,.2f}} {unit}",
-            ),
-            row=1,
-            col=1,
-        )
-    duration, wait = columns.duration_ns[last], columns.data_wait_ns[last]
-    bars = [(duration, "duration", "#8e98a3")]
-    if records_data_waits(trace):
-        bars = [(duration - wait, "computing", "#8e98a3"), (wait, "waiting for data", "#cc79a7")]
-    for time_ns, label, color in bars:
-        figure.add_trace(
-            go.Bar(
-                x=step,
-                y=time_ns / nanoseconds,
-                name=label,
-                marker={"color": color},
-                hovertemplate=f"%{{y:,.2f}} {time_unit}",
-            ),
-            row=2,
-            col=1,
-        )
+    _draw_memory(figure, columns)
+    _draw_time(figure, columns, records_data_waits(trace))
     figure.update_layout(
         barmode="stack",
         hovermode="x unified",
         legend={"orientation": "h", "y": 1.03, "yanchor": "bottom", "x": 0},
         meta={"note": f"Last {MAX_STEPS:,} of {num_steps:,} steps." if num_steps > MAX_STEPS else ""},
     )
-    figure.update_yaxes(title_text=unit, rangemode="tozero", row=1, col=1)
-    figure.update_yaxes(title_text=time_unit, rangemode="tozero", row=2, col=1)
     figure.update_xaxes(title_text="step", row=2, col=1)
     return figure
+
+
+def _draw_memory(figure: go.Figure, columns: StepColumns) -> None:
+    peak_bytes, live_end_bytes = columns.peak_bytes[_DRAWN], columns.live_end_bytes[_DRAWN]
+    divisor, unit = choose_byte_unit(float(peak_bytes.max()))
+    for num_bytes, label, color in (
+        (peak_bytes, "peak", "#0072b2"),
+        (live_end_bytes, "live at the end of the step", "#e69f00"),
+    ):
+        curve = go.Scatter(
+            x=columns.step[_DRAWN],
+            y=num_bytes / divisor,
+            name=label,
+            mode="lines+markers",
+            marker={"size": 5},
+            line={"color": color},
+            hovertemplate=f"%{{y:,.2f}} {unit}",
+        )
+        figure.add_trace(curve, row=1, col=1)
+    figure.update_yaxes(title_text=unit, rangemode="tozero", row=1, col=1)
+
+
+def _draw_time(figure: go.Figure, columns: StepColumns, has_waits: bool) -> None:
+    duration_ns, wait_ns = columns.duration_ns[_DRAWN], columns.data_wait_ns[_DRAWN]
+    nanoseconds, unit = choose_time_unit(float(duration_ns.max()))
+    bars = [(duration_ns, "duration", "#8e98a3")]
+    if has_waits:
+        bars = [(duration_ns - wait_ns, "computing", "#8e98a3"), (wait_ns, "waiting for data", "#cc79a7")]
+    for time_ns, label, color in bars:
+        bar = go.Bar(
+            x=columns.step[_DRAWN],
+            y=time_ns / nanoseconds,
+            name=label,
+            marker={"color": color},
+            hovertemplate=f"%{{y:,.2f}} {unit}",
+        )
+        figure.add_trace(bar, row=2, col=1)
+    figure.update_yaxes(title_text=unit, rangemode="tozero", row=2, col=1)

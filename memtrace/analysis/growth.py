@@ -55,7 +55,7 @@ class GrowthCurve:
 
 def measure_growth(trace: Trace) -> MemoryGrowth | None:
     """Return the memory growth of a single-rank trace, the sum of its leaks; None with too few steps."""
-    result = trace.cached(find_leaks, with_long_lived=False)
+    result = find_leaks(trace, with_long_lived=False)
     if result.bytes_per_step is None:
         return None
     sources = tuple(

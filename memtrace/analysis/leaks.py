@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -79,6 +79,8 @@ class LeakAnalysis:
     """Analyzed steps, warm-up excluded; 0 with too few steps."""
     num_warm_up_steps: int
     """Excluded steps at the start."""
+    num_required_steps: int
+    """Number of steps that a trace must have to be analyzed, warm-up included."""
     capacity_bytes: int | None
     """Memory capacity as given."""
     steps_to_capacity: int | None
@@ -112,23 +114,37 @@ def find_leaks(
         capacity_bytes: memory capacity; gives ``steps_to_capacity``.
         with_long_lived: also compute ``long_lived``, which takes most of the time.
     """
+    return trace.cached(_find_leaks, min_growing_steps, capacity_bytes, with_long_lived)
+
+
+def _find_leaks(
+    trace: Trace, min_growing_steps: int, capacity_bytes: int | None, with_long_lived: bool
+) -> LeakAnalysis:
     ends = step_rows(trace).end_row[WARM_UP_STEPS:]
     gc_freed = _gc_freed_blocks(trace)
-    gc_freed_bytes = None if gc_freed is None else int(blocks(trace).size[gc_freed].sum())
+    result = LeakAnalysis(
+        leaks=(),
+        bytes_per_step=None,
+        num_steps=0,
+        num_warm_up_steps=WARM_UP_STEPS,
+        num_required_steps=WARM_UP_STEPS + min_growing_steps + 1,
+        capacity_bytes=capacity_bytes,
+        steps_to_capacity=None,
+        long_lived=(),
+        records_gc=gc_freed is not None,
+        gc_freed_bytes=None if gc_freed is None else int(blocks(trace).size[gc_freed].sum()),
+    )
     if len(ends) <= min_growing_steps:
-        return LeakAnalysis((), None, 0, WARM_UP_STEPS, capacity_bytes, None, (), gc_freed is not None, gc_freed_bytes)
+        return result
     leaks = _leaking_sites(trace, ends, min_growing_steps, gc_freed)
     bytes_per_step = sum(leak.bytes_per_step for leak in leaks)
-    return LeakAnalysis(
+    return replace(
+        result,
         leaks=tuple(leaks[:MAX_ROWS]),
         bytes_per_step=bytes_per_step,
         num_steps=len(ends),
-        num_warm_up_steps=WARM_UP_STEPS,
-        capacity_bytes=capacity_bytes,
         steps_to_capacity=_steps_to_capacity(trace, capacity_bytes, bytes_per_step),
         long_lived=_long_lived_signatures(trace, ends) if with_long_lived else (),
-        records_gc=gc_freed is not None,
-        gc_freed_bytes=gc_freed_bytes,
     )
 
 
@@ -199,8 +215,8 @@ def keeps_growing(live: Array, min_growing_steps: int = MIN_GROWING_STEPS) -> bo
     growing = np.flatnonzero(change > 0)
     if len(growing) < min_growing_steps:
         return False
-    lasts = growing[-1] - growing[0] >= third and growing[-1] >= len(change) - third
-    return bool(lasts and lost <= MAX_LOST_SHARE * gained)
+    is_lasting = growing[-1] - growing[0] >= third and growing[-1] >= len(change) - third
+    return bool(is_lasting and lost <= MAX_LOST_SHARE * gained)
 
 
 def _leaking_sites(trace: Trace, ends: Array, min_growing_steps: int, gc_freed: Array | None) -> list[Leak]:

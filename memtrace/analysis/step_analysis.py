@@ -10,6 +10,7 @@ import numpy as np
 from memtrace.analysis.attribution import KIND, StepRows, step_rows, steps_are_marked
 from memtrace.analysis.block_signatures import select_steps
 from memtrace.analysis.detection import DetectedSteps, detect_steps
+from memtrace.analysis.detection.steps import Method
 from memtrace.analysis.stability import AllocationFit, BlockDifference, fit_allocations, measure_stability
 from memtrace.analysis.thresholds import MIN_MATCHING_BYTES, MIN_SHIFTED_AGREEMENT
 from memtrace.format.arrays import Array
@@ -95,7 +96,7 @@ class StepAnalysis:
     """Median duration of a step; None without steps or times."""
     confidence: float | None
     """Confidence in the steps, from 0 to 1; 1 for marks, None for a file that holds totals by category."""
-    method: str
+    method: Method
     """What repeats in the events: parameter ``updates``, ``allocations`` or ``none``."""
     marks: MarkAgreement | None
     """Comparison of marked with detected steps; None where no steps are marked."""
