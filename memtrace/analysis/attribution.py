@@ -1,7 +1,7 @@
-"""Which operator call, phase and step an event belongs to.
+"""The operator call, phase and step of an event.
 
-The order of the rows of ``events`` is the truth; times follow it except for small disorder between threads. An
-instant therefore cuts the rows at the first row whose time is at or past it: what comes before it is before.
+The order of the rows of ``events`` is authoritative; times follow it except for small disorder between threads. A time
+therefore cuts the rows at the first row whose time is at or past it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def rows_at(trace: Trace, times: Array) -> Array:
-    """For each time the first row of events at or past it; the number of rows where there is none."""
+    """Return for each time the first row of events at or past it; the number of rows where there is none."""
     return np.searchsorted(trace.cached(_rising_times), times, side="left")
 
 
@@ -44,32 +44,41 @@ def _rising_times(trace: Trace) -> Array:
 
 @dataclass(frozen=True)
 class StepRows:
-    """The steps of a trace in order of time: which rows of events each holds, as ``first_row`` to ``end_row``."""
+    """The steps of a trace in order of time."""
 
     number: Array
     start_ns: Array
     duration_ns: Array
     first_row: Array
+    """First row of events of the step."""
     end_row: Array
+    """Row after the last one."""
 
     def of_rows(self, rows: Array) -> Array:
-        """The step's number for each row of events, -1 outside of all steps."""
+        """Return the step's number for each row of events, -1 outside all steps."""
+        return self._find(self.first_row, self.end_row, rows)
+
+    def of_times(self, times: Array) -> Array:
+        """Return the step's number for each time (the largest time of all events up to a row), -1 outside all steps."""
+        return self._find(self.start_ns, self.start_ns + self.duration_ns, times)
+
+    def _find(self, first: Array, end: Array, positions: Array) -> Array:
         if not len(self.number):
-            return np.full(len(rows), -1, np.int64)
-        place = np.searchsorted(self.first_row, rows, side="right") - 1
-        inside = (place >= 0) & (rows < self.end_row[place])
+            return np.full(len(positions), -1, np.int64)
+        place = np.searchsorted(first, positions, side="right") - 1
+        inside = (place >= 0) & (positions < end[place])
         return np.where(inside, self.number[place], -1)
 
 
 def steps_are_marked(trace: Trace) -> bool:
-    """Whether the trace tells its steps; if not, they are those found in the events."""
+    """Return whether the trace has marked steps; if not, they are detected in the events."""
     return bool((trace.columns("spans", "kind")["kind"] == SPAN["step"]).any())
 
 
 def step_rows(trace: Trace) -> StepRows:
-    """The steps, half-open [start, start + duration): the spans of kind step, else those found in the events.
+    """Return the steps, half-open [start, start + duration): the spans of kind step, else those detected in the events.
 
-    See ``memtrace.analysis.detection``; empty where there are no spans and nothing repeats.
+    Empty where no step is marked and nothing repeats (see ``memtrace.analysis.detection``).
     """
     return trace.cached(_step_rows)
 
@@ -85,7 +94,7 @@ def _step_rows(trace: Trace) -> StepRows:
 
 
 def detected_step_rows(trace: Trace) -> StepRows:
-    """The steps found in the events alone, whatever was marked."""
+    """Return the steps detected in the events, whether steps are marked or not."""
     rows = detect_steps(trace).rows
     time = trace.columns("events", "time_ns")["time_ns"]
     at = time[np.minimum(rows, len(time) - 1)] if len(rows) else rows
@@ -94,18 +103,24 @@ def detected_step_rows(trace: Trace) -> StepRows:
 
 @dataclass(frozen=True)
 class PhaseRows:
-    """The rows of events cut wherever a phase or a step begins or ends; one phase a piece."""
+    """The rows of events, cut wherever a phase or a step begins or ends; each piece lies in one phase."""
 
     first_row: Array
     phase: Array
+    cut_ns: Array
+    """Times of the cuts: one less than there are pieces."""
 
     def pieces(self, rows: Array) -> Array:
-        """The piece of each row."""
+        """Return the piece of each row."""
         return np.searchsorted(self.first_row, rows, side="right") - 1
+
+    def of_times(self, times: Array) -> Array:
+        """Return the phase at each time (the largest time of all events up to a row)."""
+        return self.phase[np.searchsorted(self.cut_ns, times, side="right")]
 
 
 def phase_rows(trace: Trace) -> PhaseRows | None:
-    """The phases by the spans of kind phase: innermost span, ``other`` between them; None without such spans."""
+    """Return the phases by the spans of kind phase: the innermost span, ``other`` between spans; None without spans."""
     return trace.cached(_phase_rows)
 
 
@@ -125,4 +140,4 @@ def _phase_rows(trace: Trace) -> PhaseRows | None:
     # Spans in order of start, so an inner one overwrites its part of the outer one.
     for first, last, code in zip(np.searchsorted(times, start), np.searchsorted(times, end), phase, strict=True):
         piece_phase[first + 1 : last + 1] = code
-    return PhaseRows(np.concatenate([[0], rows_at(trace, times)]), piece_phase)
+    return PhaseRows(np.concatenate([[0], rows_at(trace, times)]), piece_phase, times)

@@ -7,24 +7,32 @@ from dataclasses import dataclass
 import numpy as np
 
 from memtrace.format.arrays import Array
+from memtrace.format.keyframes import find_sorted
 from memtrace.trace import Trace
 
 
 @dataclass(frozen=True)
 class OperatorIndex:
-    """The row of the table ``ops`` of each operator call, by its identifier."""
+    """The row of the table ``ops`` of each operator call, by the id of the call."""
 
-    first_id: int
-    row: Array
-    """Row of call ``first_id`` + k; -1 for calls that were never written (a killed process)."""
+    first: int
+    row_of: Array
+    """Row of call ``first`` + k; -1 for calls that were never written (a killed process)."""
+    far_ids: Array
+    """Ids far below ``first``, ascending: a window has calls from long before it, which allocated blocks that live."""
+    far_rows: Array
 
-    def rows(self, op_ids: Array) -> Array:
-        """Return the row of ``ops`` of each operator call; -1 where the call is unknown."""
-        if not len(self.row):
-            return np.full(len(op_ids), -1, np.int32)
-        place = op_ids - self.first_id
-        known = (op_ids >= 0) & (place >= 0) & (place < len(self.row))
-        return np.where(known, self.row[np.where(known, place, 0)], np.int32(-1))
+    def rows(self, ops: Array) -> Array:
+        """Return the row of ``ops`` for each operator call, -1 where there is none."""
+        rows = np.full(len(ops), -1, np.int32)
+        if len(self.row_of):
+            place = ops - self.first
+            near = (place >= 0) & (place < len(self.row_of))
+            rows = np.where(near, self.row_of[np.where(near, place, 0)], np.int32(-1))
+        if len(self.far_ids):
+            places, found = find_sorted(self.far_ids, ops)
+            rows = np.where(found, self.far_rows[places], rows)
+        return rows
 
 
 def operator_index(trace: Trace) -> OperatorIndex:
@@ -33,13 +41,16 @@ def operator_index(trace: Trace) -> OperatorIndex:
 
 
 def _operator_index(trace: Trace) -> OperatorIndex:
-    op_id = trace.columns("ops", "op_id")["op_id"]
-    if not len(op_id):
-        return OperatorIndex(0, np.empty(0, np.int32))
-    first, last = int(op_id.min()), int(op_id.max())
-    row = np.full(last - first + 1, -1, np.int32)
-    row[op_id - first] = np.arange(len(op_id), dtype=np.int32)
-    return OperatorIndex(first, row)
+    ids = trace.columns("ops", "op_id")["op_id"]
+    rows = np.arange(len(ids), dtype=np.int32)
+    # A table over the range of ids is quickest, but must not be larger than the trace.
+    last = int(ids.max(initial=-1))
+    is_near = ids > last - 4 * len(ids) - 1024
+    far = rows[~is_near][np.argsort(ids[~is_near], kind="stable")]
+    first = int(ids[is_near].min()) if len(ids) else 0
+    row_of = np.full(last - first + 1 if len(ids) else 0, -1, np.int32)
+    row_of[ids[is_near] - first] = rows[is_near]
+    return OperatorIndex(first, row_of, ids[far], far)
 
 
 def op_column(trace: Trace, op_ids: Array, name: str) -> Array:

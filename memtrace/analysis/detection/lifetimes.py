@@ -18,11 +18,11 @@ class RowLifetimes:
     size: Array
     """Requested bytes."""
     begin: Array
-    """Row of events in which the block is allocated or first listed."""
+    """Row of events in which the block is allocated, or listed as older than the trace or its window."""
     end: Array
     """Row of events in which the block is freed; the number of events for blocks that are never freed."""
     is_allocated: Array
-    """Whether the trace holds the block's allocation. False: the block is older than the trace."""
+    """Whether the trace holds the allocation. False: the block is older than the trace or its window."""
 
 
 def row_lifetimes(trace: Trace) -> RowLifetimes:
@@ -30,7 +30,8 @@ def row_lifetimes(trace: Trace) -> RowLifetimes:
     events = trace.columns("events", "kind", "block_id", "size")
     kind, block, size = events["kind"], events["block_id"], events["size"]
     num_blocks, num_events = int(block.max(initial=-1)) + 1, len(kind)
-    begins = np.flatnonzero(((kind == KIND["alloc"]) | (kind == KIND["baseline"])) & (block >= 0))
+    is_begin = (kind == KIND["alloc"]) | (kind == KIND["baseline"]) | (kind == KIND["live"])
+    begins = np.flatnonzero(is_begin & (block >= 0))
     ends = np.flatnonzero((kind == KIND["free"]) & (block >= 0))
     sizes, begin = np.zeros(num_blocks, np.int64), np.zeros(num_blocks, np.int64)
     end, is_allocated = np.full(num_blocks, num_events, np.int64), np.zeros(num_blocks, bool)
