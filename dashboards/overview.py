@@ -8,7 +8,7 @@ from memtrace.dashboards.palette import CATEGORY_LABELS
 from memtrace.dashboards.text import name_text
 
 from memtrace.analysis import compute_coverage
-from memtrace.analysis.growth import growth
+from memtrace.analysis.growth import measure_growth
 from memtrace.analysis.peak import Peak, by_category, by_module_pattern, by_site, peak
 from memtrace.analysis.steps import step_columns
 from memtrace.units import format_bytes, format_count, format_duration, format_share
@@ -99,16 +99,16 @@ def _cards(trace: Trace, found: Peak) -> list[dict[str, Any]]:
         cards.append({"label": "most of it", "value": CATEGORY_LABELS[name or "unknown"], "category": name,
                       "hint": f"{format_bytes(size)}, {format_share(size, total)} of the peak"})  # fmt: skip
     columns = step_columns(trace)
-    if len(columns["step"]):
-        usual = sorted(columns["duration_ns"].tolist())[len(columns["step"]) // 2]
+    if len(columns):
+        usual = sorted(columns.duration_ns.tolist())[len(columns) // 2]
         cards.append(
             {
                 "label": "steps",
-                "value": f"{len(columns['step']):,}",
+                "value": f"{len(columns):,}",
                 "hint": f"{format_duration(usual)} each, as a rule",
             }
         )
-    grows = growth(trace)
+    grows = measure_growth(trace)
     if grows is not None:
         value = f"{format_bytes(grows.bytes_per_step)} a step" if grows.bytes_per_step > 0 else "nothing"
         cards.append(
@@ -150,9 +150,9 @@ def _advice(trace: Trace, category: str) -> str:
 
 def _hints(trace: Trace, found: Peak) -> list[dict[str, str]]:
     total, hints = found.requested.bytes, []
-    grows = growth(trace)
+    grows = measure_growth(trace)
     if grows is not None and grows.bytes_per_step > 0:
-        where = f" First suspect: {name_text(grows.sources[0][0])}." if grows.sources else ""
+        where = f" First suspect: {name_text(grows.sources[0].site)}." if grows.sources else ""
         hints.append(
             {
                 "finding": f"{format_bytes(grows.bytes_per_step)} more stay live after every step.",
@@ -169,7 +169,7 @@ def _hints(trace: Trace, found: Peak) -> list[dict[str, str]]:
                 }
             )
     columns = step_columns(trace)
-    wait, lasting = int(columns["data_wait_ns"].sum()), int(columns["duration_ns"].sum())
+    wait, lasting = int(columns.data_wait_ns.sum()), int(columns.duration_ns.sum())
     if lasting and wait / lasting >= 0.1:
         hints.append(
             {

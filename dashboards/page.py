@@ -144,41 +144,42 @@ SECTIONS: Final = (
     Section(
         "steps",
         "Steps",
-        "Every step should look like the one before it: a line that climbs is memory that is never given back.",
+        "Peak memory, memory live at the end of each step, and duration. In a stable run all steps look alike; a "
+        "rising line is memory that is never freed.",
         steps.steps_figure,
-        "No steps were found: mark them with rec.step() or rec.steps(loader).",
+        "No steps were marked or detected. Mark them with rec.step() or rec.steps(loader).",
         height=440,
     ),
     Section(
         "stability",
-        "Are the steps alike",
-        "How much of every step matches the usual one: the same block from the same line, as large, and accessed as "
-        "often. What is not blue differs; memtrace steps names the blocks.",
+        "Step-to-step stability",
+        "Share of each step that matches the usual step: the same blocks from the same lines, with the same size and "
+        "number of accesses. Blue matches, orange differs; memtrace steps lists the blocks that differ.",
         stability.stability_figure,
         height=260,
     ),
     Section(
         "growth",
-        "What grows",
-        "What the lines of your code keep at the end of every step. A bold line that climbs to the end is a leak; one "
-        "that levels off is not.",
+        "Memory growth",
+        "Bytes that each allocation site retains at the end of each step. A solid line that rises to the end is a "
+        "leak; a dotted line levels off or stays flat.",
         growth.growth_figure,
         height=360,
     ),
     Section(
         "intervals",
-        "How long blocks lie untouched",
-        "Times between two accesses of one block by different operators. Long ones are memory that nobody needs "
-        "meanwhile.",
+        "Access intervals",
+        "Access time intervals (ATI): the time between consecutive accesses of a block by different operators. Memory "
+        "of long intervals is idle and a candidate for swapping or recomputation.",
         access.intervals_figure,
         height=380,
     ),
     Section(
-        "outliers",
-        "What could be swapped out meanwhile",
-        "Below the line a block can be copied out and back before it is needed again; most intervals are too short. "
-        "memtrace access takes the bandwidths of your machine.",
-        access.outliers_figure,
+        "swap",
+        "Swap candidates",
+        "Below the line, a block can be copied to the host and back within its access interval. memtrace access "
+        "computes the candidates with the bandwidths of your machine.",
+        access.swap_figure,
         height=440,
     ),
     Section(

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from memtrace.trace import Trace
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -58,3 +60,14 @@ def seeded() -> None:
     # torch.profiler does not see what the helper threads of an operator allocate; we do.
     torch.set_num_threads(1)
     gc.collect()
+
+
+@pytest.fixture(scope="session")
+def program_traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
+    """Traces of the programs in ``tests/programs/training.py``, by the name of the program."""
+    from tests.programs.training import PROGRAMS, recorded
+
+    folder = tmp_path_factory.mktemp("programs")
+    return {
+        program.name: recorded(program.run, folder / f"{number}.memtrace") for number, program in enumerate(PROGRAMS)
+    }

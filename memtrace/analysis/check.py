@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.growth import growth
+from memtrace.analysis.growth import measure_growth
 from memtrace.analysis.peak import by_category, by_site, owners, peak
 from memtrace.errors import MemtraceError
 from memtrace.format.arrays import Array
@@ -90,8 +90,8 @@ def check(trace: Trace, limits: Limits) -> list[Verdict]:
         found = sum(peak(trace, device).requested.bytes for device in trace.devices)
         verdicts.append(Verdict("peak", limits.peak, found, _largest_site(trace, live)))
     if limits.growth is not None:
-        grows = growth(trace)
-        where = grows.sources[0][0] if grows is not None and grows.sources else None
+        grows = measure_growth(trace)
+        where = grows.sources[0].site if grows is not None and grows.sources else None
         verdicts.append(Verdict("growth a step", limits.growth, grows.bytes_per_step if grows else None, where))
     for name, allowed in limits.categories.items():
         mine = [rows[blocks(trace).category[rows] == CATEGORIES.index(name)] for rows in live]

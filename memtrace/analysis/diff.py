@@ -15,9 +15,9 @@ import numpy as np
 from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.attribution import step_rows
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.growth import WARM_UP_STEPS
 from memtrace.analysis.peak import by_category, by_module_pattern, by_site, peak
 from memtrace.analysis.steps import step_columns
+from memtrace.analysis.thresholds import WARM_UP_STEPS
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
@@ -211,20 +211,22 @@ def _moved(one: dict[str | None, Any], two: dict[str | None, Any]) -> dict[str |
 
 
 def _totals(trace: Trace, steps: Array) -> dict[str, float | None]:
-    columns, usual = step_columns(trace), np.isin(step_columns(trace)["step"], steps)
+    columns, usual = step_columns(trace), np.isin(step_columns(trace).step, steps)
     names = {
         "usual_step_peak_bytes": "peak_bytes",
         "usual_step_allocated_bytes": "allocated_bytes",
         "usual_step_allocations": "num_allocs",
         "usual_step_duration_ns": "duration_ns",
     }
-    medians = {name: float(np.median(columns[of][usual])) if usual.any() else None for name, of in names.items()}
+    medians = {
+        name: float(np.median(getattr(columns, of)[usual])) if usual.any() else None for name, of in names.items()
+    }
     peaks = [peak(trace, device).requested.bytes for device in trace.devices]
-    return {"peak_bytes": sum(peaks), "num_steps": len(columns["step"]) if trace.has_blocks else None, **medians}
+    return {"peak_bytes": sum(peaks), "num_steps": len(columns) if trace.has_blocks else None, **medians}
 
 
 def _step_peaks(before: Trace, after: Trace) -> tuple[tuple[int, int, int], ...]:
     one, two = step_columns(before), step_columns(after)
-    had = dict(zip(one["step"].tolist(), one["peak_bytes"].tolist(), strict=True))
-    rows = zip(two["step"].tolist(), two["peak_bytes"].tolist(), strict=True)
+    had = dict(zip(one.step.tolist(), one.peak_bytes.tolist(), strict=True))
+    rows = zip(two.step.tolist(), two.peak_bytes.tolist(), strict=True)
     return tuple((step, had[step], bytes_) for step, bytes_ in rows if step in had)

@@ -13,8 +13,8 @@ from memtrace.analysis.attribution import PHASE, op_column, step_rows
 from memtrace.analysis.block_accesses import most_bytes_of_an_operator, tells_accesses, uses
 from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
 from memtrace.analysis.counterfactual import FOREVER, Absences, peak_without
-from memtrace.analysis.growth import MIN_STEPS, WARM_UP_STEPS
 from memtrace.analysis.peak import peak
+from memtrace.analysis.thresholds import MIN_STEPS_AFTER_WARM_UP, WARM_UP_STEPS
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES, NO_BLOCKS
 from memtrace.trace import Trace
@@ -163,8 +163,8 @@ def _not_judged(trace: Trace) -> tuple[str, ...]:
     if not tells_accesses(trace):
         untold = [name for name in PATTERNS if name != "leak"]
         reasons.append(f"{', '.join(untold)}: the trace does not say what was read and written")
-    if len(step_rows(trace).number) < WARM_UP_STEPS + MIN_STEPS:
-        reasons.append(f"leak: it takes at least {WARM_UP_STEPS + MIN_STEPS} steps to tell")
+    if len(step_rows(trace).number) < WARM_UP_STEPS + MIN_STEPS_AFTER_WARM_UP:
+        reasons.append(f"leak: it takes at least {WARM_UP_STEPS + MIN_STEPS_AFTER_WARM_UP} steps to tell")
     return tuple(reasons)
 
 

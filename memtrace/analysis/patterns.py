@@ -14,9 +14,8 @@ from memtrace.analysis.attribution import KIND, PHASE, op_column, step_rows
 from memtrace.analysis.block_accesses import filled_from_nothing, op_rows, uses
 from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
 from memtrace.analysis.counterfactual import FOREVER, Absences
-from memtrace.analysis.growth import MIN_STEPS, WARM_UP_STEPS
-from memtrace.analysis.leaks import MIN_STEPS as LEAK_STEPS
-from memtrace.analysis.leaks import ends_lived, is_growth, live_at_ends
+from memtrace.analysis.leaks import keeps_growing, live_bytes_at_step_ends, step_end_lifetimes
+from memtrace.analysis.thresholds import MIN_STEPS_AFTER_WARM_UP, WARM_UP_STEPS
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
@@ -108,7 +107,7 @@ def kept_for_ever(trace: Trace, chosen: Array) -> Absences:
     with its function), not used again, and not of the first steps, which make optimizer state and workspaces once."""
     found, used = blocks(trace), uses(trace)
     steps = step_rows(trace)
-    if len(steps.number) < WARM_UP_STEPS + MIN_STEPS:
+    if len(steps.number) < WARM_UP_STEPS + MIN_STEPS_AFTER_WARM_UP:
         return Absences.joined([])
     kept = (found.step[chosen] >= 0) & (_end(found, chosen) >= steps.end_row[-1])
     # What the last step made and is freed after it, and its gradients, are in use.
@@ -128,11 +127,13 @@ def kept_for_ever(trace: Trace, chosen: Array) -> Absences:
 def _growing_stacks(trace: Trace, chosen: Array) -> Array:
     """The stacks whose blocks, freed ones too, hold more from step to step: what ``leaks`` calls growth."""
     found, ends = blocks(trace), step_rows(trace).end_row[WARM_UP_STEPS:]
-    first, end = (row[chosen] for row in ends_lived(trace, ends))
+    lifetimes = step_end_lifetimes(trace, ends)
+    first, end = lifetimes.first[chosen], lifetimes.end[chosen]
     lived = chosen[end > first]
     stacks, place = np.unique(found.stack[lived], return_inverse=True)
-    live = live_at_ends(place, found.size[lived], first[end > first], end[end > first], len(stacks), len(ends))
-    grows: Array = stacks[[is_growth(row, LEAK_STEPS) for row in live]]
+    shape = (len(stacks), len(ends))
+    live = live_bytes_at_step_ends(place, found.size[lived], first[end > first], end[end > first], shape)
+    grows: Array = stacks[[keeps_growing(row) for row in live]]
     return grows
 
 

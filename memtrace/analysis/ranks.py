@@ -140,7 +140,7 @@ def _summed(trace: Trace, number: int) -> RankRow:
     found = fullest(trace)
     if found is None:
         return RankRow(**common)
-    duration = step_columns(trace)["duration_ns"]
+    duration = step_columns(trace).duration_ns
     working = working_ns(trace)
     return RankRow(
         **common,
@@ -177,7 +177,7 @@ def working_ns(trace: Trace) -> Array | None:
     ends = starts + ops["duration_ns"][computes][order]
     reached = np.concatenate([starts[:1], np.maximum.accumulate(ends)[:-1]])
     total = np.concatenate([[0], np.cumsum(np.maximum(ends - np.maximum(starts, reached), 0))])
-    begin, end = steps["start_ns"], steps["start_ns"] + steps["duration_ns"]
+    begin, end = steps.start_ns, steps.start_ns + steps.duration_ns
     worked: Array = total[np.searchsorted(starts, end)] - total[np.searchsorted(starts, begin)]
     return worked
 

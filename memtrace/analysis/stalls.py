@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from memtrace.analysis.diff import usual_steps
-from memtrace.analysis.steps import step_columns, tells_waits
+from memtrace.analysis.steps import records_data_waits, step_columns
 from memtrace.errors import TraceError
 from memtrace.trace import Trace
 
@@ -67,8 +67,8 @@ class Split:
 def stalls(trace: Trace) -> Stalls:
     """The waits for data of a single-rank trace, step by step."""
     columns = step_columns(trace)
-    number, lasting, waits = (columns[name] for name in ("step", "duration_ns", "data_wait_ns"))
-    told = tells_waits(trace) and len(number) > 0
+    number, lasting, waits = columns.step, columns.duration_ns, columns.data_wait_ns
+    told = records_data_waits(trace) and len(number) > 0
     return Stalls(
         steps=tuple(map(StepWait, number.tolist(), lasting.tolist(), waits.tolist() if told else [None] * len(number))),
         share=int(waits.sum()) / max(int(lasting.sum()), 1) if told else None,
@@ -83,8 +83,8 @@ def split(synthetic: Trace, cold: Trace, cached: Trace) -> Split:
     durations = []
     for name, trace in (("synthetic", synthetic), ("cached", cached), ("cold", cold)):
         columns = step_columns(trace)
-        usual = np.isin(columns["step"], usual_steps(trace))
+        usual = np.isin(columns.step, usual_steps(trace))
         if not usual.any():
             raise TraceError(f"the {name} recording has no steps: mark them with rec.step() or rec.steps(loader).")
-        durations.append(int(np.median(columns["duration_ns"][usual])))
+        durations.append(int(np.median(columns.duration_ns[usual])))
     return Split(*durations)

@@ -7,19 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from memtrace.analysis.access import swappable_at_peak
 from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.attribution import steps_are_marked
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.coverage import compute_coverage
 from memtrace.analysis.findings import findings
 from memtrace.analysis.fragmentation import fragmentation
-from memtrace.analysis.growth import growth
-from memtrace.analysis.leaks import leaks
+from memtrace.analysis.growth import measure_growth
+from memtrace.analysis.leaks import find_leaks
 from memtrace.analysis.oom import OutOfMemory, out_of_memory
 from memtrace.analysis.peak import Peak, by_category, by_module_pattern, by_site, peak
-from memtrace.analysis.stability import stability
-from memtrace.analysis.steps import step_columns, tells_waits
+from memtrace.analysis.stability import measure_stability
+from memtrace.analysis.steps import records_data_waits, step_columns
+from memtrace.analysis.swap import swappable_peak_bytes
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
@@ -61,11 +61,11 @@ def summary(trace: Trace) -> dict[str, Any]:
 
 def _patterns(trace: Trace) -> dict[str, Any]:
     small = trace.num_rows("events") <= MAX_PATTERN_EVENTS and trace.has_blocks
-    grows = leaks(trace, with_outliving=False)
+    grows = find_leaks(trace, with_long_lived=False)
     return {
-        "iterative": bool(len(step_columns(trace)["step"])),
-        "stability_bytes": stability(trace).usual_bytes if small else None,
-        "swappable_bytes_at_peak": swappable_at_peak(trace) if small else None,
+        "iterative": bool(len(step_columns(trace))),
+        "stability_bytes": measure_stability(trace).median_matching_bytes if small else None,
+        "swappable_bytes_at_peak": swappable_peak_bytes(trace) if small else None,
         "leak_bytes_per_step": grows.bytes_per_step,
         "leak_site": grows.leaks[0].site if grows.leaks else None,
         "finding": _best_finding(trace) if small else None,
@@ -84,20 +84,19 @@ def _median(values: Array) -> int | None:
 
 
 def _steps(trace: Trace) -> dict[str, Any]:
-    columns, grows = step_columns(trace), growth(trace)
-    made = {name: _median(columns[name]) if trace.has_blocks else None for name in ("allocated_bytes", "num_allocs")}
-    total = int(columns["duration_ns"].sum())
+    columns, grows = step_columns(trace), measure_growth(trace)
+    total = int(columns.duration_ns.sum())
     return {
-        "count": len(columns["step"]) if trace.has_blocks else None,
-        "source": ("marks" if steps_are_marked(trace) else "events") if len(columns["step"]) else None,
-        "median_duration_ns": _median(columns["duration_ns"]) if trace.has_times else None,
-        "median_peak_bytes": _median(columns["peak_bytes"]),
-        "max_peak_bytes": int(columns["peak_bytes"].max()) if len(columns["step"]) else None,
-        "median_allocated_bytes": made["allocated_bytes"],
-        "median_allocations": made["num_allocs"],
-        "data_wait_share": int(columns["data_wait_ns"].sum()) / total if total and tells_waits(trace) else None,
+        "count": len(columns) if trace.has_blocks else None,
+        "source": ("marks" if steps_are_marked(trace) else "events") if len(columns) else None,
+        "median_duration_ns": _median(columns.duration_ns) if trace.has_times else None,
+        "median_peak_bytes": _median(columns.peak_bytes),
+        "max_peak_bytes": int(columns.peak_bytes.max()) if len(columns) else None,
+        "median_allocated_bytes": _median(columns.allocated_bytes) if trace.has_blocks else None,
+        "median_allocations": _median(columns.num_allocs) if trace.has_blocks else None,
+        "data_wait_share": int(columns.data_wait_ns.sum()) / total if total and records_data_waits(trace) else None,
         "growth_bytes_per_step": grows.bytes_per_step if grows else None,
-        "growth_sources": [{"site": text, "bytes_per_step": size} for text, size in grows.sources] if grows else None,
+        "growth_sources": [asdict(row) for row in grows.sources] if grows else None,
     }
 
 

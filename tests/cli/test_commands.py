@@ -93,8 +93,8 @@ def test_record_runs_a_module(tmp_path):
 
 def test_doctor_names_the_observer():
     found = json.loads(memtrace("doctor", "--json").stdout)
-    assert found["observer"] in ("native", "dispatch")
-    assert found["versions"]["torch"]
+    assert found["environment"]["observer"] in ("native", "dispatch")
+    assert found["environment"]["versions"]["torch"]
 
 
 def _rewritten(trace: Path, folder: Path, change) -> Path:

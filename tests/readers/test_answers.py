@@ -74,7 +74,7 @@ def test_results_about_blocks_are_unknown_for_totals(tmp_path: Path) -> None:
     assert result["patterns"]["stability_bytes"] is None
     assert "steps: cannot be told, the file holds totals" in " ".join(run_memtrace("summary", path).split())
     steps = json.loads(run_memtrace("steps", path, "--json"))
-    assert (steps["iterative"], steps["confidence"], steps["num_steps"]) == (None, None, 0)
+    assert (steps["is_iterative"], steps["confidence"], steps["num_steps"]) == (None, None, 0)
     assert json.loads(run_memtrace("leaks", path, "--json"))["bytes_per_step"] is None
     access = json.loads(run_memtrace("access", path, "--json"))
     assert access["num_intervals"] is None and set(access["swappable"].values()) == {None}
