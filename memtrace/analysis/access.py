@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memtrace.analysis.attribution import KIND
-from memtrace.analysis.block_accesses import tells_accesses
+from memtrace.analysis.block_accesses import has_accesses
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import peak
 from memtrace.analysis.sites import sites_of
@@ -188,7 +188,7 @@ def access(trace: Trace, costs: Bandwidths = PUBLISHED, min_bytes: int = 1 << 20
     limits = np.array([limit for limit, _ in SIZE_CLASSES])
     size_class = np.searchsorted(limits, size, side="right") - 1
     return {
-        "num_intervals": len(found.ns) if tells_accesses(trace) else None,
+        "num_intervals": len(found.ns) if has_accesses(trace) else None,
         "percentiles": {str(p): v for p, v in zip(PERCENTILES, _percentiles(found.ns, PERCENTILES), strict=True)},
         "by_category": _grouped(found.ns, category, CATEGORIES),
         "by_size": _grouped(found.ns, size_class, [name for _, name in SIZE_CLASSES]),
@@ -218,7 +218,7 @@ def _grouped(ns: Array, code: Array, names: tuple[str, ...] | list[str]) -> list
 
 def _total(trace: Trace, places: Array) -> dict[str, int | None]:
     found, size = intervals(trace), blocks(trace).size
-    if not tells_accesses(trace):
+    if not has_accesses(trace):
         return dict.fromkeys(("num_intervals", "bytes", "bytes_at_peak"))
     at_peak = places[covers_peak(trace, places)]
     return {
