@@ -208,7 +208,9 @@ def _print_patterns(out: Console, told: dict[str, Any]) -> None:
     best = told["finding"]
     if best is not None:
         where = f"{best['pattern']} at {escape(best['site'] or UNKNOWN)}"
-        out.print(f"[bold]finding: {where}[/]; fixing it lowers the peak to {format_bytes(best['peak_if_fixed_bytes'])}")
+        out.print(
+            f"[bold]finding: {where}[/]; fixing it lowers the peak to {format_bytes(best['peak_if_fixed_bytes'])}"
+        )
     if told["swappable_bytes_at_peak"]:
         out.print(
             f"untouched across the peak, long enough to be swapped: {format_bytes(told['swappable_bytes_at_peak'])}"

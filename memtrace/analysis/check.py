@@ -109,8 +109,13 @@ def _bytes_by_name(key: str, value: Any) -> dict[str, int]:
     return {name: parse_bytes(str(size)) for name, size in value.items()}
 
 
-def check_limits(trace: Trace, limits: MemoryLimits) -> LimitReport:
-    """Compare every rank of a trace with the limits.
+def check_limits(trace: Trace, limits: MemoryLimits, *, rank: int | None = None) -> LimitReport:
+    """Return how a trace compares with memory limits.
+
+    Args:
+        trace: the trace of one or several ranks.
+        limits: the limits, which apply to every rank.
+        rank: check only this rank; by default all ranks are checked.
 
     Raises:
         MemtraceError: a limit names an unknown category or module, or a rank of the trace cannot be read.
@@ -119,8 +124,8 @@ def check_limits(trace: Trace, limits: MemoryLimits) -> LimitReport:
         if name not in CATEGORIES:
             raise MemtraceError(f"unknown category {name!r}; the categories are {', '.join(CATEGORIES)}")
     # A rank that cannot be read must not pass: opening it raises the error that says why.
-    ranks = sorted({*trace.ranks, *trace.unreadable})
-    checks = tuple(check for rank in ranks for check in _check_rank(rank, trace.rank(rank), limits))
+    ranks = sorted({*trace.ranks, *trace.unreadable}) if rank is None else [rank]
+    checks = tuple(check for number in ranks for check in _check_rank(number, trace.rank(number), limits))
     return LimitReport(all(check.passed for check in checks), checks)
 
 

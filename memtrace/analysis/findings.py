@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from memtrace.analysis import patterns, training_patterns
 from memtrace.analysis import pattern_catalog as catalog
+from memtrace.analysis import patterns, training_patterns
 from memtrace.analysis.attribution import step_rows
 from memtrace.analysis.block_accesses import compute_peak_lower_bound, has_accesses
 from memtrace.analysis.blocks import CATEGORY, blocks

@@ -121,10 +121,10 @@ def _growth(trace: Trace) -> Iterator[Hint]:
     grows = growth(trace)
     if grows is None or grows.bytes_per_step <= 0:
         return
-    source = f" Largest source: {grows.sources[0][0]}." if grows.sources else ""
+    source = f"; the largest source is {grows.sources[0][0]}" if grows.sources else ""
     yield Hint(
         what=f"Live memory grows by {format_bytes(grows.bytes_per_step)} per step",
-        why=f"Each of {format_count(grows.num_steps, 'step')} leaves more tensors alive than the step before.{source}",
+        why=f"Memory that is live at the end of a step increased over {format_count(grows.num_steps, 'step')}{source}.",
         change="Look for tensors that are kept across steps: a list of losses with their graphs, a cache or a hook.",
         saved_bytes=None,
         device=None,

@@ -54,8 +54,7 @@ FORWARD_WITHOUT_BACKWARD: Final = WastePattern(
 GRADIENTS_THROUGH_STEP: Final = WastePattern(
     "gradients kept through optimizer step",
     "late deallocation",
-    "Free each gradient as soon as it is applied: run the optimizer in backward "
-    "(register_post_accumulate_grad_hook).",
+    "Free each gradient as soon as it is applied: run the optimizer in backward (register_post_accumulate_grad_hook).",
     is_single_line_fix=False,
     is_reported_once=True,
 )

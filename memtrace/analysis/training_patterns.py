@@ -47,7 +47,9 @@ def find_leaked_blocks(trace: Trace, candidates: Array) -> IdleIntervals:
     alloc_step = columns.step[candidates]
     is_live_at_end = (alloc_step >= 0) & (free_rows(columns, candidates) >= steps.end_row[-1])
     # Gradients of the last step, and its blocks that are freed after it, are still in use.
-    is_freed_or_gradient = (columns.free_event[candidates] >= 0) | (columns.category[candidates] == CATEGORY["gradient"])
+    is_freed_or_gradient = (columns.free_event[candidates] >= 0) | (
+        columns.category[candidates] == CATEGORY["gradient"]
+    )
     is_in_use = is_freed_or_gradient & (alloc_step == steps.number[-1])
     block = candidates[is_live_at_end & ~is_in_use & ~np.isin(columns.category[candidates], _PERSISTENT)]
     last_use = columns.alloc_event[block]
