@@ -122,9 +122,8 @@ def last_needed_rows(trace: Trace, block: Array, *, allow_in_place: bool = False
     """
     accesses = group_accesses_by_block(trace)
     last = accesses.offset[block + 1] - 1
-    if allow_in_place:
-        return accesses.event[last]
-    return operator_end_rows(trace, accesses.op[last], accesses.event[last])
+    last_event: Array = accesses.event[last]
+    return last_event if allow_in_place else operator_end_rows(trace, accesses.op[last], last_event)
 
 
 def compute_peak_lower_bound(trace: Trace, device: str) -> int | None:

@@ -185,12 +185,13 @@ def _module_pattern(name: str | None) -> str | None:
 
 
 def _find_changes(measure: Measure, before: _Totals, after: _Totals) -> list[MemoryChange]:
-    changes = []
+    changes: list[MemoryChange | None] = []
     for grouping in GROUPINGS:
         old, new = before[grouping], after[grouping]
         old_names = _match_moved_sites(old, new) if grouping == "site" else {}
-        for name in new:
-            changes.append(_make_change(measure, grouping, name, old.get(old_names.get(name, name)), new[name]))
+        changes += [
+            _make_change(measure, grouping, name, old.get(old_names.get(name, name)), new[name]) for name in new
+        ]
         disappeared = [name for name in old if name not in new and name not in old_names.values()]
         changes += [_make_change(measure, grouping, name, old[name], None) for name in disappeared]
     return [change for change in changes if change is not None]
