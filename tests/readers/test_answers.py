@@ -42,7 +42,7 @@ def test_a_file_that_names_no_waits_for_data_is_not_said_to_have_none(tmp_path: 
     assert "waits for data unknown" in " ".join(said("summary", three_steps).split())
     assert "0.0 %" not in (text := said("stalls", three_steps)) and "3 steps" in text
     told = json.loads(said("stalls", three_steps, "--json"))
-    assert told["share"] is None and told["median_wait_ns"] is None and told["median_duration_ns"] > 0
+    assert told["wait_share"] is None and told["median_wait_ns"] is None and told["median_duration_ns"] > 0
     assert [row["data_wait_ns"] for row in told["steps"]] == [None] * 3
     assert said("stalls", three_steps, "--csv").splitlines()[1].endswith(",")
     figure = steps_figure(memtrace.load(three_steps), "cuda:0")
@@ -75,7 +75,7 @@ def test_totals_have_no_allocations(tmp_path: Path) -> None:
     access = json.loads(said("access", path, "--json"))
     assert access["num_intervals"] is None and set(access["swappable"].values()) == {None}
     (device,) = json.loads(said("findings", path, "--json"))["devices"]
-    assert device["findings"] == [] and device["peak_if_all_mended_bytes"] is None
+    assert device["findings"] == [] and device["peak_if_all_fixed_bytes"] is None
     for command in ("steps", "leaks", "access", "findings"):
         assert "the file holds totals by category and no blocks" in " ".join(said(command, path).split())
     levels[12][4] *= 2
@@ -85,7 +85,7 @@ def test_totals_have_no_allocations(tmp_path: Path) -> None:
     assert [(row["grouping"], row["change_bytes"], row["after_blocks"]) for row in changes] == [
         ("category", 4 << 20, None)
     ]
-    assert "lines cannot be told: the file holds totals" in " ".join(said("diff", path, other).split())
+    assert "allocation sites are unknown (the file holds totals" in " ".join(said("diff", path, other).split())
 
 
 def test_only_allocations_taken_for_the_backward_are_said_to_be(tmp_path: Path) -> None:
