@@ -12,7 +12,6 @@ from memtrace.cli.output import console, escape, plain_table, print_json
 from memtrace.cli.tabular import print_csv
 
 from memtrace.analysis.diff import GROUPINGS, MEASURES, MemoryChange, TraceComparison, TraceTotals
-from memtrace.errors import MemtraceError
 from memtrace.format.schema import NO_BLOCKS
 from memtrace.units import UNKNOWN, format_bytes, format_duration
 
@@ -47,7 +46,7 @@ def command(
     from memtrace.analysis.diff import compare_traces
 
     if from_step is not None and to_step is not None and from_step > to_step:
-        raise MemtraceError(f"--from-step {from_step} is after --to-step {to_step}")
+        raise click.UsageError(f"--from-step {from_step} is after --to-step {to_step}")
     old, new = (Selection((path,), rank, from_step, to_step).open_rank() for path in (before, after))
     result = compare_traces(old, new)
     if as_json:

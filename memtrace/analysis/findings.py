@@ -171,14 +171,13 @@ def _ranked_intervals(trace: Trace, device: str, min_bytes: int) -> dict[Finding
     """Return the findings of a device in the order of ``DeviceWaste.findings``, with the intervals of each."""
     columns = blocks(trace)
     candidates = np.flatnonzero((columns.device == trace.devices.index(device)) & (columns.size > 0))
-    found = [
+    evaluated = [
         (_evaluate(trace, device, pattern, site, part, replay=rank < MAX_REPLAYS), part)
         for pattern, intervals in _detect_patterns(trace, candidates)
         for rank, (site, part) in enumerate(_group_by_site(trace, device, pattern, intervals))
     ]
-    found = [(finding, part) for finding, part in found if finding.wasted_bytes >= min_bytes]
-    found.sort(key=lambda item: _ranking(item[0]))
-    return dict(found)
+    large = [(finding, part) for finding, part in evaluated if finding.wasted_bytes >= min_bytes]
+    return dict(sorted(large, key=lambda item: _ranking(item[0])))
 
 
 def _ranking(finding: Finding) -> tuple[bool, bool, int, float]:
