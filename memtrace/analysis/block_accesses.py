@@ -57,8 +57,8 @@ def has_accesses(trace: Trace) -> bool:
 def find_initial_fills(trace: Trace) -> Array:
     """Return for each access of ``group_accesses_by_block`` whether it fills a new block without reading anything.
 
-    Such a write is made by the operator that allocated the block and that reads no tensor: ``zeros``, ``randn``. It can
-    move together with the allocation, so it does not count as the first use of the block.
+    Operators such as ``zeros`` and ``randn`` allocate a block and fill it, but read no tensor. The fill can move
+    together with the allocation, so it does not count as the first use of the block.
     """
     return trace.cached(_find_initial_fills)
 

@@ -47,12 +47,15 @@ class LimitCheck:
     """One limit compared with one rank of a trace."""
 
     rank: int
+    """The rank that is checked."""
     limit: str
     """``peak``, ``growth per step``, ``category NAME`` or ``module NAME``."""
     limit_bytes: int
+    """The most bytes that are allowed."""
     actual_bytes: int | None
     """None: the trace does not record it, so the check fails."""
     passed: bool
+    """Whether the actual bytes are known and within the limit."""
     site: str | None
     """The allocation site that holds most of the memory; None: unknown."""
 
@@ -64,6 +67,7 @@ class LimitReport:
     passed: bool
     """Whether every limit holds on every rank."""
     limits: tuple[LimitCheck, ...]
+    """One check per rank and limit."""
 
 
 def read_limits(path: Path) -> MemoryLimits:
@@ -168,7 +172,7 @@ def _blocks_of_module(trace: Trace, module: str, live: list[Array]) -> list[Arra
 
 
 def _largest_site(trace: Trace, live: list[Array]) -> str | None:
-    """Return the allocation site that holds most bytes of some blocks of each device."""
+    """Return the allocation site that holds most bytes of ``live``, the blocks of each device."""
     totals: dict[str | None, int] = {}
     for part in live:
         for site, num_bytes, _ in by_site(trace, part):

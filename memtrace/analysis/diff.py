@@ -39,9 +39,11 @@ class MemoryChange:
     """A category, module or allocation site whose memory differs between two traces."""
 
     kind: ChangeKind
+    """``appeared`` and ``disappeared``: only one of the traces has the group."""
     measure: Measure
     """``live_at_peak``, or ``allocated_per_step`` (the median over the compared steps)."""
     grouping: Grouping
+    """What ``name`` is: a category, a module or an allocation site."""
     name: str | None
     """The category, module or site, as in the second trace; None: unknown."""
     before_bytes: int | None
@@ -49,9 +51,11 @@ class MemoryChange:
     after_bytes: int | None
     """None: absent from the second trace."""
     change_bytes: int
+    """Bytes after minus bytes before."""
     before_blocks: float | None
     """Number of blocks; None: absent, or the first trace holds totals and no blocks."""
     after_blocks: float | None
+    """The same for the second trace."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,15 @@ class TraceTotals:
     peak_bytes: int
     """Peak of the requested bytes, summed over the devices."""
     num_steps: int | None
+    """Number of all steps; the medians are over the compared steps."""
     median_step_peak_bytes: int | None
-    """Medians are over the compared steps."""
+    """Median of the peaks of the steps."""
     median_step_allocated_bytes: int | None
+    """Median of the bytes that a step allocates."""
     median_step_allocations: int | None
+    """Median of the number of allocations of a step."""
     median_step_duration_ns: int | None
+    """Median duration of a step."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +81,11 @@ class StepPeaks:
     """The peaks of a step that both traces have."""
 
     step: int
+    """Number of the step."""
     before_bytes: int
+    """Its peak in the first trace."""
     after_bytes: int
+    """Its peak in the second trace."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +93,13 @@ class TraceComparison:
     """The differences between two traces."""
 
     before: TraceTotals
+    """Key figures of the first trace."""
     after: TraceTotals
+    """Key figures of the second trace."""
     changes: tuple[MemoryChange, ...]
     """What differs, the largest change first."""
     steps: tuple[StepPeaks, ...]
+    """Peaks of the steps that both traces have."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +115,8 @@ _Totals = dict[Grouping, dict[str | None, _GroupTotal]]
 def compare_traces(before: Trace, after: Trace) -> TraceComparison:
     """Return the differences between two single-rank traces, summed over their devices.
 
-    An allocation site that only moved within its function counts as the same site. Of a file that holds totals and no
-    blocks, only the bytes of the categories at the peak are compared.
+    An allocation site that only moved within its function counts as the same site. If one of the files holds totals
+    instead of blocks, only the bytes of the categories at the peak are compared.
     """
     steps_before, steps_after = _compared_steps(before, after)
     changes = _find_changes("live_at_peak", _live_at_peak(before), _live_at_peak(after))
@@ -225,7 +239,7 @@ def _make_change(
 def _match_moved_sites(
     old: dict[str | None, _GroupTotal], new: dict[str | None, _GroupTotal]
 ) -> dict[str | None, str | None]:
-    """Return for each new site that is an old one with another line number the old site.
+    """Return the old site for each new site that differs from it only in the line number.
 
     A site counts as moved if it is the only unmatched one of its function on both sides.
     """

@@ -47,6 +47,7 @@ class Finding:
     category: str
     """The category of most of the bytes."""
     num_blocks: int
+    """Number of blocks that are wasted at some time."""
     wasted_bytes: int
     """The most bytes that are wasted at the same time."""
     idle_byte_seconds: float
@@ -68,7 +69,9 @@ class SkippedPatterns:
     """Patterns that could not be checked."""
 
     patterns: tuple[str, ...]
+    """Their names; see ``pattern_catalog``."""
     reason: str
+    """What the trace lacks."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class DeviceWaste:
     """The wasted memory of one device."""
 
     device: str
+    """The device, such as ``cpu`` or ``cuda:0``."""
     peak_bytes: int
     """Peak of the requested bytes."""
     lower_bound_bytes: int | None
@@ -88,6 +92,7 @@ class DeviceWaste:
     """Single-line fixes first, then what needs recomputation, offloading or in-place operators, then what does not
     lower the peak; within each group the largest saving first."""
     skipped_patterns: tuple[SkippedPatterns, ...]
+    """Patterns that could not be checked, and why."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,7 @@ class WastedMemory:
     """The wasted memory of every device of a trace."""
 
     devices: tuple[DeviceWaste, ...]
+    """The CPU first, then the accelerators."""
 
 
 def find_wasted_memory(trace: Trace, *, min_bytes: int | None = None) -> WastedMemory:

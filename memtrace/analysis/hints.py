@@ -30,7 +30,7 @@ class Hint:
     """Something worth changing in the training script."""
 
     what: str
-    """The observation, such as ``Activations hold 81 % of the peak (68.2 MiB)``; no full stop."""
+    """The observation, such as ``Activations hold 81 % of the peak (68.2 MiB)``, without a full stop."""
     why: str
     """What causes it or what it means; a sentence."""
     change: str
@@ -38,7 +38,7 @@ class Hint:
     saved_bytes: int | None
     """By how much the change lowers the peak; None: unknown."""
     device: str | None
-    """The device it is about; None: the whole run."""
+    """The device whose memory it concerns; None: the whole run."""
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def find_temporary_idleness(trace: Trace, candidates: Array) -> IdleIntervals:
 
 
 def find_unused_allocations(trace: Trace, candidates: Array) -> IdleIntervals:
-    """Return the whole lifetimes of the blocks that are never read, nor touched after the operator that made them."""
+    """Return the lifetimes of blocks that no operator reads and only the allocating operator writes."""
     columns, accesses = blocks(trace), group_accesses_by_block(trace)
     op = trace.columns("events", "op_id")["op_id"]
     allocating_op = np.where(columns.alloc_event >= 0, op[columns.alloc_event], -2)

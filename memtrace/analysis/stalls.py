@@ -21,7 +21,9 @@ class StepWait:
     """How long a step took, and how long it waited for data."""
 
     step: int
+    """Number of the step."""
     duration_ns: int
+    """How long the step took."""
     data_wait_ns: int | None
     """None: the trace records no waits."""
 
@@ -47,10 +49,13 @@ class DataStalls:
     """The waits for data of a recording. None: the trace has no steps, or it records no waits."""
 
     steps: tuple[StepWait, ...]
+    """All steps in order."""
     wait_share: float | None
     """Share of the time of all steps, from 0 to 1."""
     median_wait_ns: int | None
+    """Median of the waits of all steps."""
     median_duration_ns: int | None
+    """Median of the durations of all steps."""
     breakdown: StallBreakdown | None
     """None: only one recording was given."""
 

@@ -27,7 +27,7 @@ from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
 MIN_STEPS_FOR_LEAKS: Final = WARM_UP_STEPS + MIN_STEPS
-"""Fewest steps in which leaks can be told from memory that is allocated once."""
+"""Minimum number of steps for finding leaks: with fewer, they look like memory that is allocated once."""
 _PERSISTENT: Final = np.array([CATEGORY["parameter"], CATEGORY["optimizer_state"]])
 _MAX_SILENT_NODES: Final = 16
 """Most consecutive nodes of a graph that may run in backward without an operator of their own."""
