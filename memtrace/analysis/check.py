@@ -12,7 +12,7 @@ import numpy as np
 
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.growth import growth
-from memtrace.analysis.peak import by_category, by_site, owners, peak
+from memtrace.analysis.peak import by_site, owners, peak
 from memtrace.errors import MemtraceError
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
@@ -145,15 +145,18 @@ def _check_rank(rank: int, trace: Trace, limits: MemoryLimits) -> list[LimitChec
         actual = grows.bytes_per_step if grows is not None else None
         checks.append(_compare(rank, "growth per step", limits.growth_bytes_per_step, actual, site))
     for category, limit in limits.category_bytes.items():
-        code = CATEGORIES.index(category)
-        members = [part[blocks(trace).category[part] == code] for part in live]
-        actual = sum(num_bytes for part in live for name, num_bytes, _ in by_category(trace, part) if name == category)
-        checks.append(_compare(rank, f"category {category}", limit, actual, _largest_site(trace, members)))
+        members = [part[blocks(trace).category[part] == CATEGORIES.index(category)] for part in live]
+        checks.append(_check_blocks(rank, f"category {category}", limit, trace, members))
     for module, limit in limits.module_bytes.items():
         members = _blocks_of_module(trace, module, live)
-        actual = sum(int(blocks(trace).size[part].sum()) for part in members)
-        checks.append(_compare(rank, f"module {module}", limit, actual, _largest_site(trace, members)))
+        checks.append(_check_blocks(rank, f"module {module}", limit, trace, members))
     return checks
+
+
+def _check_blocks(rank: int, name: str, limit_bytes: int, trace: Trace, live: list[Array]) -> LimitCheck:
+    """Return the check of the total size of ``live``, the blocks of each device."""
+    actual = sum(int(blocks(trace).size[part].sum()) for part in live)
+    return _compare(rank, name, limit_bytes, actual, _largest_site(trace, live))
 
 
 def _compare(rank: int, name: str, limit_bytes: int, actual_bytes: int | None, site: str | None) -> LimitCheck:
