@@ -27,7 +27,8 @@ def make_model() -> nn.Module:
 
 
 def validate(model: nn.Module) -> torch.Tensor:
-    return model(torch.randn(128, 512)).square().mean()
+    loss: torch.Tensor = model(torch.randn(128, 512)).square().mean()
+    return loss
 
 
 def train(path: Path, *, fixed: bool, num_steps: int = NUM_STEPS) -> None:
