@@ -65,50 +65,65 @@ def find_initial_fills(trace: Trace) -> Array:
 
 def _find_initial_fills(trace: Trace) -> Array:
     accesses, alloc_event = group_accesses_by_block(trace), blocks(trace).alloc_event
-    op = trace.columns("events", "op_id")["op_id"]
-    allocating_op = np.where(alloc_event >= 0, op[alloc_event], -1)[accesses.block]
-    op_reads = np.zeros(int(op.max(initial=-1)) + 2, bool)
-    op_reads[accesses.op[accesses.is_read]] = True
-    is_fill: Array = (allocating_op >= 0) & (accesses.op == allocating_op) & ~op_reads[allocating_op]
+    calls = number_operator_calls(trace)
+    call = calls.number[accesses.event]
+    allocating_call = np.where(alloc_event >= 0, calls.number[alloc_event], -1)[accesses.block]
+    # One element more, for the index -1.
+    call_reads = np.zeros(len(calls.first) + 1, bool)
+    call_reads[call[accesses.is_read]] = True
+    is_fill: Array = (allocating_call >= 0) & (call == allocating_call) & ~call_reads[allocating_call]
     return is_fill
 
 
 @dataclass(frozen=True)
-class OperatorRows:
-    """The first and the last row of events of each operator call, indexed by ``op_id``; -1: the call has no events."""
+class OperatorCalls:
+    """The operator calls that have events, numbered densely: in a window of a long trace the ids are large."""
 
+    number: Array
+    """The number of the call of each row of events; -1: no call."""
     first: Array
+    """The first row of events of each call; -1: no call has this number."""
     last: Array
+    """The last row of events of each call."""
 
 
-def find_operator_rows(trace: Trace) -> OperatorRows:
-    """Return the rows of events that each operator call spans."""
-    return trace.cached(_find_operator_rows)
+def number_operator_calls(trace: Trace) -> OperatorCalls:
+    """Return the operator calls of a trace and the rows of events that each of them spans."""
+    return trace.cached(_number_operator_calls)
 
 
-def _find_operator_rows(trace: Trace) -> OperatorRows:
+def _number_operator_calls(trace: Trace) -> OperatorCalls:
     op = trace.columns("events", "op_id")["op_id"]
     rows = np.flatnonzero(op >= 0)
-    first, last = (np.full(int(op.max(initial=-1)) + 1, -1, np.int64) for _ in range(2))
+    number = np.full(len(op), -1, np.int32)
+    if len(rows):
+        known = op[rows]
+        lowest, span = int(known.min()), int(known.max()) - int(known.min()) + 1
+        # Sorting takes longer than counting from the lowest id, which may leave numbers unused.
+        is_dense = span <= 4 * len(rows) + 1024
+        number[rows] = known - lowest if is_dense else np.unique(known, return_inverse=True)[1]
+    first, last = (np.full(int(number.max(initial=-1)) + 1, -1, np.int64) for _ in range(2))
     # Where an index repeats, NumPy keeps the value that is assigned last.
-    last[op[rows]] = rows
-    first[op[rows[::-1]]] = rows[::-1]
-    return OperatorRows(first, last)
+    last[number[rows]] = rows
+    first[number[rows[::-1]]] = rows[::-1]
+    return OperatorCalls(number, first, last)
 
 
-def operator_start_rows(trace: Trace, op: Array, event: Array) -> Array:
-    """Return the first row of each operator call; where the call is unknown (-1), the row of ``event``."""
-    first = find_operator_rows(trace).first
-    return np.where(op >= 0, first[np.maximum(op, 0)], event) if len(first) else event
+def operator_start_rows(trace: Trace, event: Array) -> Array:
+    """Return the first row of the operator call that each row of events belongs to; the row itself if to none."""
+    calls = number_operator_calls(trace)
+    number = calls.number[event]
+    return np.where(number >= 0, calls.first[number], event) if len(calls.first) else event
 
 
-def operator_end_rows(trace: Trace, op: Array, event: Array) -> Array:
-    """Return the last row of each operator call; where the call is unknown (-1), the row of ``event``.
+def operator_end_rows(trace: Trace, event: Array) -> Array:
+    """Return the last row of the operator call that each row of events belongs to; the row itself if to none.
 
     An operator needs its inputs until its last row, whatever it allocates in between.
     """
-    last = find_operator_rows(trace).last
-    return np.where(op >= 0, last[np.maximum(op, 0)], event) if len(last) else event
+    calls = number_operator_calls(trace)
+    number = calls.number[event]
+    return np.where(number >= 0, calls.last[number], event) if len(calls.last) else event
 
 
 def last_needed_rows(trace: Trace, block: Array, *, allow_in_place: bool = False) -> Array:
@@ -121,9 +136,8 @@ def last_needed_rows(trace: Trace, block: Array, *, allow_in_place: bool = False
             by default the end of the operator call that makes the last access.
     """
     accesses = group_accesses_by_block(trace)
-    last = accesses.offset[block + 1] - 1
-    last_event: Array = accesses.event[last]
-    return last_event if allow_in_place else operator_end_rows(trace, accesses.op[last], last_event)
+    last_event: Array = accesses.event[accesses.offset[block + 1] - 1]
+    return last_event if allow_in_place else operator_end_rows(trace, last_event)
 
 
 def compute_peak_lower_bound(trace: Trace, device: str) -> int | None:
@@ -134,15 +148,16 @@ def compute_peak_lower_bound(trace: Trace, device: str) -> int | None:
     """
     if not has_accesses(trace):
         return None
-    columns, accesses = blocks(trace), group_accesses_by_block(trace)
+    columns, accesses, calls = blocks(trace), group_accesses_by_block(trace), number_operator_calls(trace)
+    access_call = calls.number[accesses.event]
     # The accesses of a block by one call are neighbours: each call counts the block once.
     is_repeat = np.zeros(len(accesses.event), bool)
-    is_repeat[1:] = (accesses.block[1:] == accesses.block[:-1]) & (accesses.op[1:] == accesses.op[:-1])
+    is_repeat[1:] = (accesses.block[1:] == accesses.block[:-1]) & (access_call[1:] == access_call[:-1])
     allocated = np.flatnonzero(columns.alloc_event >= 0)
-    allocating_op = trace.columns("events", "op_id")["op_id"][columns.alloc_event[allocated]]
-    first_op = accesses.op[np.minimum(accesses.offset[allocated], len(accesses.op) - 1)]
-    only_allocates = (accesses.num_accesses(allocated) == 0) | (first_op != allocating_op)
-    op = np.concatenate([accesses.op[~is_repeat], allocating_op[only_allocates]])
+    allocating_call = calls.number[columns.alloc_event[allocated]]
+    first_call = access_call[np.minimum(accesses.offset[allocated], len(access_call) - 1)]
+    only_allocates = (accesses.num_accesses(allocated) == 0) | (first_call != allocating_call)
+    call = np.concatenate([access_call[~is_repeat], allocating_call[only_allocates]])
     block = np.concatenate([accesses.block[~is_repeat], allocated[only_allocates]])
-    counted = (op >= 0) & (columns.device[block] == trace.devices.index(device))
-    return int(np.bincount(op[counted], weights=columns.size[block[counted]]).max(initial=0))
+    counted = (call >= 0) & (columns.device[block] == trace.devices.index(device))
+    return int(np.bincount(call[counted], weights=columns.size[block[counted]]).max(initial=0))

@@ -14,9 +14,9 @@ import numpy as np
 from memtrace.analysis.attribution import KIND, step_rows
 from memtrace.analysis.block_accesses import (
     find_initial_fills,
-    find_operator_rows,
     group_accesses_by_block,
     last_needed_rows,
+    number_operator_calls,
     operator_end_rows,
     operator_start_rows,
 )
@@ -49,7 +49,7 @@ def find_early_allocations(trace: Trace, candidates: Array) -> IdleIntervals:
     used_later = accesses.op[access] != allocating_op
     block, access = block[used_later], access[used_later]
     begin = columns.alloc_event[block]
-    end = operator_start_rows(trace, accesses.op[access], accesses.event[access])
+    end = operator_start_rows(trace, accesses.event[access])
     num_frees = _events_before(trace, columns, block, "free")
     is_early = num_frees[np.maximum(end, 0)] > num_frees[begin + 1]
     return IdleIntervals(block[is_early], begin[is_early], end[is_early])
@@ -75,8 +75,8 @@ def find_temporary_idleness(trace: Trace, candidates: Array) -> IdleIntervals:
     same_block = of_candidates[1:] & (accesses.block[1:] == accesses.block[:-1])
     access = np.flatnonzero(same_block & ~find_initial_fills(trace)[:-1])
     num_calls = np.concatenate([[0], np.cumsum(_is_first_row_of_call(trace))])
-    begin = operator_end_rows(trace, accesses.op[access], accesses.event[access])
-    end = operator_start_rows(trace, accesses.op[access + 1], accesses.event[access + 1])
+    begin = operator_end_rows(trace, accesses.event[access])
+    end = operator_start_rows(trace, accesses.event[access + 1])
     steps = step_rows(trace)
     has_steps = len(steps.number) > 0
     calls_per_step = (
@@ -160,6 +160,6 @@ def _count_events_before(trace: Trace, kind: str, device: int) -> Array:
 
 def _is_first_row_of_call(trace: Trace) -> Array:
     is_first = np.zeros(trace.num_rows("events"), bool)
-    rows = find_operator_rows(trace).first
+    rows = number_operator_calls(trace).first
     is_first[rows[rows >= 0]] = True
     return is_first

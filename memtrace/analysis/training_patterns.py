@@ -93,9 +93,9 @@ def find_idle_gradients(trace: Trace, candidates: Array) -> IdleIntervals:
     is_last_by_optimizer = by_optimizer & ~(has_next & np.append(by_optimizer[1:], False))
     last = np.flatnonzero(is_last_by_optimizer)
     following = np.minimum(last + 1, len(access) - 1)
-    begin = operator_end_rows(trace, accesses.op[access[last]], accesses.event[access[last]])
+    begin = operator_end_rows(trace, accesses.event[access[last]])
     free = free_rows(columns, block[last])
-    next_use = operator_start_rows(trace, accesses.op[access[following]], accesses.event[access[following]])
+    next_use = operator_start_rows(trace, accesses.event[access[following]])
     end = np.where(has_next[last], next_use, free)
     is_kept = (end > begin) & (free < END_OF_TRACE) | has_next[last]
     num_forward = _forward_rows_before(trace)

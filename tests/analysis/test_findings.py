@@ -220,3 +220,13 @@ def test_page_names_the_patterns_that_were_not_checked() -> None:
     table = page_table(trace_of_acts([("alloc", 0, -1), ("free", 0, -1)]), "cpu")
     assert table is not None and not table.rows
     assert table.note.startswith("No wasted memory was found. Not checked: unused allocation, ")
+
+
+@pytest.mark.parametrize("offset", [0, 10**9])
+@pytest.mark.parametrize("factor", [1, 10**6])
+def test_findings_do_not_depend_on_the_ids_of_operator_calls(offset: int, factor: int) -> None:
+    # In a window of a long trace, the ids are large and far apart.
+    acts: list[Act] = [("alloc", 0, 0), ("write", 0, 0), ("alloc", 1, 1), ("write", 1, 1), ("free", 1, -1)]
+    acts += [("read", 0, 2), ("alloc", 3, 3), ("write", 3, 3), ("read", 3, 4), *FREE_BOTH[:1]]
+    renumbered = [(kind, block, offset + factor * op_id if op_id >= 0 else -1) for kind, block, op_id in acts]
+    assert find_waste(trace_of_acts(renumbered)) == find_waste(trace_of_acts(acts))
