@@ -108,12 +108,11 @@ def _warnings(coverage: Coverage) -> Iterator[str]:
 
 def _facts(trace: Trace, coverage: Coverage) -> Iterator[tuple[str, str]]:
     manifest = trace.manifest
-    source = manifest.get("source", {})
-    recorder = source.get("observer") or source.get("kind", UNKNOWN)
-    versions = {name: version for name, version in manifest.get("versions", {}).items() if version}
-    yield "Recorded by", f"memtrace {manifest.get('memtrace_version', UNKNOWN)}, {recorder}"
+    recorder = manifest.source.observer or manifest.source.kind
+    versions = {name: version for name, version in manifest.versions.items() if version}
+    yield "Recorded by", f"memtrace {manifest.memtrace_version or UNKNOWN}, {recorder}"
     yield "Versions", ", ".join(f"{name} {version}" for name, version in versions.items()) or UNKNOWN
-    yield "Command", name_text(" ".join(map(str, manifest.get("command") or [UNKNOWN])))
+    yield "Command", name_text(" ".join(map(str, manifest.command or [UNKNOWN])))
     yield "Allocated before the recording", format_bytes(coverage.baseline_bytes)
     yield "Unclassified at the peak", format_bytes(coverage.unattributed_bytes)
     yield "Outside the allocator", format_bytes(coverage.outside_allocator_bytes)

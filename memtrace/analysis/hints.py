@@ -152,7 +152,7 @@ def _finding_hint(device: str, finding: Finding) -> Hint:
 
 
 def _large_categories(trace: Trace) -> Iterator[Hint]:
-    is_recording = trace.manifest.get("source", {}).get("kind") == "recording"
+    is_recording = trace.manifest.source.kind == "recording"
     for device in trace.devices:
         top = peak(trace, device)
         peak_bytes = top.requested.bytes
