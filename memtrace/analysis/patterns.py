@@ -88,8 +88,15 @@ def find_temporary_idleness(trace: Trace, candidates: Array) -> IdleIntervals:
 
 
 def find_unused_allocations(trace: Trace, candidates: Array) -> IdleIntervals:
-    """Return the lifetimes of blocks that no operator reads and only the allocating operator writes."""
+    """Return the lifetimes of blocks that no operator reads and only the allocating operator writes.
+
+    In a window of a trace, only blocks that are allocated and freed within the window are checked: others may be used
+    before or after it.
+    """
     columns, accesses = blocks(trace), group_accesses_by_block(trace)
+    if trace.surroundings is not None:
+        is_inside = (columns.alloc_event[candidates] >= 0) & (columns.free_event[candidates] >= 0)
+        candidates = candidates[is_inside]
     op = trace.columns("events", "op_id")["op_id"]
     allocating_op = np.where(columns.alloc_event >= 0, op[columns.alloc_event], -2)
     is_used = np.zeros(len(columns), bool)

@@ -57,6 +57,7 @@ def test_peak_without_intervals_equals_a_replay(
     assert peak_without_intervals(trace_of(events=events), "cpu", idle_intervals(rows)) == expected
 
 
+@settings(deadline=None)
 @given(INTERVALS)
 def test_merged_intervals_cover_the_same_rows_without_overlaps(cuts: list[tuple[int, int, int]]) -> None:
     rows = [(block, begin, begin + length) for block, begin, length in cuts]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -147,6 +147,7 @@ def trace_with_stacks(blocks: list[tuple[int, int, bool]], address: list[int], f
     return trace_of(events=events, ops=ops, names=names, spans=[step(0, 0, 10 * len(blocks))])
 
 
+@settings(deadline=None)
 @given(BLOCKS, st.randoms())
 def test_addresses_and_line_numbers_make_no_difference(
     blocks: list[tuple[int, int, bool]], shuffler: random.Random

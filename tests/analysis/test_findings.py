@@ -17,6 +17,7 @@ import memtrace
 from memtrace.analysis.findings import Finding, find_device_waste, findings_table, predict_peak_with_fixes
 from memtrace.analysis.pattern_catalog import ALL_PATTERNS
 from memtrace.analysis.peak import peak
+from memtrace.analysis.windows import step_window
 from tests.analysis.short_traces import Act, find_waste, findings_of, trace_of_acts, trace_of_steps
 from tests.builders import op, step
 from tests.cli.test_commands import memtrace as command
@@ -230,3 +231,12 @@ def test_findings_do_not_depend_on_the_ids_of_operator_calls(offset: int, factor
     acts += [("read", 0, 2), ("alloc", 3, 3), ("write", 3, 3), ("read", 3, 4), *FREE_BOTH[:1]]
     renumbered = [(kind, block, offset + factor * op_id if op_id >= 0 else -1) for kind, block, op_id in acts]
     assert find_waste(trace_of_acts(renumbered)) == find_waste(trace_of_acts(acts))
+
+
+def test_block_that_may_be_used_outside_a_window_is_not_unused(defect_traces: DefectTraces) -> None:
+    # The graphs of earlier steps are live, and not accessed, in the window.
+    window = step_window(memtrace.load(defect_traces.defects), 6, 9)
+    waste = find_device_waste(window, "cpu")
+    assert "unused allocation" not in {finding.pattern for finding in waste.findings}
+    assert "gradients kept through forward" in {finding.pattern for finding in waste.findings}
+    assert [part.patterns for part in waste.skipped_patterns] == [("leak", "retained graph")]
