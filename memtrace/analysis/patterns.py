@@ -115,9 +115,9 @@ def find_redundant_allocations(trace: Trace, candidates: Array) -> tuple[IdleInt
         The intervals, and the donor of each.
     """
     columns, accesses = blocks(trace), group_accesses_by_block(trace)
-    has_accesses = accesses.num_accesses(candidates) > 0
-    donors = candidates[(columns.free_event[candidates] >= 0) & has_accesses]
-    takers = candidates[(columns.alloc_event[candidates] >= 0) & has_accesses]
+    is_accessed = accesses.num_accesses(candidates) > 0
+    donors = candidates[(columns.free_event[candidates] >= 0) & is_accessed]
+    takers = candidates[(columns.alloc_event[candidates] >= 0) & is_accessed]
     # Sorted by size and then by time, a donor comes right before the taker that it serves.
     size = np.concatenate([columns.size[donors], columns.size[takers]])
     available = last_needed_rows(trace, donors, allow_in_place=True)
