@@ -207,9 +207,10 @@ def _print_patterns(out: Console, told: dict[str, Any]) -> None:
         )
     best = told["finding"]
     if best is not None:
-        what = (best["name"] or best["pattern"]).replace("_", " ")
-        where = f"{what} at {escape(best['site'] or UNKNOWN)}"
-        out.print(f"[bold]finding: {where}[/]; the peak without it is {format_bytes(best['peak_if_mended_bytes'])}")
+        where = f"{best['pattern']} at {escape(best['site'] or UNKNOWN)}"
+        out.print(
+            f"[bold]finding: {where}[/]; fixing it lowers the peak to {format_bytes(best['peak_if_fixed_bytes'])}"
+        )
     if told["swappable_bytes_at_peak"]:
         out.print(
             f"untouched across the peak, long enough to be swapped: {format_bytes(told['swappable_bytes_at_peak'])}"

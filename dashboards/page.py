@@ -286,7 +286,7 @@ def _view(trace: Trace, rank: int, device: str, num_ranks: int) -> dict[str, Any
         "label": f"rank {rank}, {device}" if num_ranks > 1 else device,
         "group": f"rank {rank}",
         "panels": [panel for panel in panels if panel.has_content or panel.absent],
-        **overview.key_figures(trace, device),
+        **vars(overview.build_overview(trace, device)),
     }
 
 

@@ -4,6 +4,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,6 +21,25 @@ def data() -> Path:
     if not DATA.is_dir():
         pytest.skip(f"no real files: {DATA} is absent")
     return DATA
+
+
+class DefectTraces(NamedTuple):
+    """Paths of two recordings of examples/defects.py."""
+
+    defects: Path
+    fixed: Path
+
+
+@pytest.fixture(scope="session")
+def defect_traces(tmp_path_factory: pytest.TempPathFactory) -> DefectTraces:
+    """Traces of examples/defects.py with its defects, and with all of them fixed."""
+    from defects import train
+
+    folder = tmp_path_factory.mktemp("defects")
+    traces = DefectTraces(folder / "defects.memtrace", folder / "fixed.memtrace")
+    train(traces.defects, fixed=False)
+    train(traces.fixed, fixed=True)
+    return traces
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from memtrace.analysis.bandwidth import TITAN_XP, CopyBandwidths
-from memtrace.analysis.block_accesses import tells_accesses
+from memtrace.analysis.block_accesses import has_accesses
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.intervals import access_intervals
 from memtrace.analysis.swap import SwapCandidate, SwapTotals, find_swap_candidates, swap_totals
@@ -71,11 +71,11 @@ def analyze_access(
         min_bytes: smallest block to swap.
     """
     intervals, table = access_intervals(trace), blocks(trace)
-    has_accesses = tells_accesses(trace)
+    records_accesses = has_accesses(trace)
     unknown = SwapTotals(None, None, None)
     percentiles = _percentiles(intervals.duration_ns, PERCENTILES) if len(intervals) else [None] * len(PERCENTILES)
     return AccessAnalysis(
-        num_intervals=len(intervals) if has_accesses else None,
+        num_intervals=len(intervals) if records_accesses else None,
         percentiles_ns={str(percent): value for percent, value in zip(PERCENTILES, percentiles, strict=True)},
         by_category=_groups(intervals.duration_ns, table.category[intervals.block], CATEGORIES),
         by_size=_groups(
@@ -83,9 +83,9 @@ def analyze_access(
         ),
         bandwidths=bandwidths,
         min_bytes=min_bytes,
-        swappable=swap_totals(trace, bandwidths, min_bytes=min_bytes) if has_accesses else unknown,
+        swappable=swap_totals(trace, bandwidths, min_bytes=min_bytes) if records_accesses else unknown,
         swappable_bandwidth_only=(
-            swap_totals(trace, bandwidths, with_latency=False, min_bytes=min_bytes) if has_accesses else unknown
+            swap_totals(trace, bandwidths, with_latency=False, min_bytes=min_bytes) if records_accesses else unknown
         ),
         candidates=find_swap_candidates(trace, bandwidths, min_bytes=min_bytes),
     )

@@ -11,7 +11,7 @@ from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.attribution import steps_are_marked
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.coverage import compute_coverage
-from memtrace.analysis.findings import findings
+from memtrace.analysis.findings import find_device_waste
 from memtrace.analysis.fragmentation import fragmentation
 from memtrace.analysis.growth import measure_growth
 from memtrace.analysis.leaks import find_leaks
@@ -74,9 +74,10 @@ def _patterns(trace: Trace) -> dict[str, Any]:
 
 def _best_finding(trace: Trace) -> dict[str, Any] | None:
     """Of all devices the finding whose mending would save most, where a line mends it and anything is saved."""
-    told = [one for device in trace.devices for one in findings(trace, device).findings if not one.needs_mechanism]
+    waste = [find_device_waste(trace, device) for device in trace.devices]
+    told = [one for device in waste for one in device.findings if one.is_single_line_fix]
     best = max(told, key=lambda one: one.saved_bytes, default=None)
-    return best.as_dict() if best is not None and best.saved_bytes > 0 else None
+    return asdict(best) if best is not None and best.saved_bytes > 0 else None
 
 
 def _median(values: Array) -> int | None:

@@ -47,7 +47,7 @@ def test_waits_for_data_are_unknown_if_the_file_names_none(tmp_path: Path) -> No
     assert "waits for data unknown" in " ".join(run_memtrace("summary", three_steps).split())
     assert "0.0 %" not in (text := run_memtrace("stalls", three_steps)) and "3 steps" in text
     result = json.loads(run_memtrace("stalls", three_steps, "--json"))
-    assert result["share"] is None and result["median_wait_ns"] is None and result["median_duration_ns"] > 0
+    assert result["wait_share"] is None and result["median_wait_ns"] is None and result["median_duration_ns"] > 0
     assert [row["data_wait_ns"] for row in result["steps"]] == [None] * 3
     assert run_memtrace("stalls", three_steps, "--csv").splitlines()[1].endswith(",")
     figure = steps_figure(memtrace.load(three_steps), "cuda:0")
@@ -79,7 +79,7 @@ def test_results_about_blocks_are_unknown_for_totals(tmp_path: Path) -> None:
     access = json.loads(run_memtrace("access", path, "--json"))
     assert access["num_intervals"] is None and set(access["swappable"].values()) == {None}
     (device,) = json.loads(run_memtrace("findings", path, "--json"))["devices"]
-    assert device["findings"] == [] and device["peak_if_all_mended_bytes"] is None
+    assert device["findings"] == [] and device["peak_if_all_fixed_bytes"] is None
     for command in ("steps", "leaks", "access", "findings"):
         assert "the file holds totals by category and no blocks" in " ".join(run_memtrace(command, path).split())
     levels[12][4] *= 2
@@ -89,7 +89,7 @@ def test_results_about_blocks_are_unknown_for_totals(tmp_path: Path) -> None:
     assert [(row["grouping"], row["change_bytes"], row["after_blocks"]) for row in changes] == [
         ("category", 4 << 20, None)
     ]
-    assert "lines cannot be told: the file holds totals" in " ".join(run_memtrace("diff", path, other).split())
+    assert "allocation sites are unknown (the file holds totals" in " ".join(run_memtrace("diff", path, other).split())
 
 
 def test_the_note_on_missing_stacks_omits_the_backward_pass_without_one(tmp_path: Path) -> None:
