@@ -16,6 +16,7 @@ from memtrace.allocator.rules import (
     LARGE_SEGMENT_BYTES,
     MIB,
     MIN_LARGE_ALLOC_BYTES,
+    NO_LIMIT,
     TORCH,
     Int64Array,
     Rules,
@@ -161,20 +162,24 @@ class AllocatorSettings:
     def from_snapshot(cls, recorded: Mapping[str, Any] | None) -> AllocatorSettings:
         """Return the settings in a snapshot's `allocator_settings`; the defaults where it has none (before torch 2.3).
 
-        Whatever PyTorch accepted when it recorded the snapshot is accepted, including unknown keys and lower bounds.
+        Whatever PyTorch accepted when it recorded the snapshot is accepted, including unknown keys and lower bounds; values of a
+        wrong type count as absent.
         """
         if not recorded:
             return cls()
         for key in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "last_allocator_settings"):
             if recorded.get(key):
                 return cls._from_pairs(_split_pairs(str(recorded[key])))
-        split = int(recorded.get("max_split_size", -1))
-        divisions = tuple(int(v) for v in dict(recorded.get("roundup_power2_divisions") or {}).values())
+        split = recorded.get("max_split_size", -1)
+        threshold = recorded.get("garbage_collection_threshold", 0.0)
+        divisions = recorded.get("roundup_power2_divisions")
+        counts = tuple(divisions.values()) if isinstance(divisions, Mapping) else ()
+        is_rounding = all(isinstance(count, int) for count in counts) and any(count > 1 for count in counts)
         return cls(
-            expandable_segments=bool(recorded.get("expandable_segments", False)),
-            max_split_bytes=split if 0 < split < 1 << 62 else None,
-            roundup_power2_divisions=divisions if any(d > 1 for d in divisions) else (),
-            garbage_collection_threshold=float(recorded.get("garbage_collection_threshold", 0.0)),
+            expandable_segments=recorded.get("expandable_segments") in (True, 1),
+            max_split_bytes=split if isinstance(split, int) and 0 < split < NO_LIMIT else None,
+            roundup_power2_divisions=counts if is_rounding else (),
+            garbage_collection_threshold=float(threshold) if isinstance(threshold, int | float) else 0.0,
         )
 
 

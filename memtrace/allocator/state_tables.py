@@ -117,6 +117,12 @@ def block_map(allocator: CachingAllocator) -> pd.DataFrame:
     return table
 
 
+def free_bytes_by_segment(blocks: pd.DataFrame) -> pd.Series[int]:
+    """Return the free bytes of each segment of a block map, most first; the index is the segment's number."""
+    free: pd.Series[int] = blocks["size_bytes"].where(~blocks["live"], 0).groupby(blocks["segment"]).sum()
+    return free.sort_values(ascending=False, kind="stable")
+
+
 def reserved_over_time(workload: Workload, settings: AllocatorSettings, time_ns: Int64s) -> pd.DataFrame:
     """Return the memory reserved under a setting on a device of unlimited capacity.
 

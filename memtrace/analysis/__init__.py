@@ -15,13 +15,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from memtrace.analysis.blocks import blocks_table
     from memtrace.analysis.coverage import compute_coverage
+    from memtrace.analysis.fragmentation import Fragmentation, compute_fragmentation, pinned_segments_table
+    from memtrace.analysis.oom import MemoryHolder, OutOfMemory, RequestRoom, explain_out_of_memory
     from memtrace.analysis.steps import steps_table
 
-__all__ = ["blocks_table", "compute_coverage", "steps_table"]
+__all__ = [
+    "Fragmentation",
+    "MemoryHolder",
+    "OutOfMemory",
+    "RequestRoom",
+    "blocks_table",
+    "compute_coverage",
+    "compute_fragmentation",
+    "explain_out_of_memory",
+    "pinned_segments_table",
+    "steps_table",
+]
 
 _HOMES = {
+    "Fragmentation": "memtrace.analysis.fragmentation",
+    "MemoryHolder": "memtrace.analysis.oom",
+    "OutOfMemory": "memtrace.analysis.oom",
+    "RequestRoom": "memtrace.analysis.oom",
     "blocks_table": "memtrace.analysis.blocks",
     "compute_coverage": "memtrace.analysis.coverage",
+    "compute_fragmentation": "memtrace.analysis.fragmentation",
+    "explain_out_of_memory": "memtrace.analysis.oom",
+    "pinned_segments_table": "memtrace.analysis.fragmentation",
     "steps_table": "memtrace.analysis.steps",
 }
 

@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
+from memtrace.allocator.rules import MAX_SLACK_BYTES, MIN_BLOCK_BYTES, SMALL_REQUEST_BYTES
+
 SOURCES = Path(__file__).parent / "native"
 MODULE = "memtrace_native"
 
@@ -81,6 +83,9 @@ def _compile_flags() -> list[str]:
         "-fvisibility=hidden",
         "-ftls-model=initial-exec",
         f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
+        f"-DMEMTRACE_MIN_BLOCK_BYTES={MIN_BLOCK_BYTES}",
+        f"-DMEMTRACE_SMALL_REQUEST_BYTES={SMALL_REQUEST_BYTES}",
+        f"-DMEMTRACE_MAX_SLACK_BYTES={MAX_SLACK_BYTES}",
         *_include_flags(),
     ]
 
