@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from memtrace.trace import Trace
 
 RESULT: Final = AllocatorPlan
+LEGEND: Final = (
+    "Peak: most memory reserved. Change: against the recorded settings. Unused: reserved but not allocated at the peak. "
+    "+/-: error of the prediction."
+)
 
 
 @click.command("allocator")
@@ -95,9 +99,10 @@ def _print_device(plan: DeviceAllocatorPlan) -> None:
     if plan.predictions:
         out.print()
         out.print(_settings_table(plan))
+        out.print(LEGEND, style="dim")
         out.print()
     for sentence in plan.advice:
-        out.print(escape(sentence))
+        out.print(escape(sentence), soft_wrap=True)  # a setting can be pasted only if it stays on one line
     out.print()
 
 
