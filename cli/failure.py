@@ -31,7 +31,9 @@ def print_failure(out: Console, failure: OutOfMemory, name: str) -> None:
         f"\n[bold]Out of memory on {failure.device} {_format_moment(failure.event, failure.time_ns)}[/]: request for "
         f"{format_bytes(failure.asked_bytes)} at {escape(failure.site or NO_STACK)}"
     )
-    free = "" if failure.device_free_bytes is None else f"; the device had {format_bytes(failure.device_free_bytes)} free"
+    free = (
+        "" if failure.device_free_bytes is None else f"; the device had {format_bytes(failure.device_free_bytes)} free"
+    )
     out.print(f"Live memory: {format_bytes(failure.live_bytes)}{free}.")
     if failure.room is not None:
         out.print(_room_sentence(failure.room))
@@ -44,15 +46,17 @@ def print_failure(out: Console, failure: OutOfMemory, name: str) -> None:
         out.print(f"  - {escape(sentence)}")
     if failure.room is not None:
         out.print(
-            f"Next: memtrace plan allocator {escape(name)} shows which allocator settings would have fitted.", style="dim"
+            f"Next: memtrace plan allocator {escape(name)} shows which allocator settings would have fitted.",
+            style="dim",
         )
 
 
 def _room_sentence(room: RequestRoom) -> str:
     state = room.state
     return (
-        f"Reserved memory: {format_bytes(state.reserved_bytes)} in {format_count(state.num_segments, 'segment')}, of which "
-        f"{format_bytes(state.free_bytes)} unused. The request could use {format_bytes(room.free_same_stream_bytes)} of that, "
+        f"Reserved memory: {format_bytes(state.reserved_bytes)} in {format_count(state.num_segments, 'segment')}, "
+        f"of which {format_bytes(state.free_bytes)} unused. The request could use "
+        f"{format_bytes(room.free_same_stream_bytes)} of that, "
         f"in free blocks of at most {format_bytes(room.largest_fit_bytes)}; "
         f"{format_bytes(room.free_elsewhere_bytes)} belong to other streams, other pools or other block sizes."
     )

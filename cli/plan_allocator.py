@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 RESULT: Final = AllocatorPlan
 LEGEND: Final = (
-    "Peak: most memory reserved. Change: against the recorded settings. Unused: reserved but not allocated at the peak. "
-    "+/-: error of the prediction."
+    "Peak: most memory reserved. Change: against the recorded settings. Unused: reserved but not "
+    "allocated at the peak. +/-: error of the prediction."
 )
 
 
@@ -49,9 +49,9 @@ LEGEND: Final = (
 def command(selection: Selection, texts: tuple[str, ...], sweep: bool, capacity: int | None, as_json: bool) -> None:
     """Predict reserved memory under other CUDA allocator settings.
 
-    Replays the requests of TRACE in a model of the CUDA caching allocator. The replay under the recorded settings is compared
-    with the recording; predictions are made only if it is exact. For a trace without CUDA memory, the command estimates
-    what a GPU would reserve for the same requests.
+    Replays the requests of TRACE in a model of the CUDA caching allocator. The replay under the recorded settings is
+    compared with the recording; predictions are made only if it is exact. For a trace without CUDA memory, the command
+    estimates what a GPU would reserve for the same requests.
     """
     from memtrace.allocator.settings import AllocatorSettings
 
@@ -111,7 +111,8 @@ def _replay_line(replay: ReplayResult | None) -> str:
         return "Replay: not possible, because the trace has no CUDA allocator history."
     return (
         f"Replay: {'exact' if replay.is_exact else 'NOT exact'}. "
-        f"{replay.num_allocations_exact:,} of {format_count(replay.num_allocations, 'allocation')} at the recorded address, "
+        f"{replay.num_allocations_exact:,} of {format_count(replay.num_allocations, 'allocation')} at the "
+        "recorded address, "
         f"{replay.num_segment_events_exact:,} of {format_count(replay.num_segment_events, 'segment event')} predicted, "
         f"peak reserved {format_bytes(replay.peak_reserved_bytes)} "
         f"(recorded {format_bytes(replay.recorded_peak_reserved_bytes)}), "
@@ -126,15 +127,17 @@ def _capacity_line(capacity: CapacityEstimate) -> str:
         return "Capacity: unknown. Pass --capacity to see which settings fit."
     estimate = ""
     if capacity.estimate_bytes is not None:
-        estimate = f" About {format_bytes(capacity.estimate_bytes)}, from the free memory reported when a request failed."
+        estimate = (
+            f" About {format_bytes(capacity.estimate_bytes)}, from the free memory reported when a request failed."
+        )
     return (
-        f"Capacity: {format_bytes(capacity.low_bytes)} to {format_bytes(capacity.high_bytes)}, from the requests that the "
-        f"device served and refused.{estimate}"
+        f"Capacity: {format_bytes(capacity.low_bytes)} to {format_bytes(capacity.high_bytes)}, from the requests "
+        f"that the device served and refused.{estimate}"
     )
 
 
 def _settings_table(plan: DeviceAllocatorPlan) -> Table:
-    """Return the table of predictions; columns that are zero or unknown in every row are left out, to fit 80 columns."""
+    """Return the table of predictions, without columns that are zero or unknown in every row: it fits 80 columns."""
     predictions = plan.predictions
     has_spread = any(prediction.spread_bytes for prediction in predictions)
     has_fits = any(prediction.fits_at_low is not None for prediction in predictions)

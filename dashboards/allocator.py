@@ -18,7 +18,7 @@ from memtrace.allocator.infer_rules import reproduce_history
 from memtrace.allocator.plan import plan_reproduced, settings_table
 from memtrace.allocator.requests import read_device_history
 from memtrace.allocator.state_tables import block_map_at_peak, free_bytes_by_segment, segment_lifetimes
-from memtrace.units import byte_unit, format_bytes, format_count, format_duration, time_unit
+from memtrace.units import choose_byte_unit, choose_time_unit, format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memtrace.trace import Trace
 
 MAX_ENTRIES: Final = 100_000
-"""Longest history that the page replays, in one or two seconds for all settings; `memtrace plan allocator` has no limit."""
+"""Longest history that the page replays, in a second or two. `memtrace plan allocator` has no limit."""
 MAX_SEGMENTS: Final = 1500
 """Most segments drawn over time: the largest."""
 MAX_ROWS: Final = 120
@@ -87,9 +87,9 @@ def segments_figure(segments: pd.DataFrame, first_ns: int, last_ns: int) -> go.F
         last_ns: end of the history, where bars of segments still held end.
     """
     shown = segments.nlargest(MAX_SEGMENTS, "size_bytes").sort_values("address")
-    nanoseconds, time_name = time_unit(last_ns - first_ns)
+    nanoseconds, time_name = choose_time_unit(last_ns - first_ns)
     size = shown["size_bytes"].to_numpy(np.int64)
-    num_bytes, byte_name = byte_unit(int(size.sum()))
+    num_bytes, byte_name = choose_byte_unit(int(size.sum()))
     top = np.cumsum(size) / num_bytes
     begin_ns = shown["from_ns"].fillna(first_ns).to_numpy(np.int64) - first_ns
     end_ns = shown["to_ns"].fillna(last_ns).to_numpy(np.int64) - first_ns
@@ -116,7 +116,7 @@ def block_map_figure(blocks: pd.DataFrame) -> go.Figure:
     row = shown["segment"].map(place).to_numpy(np.float64)
     start = (shown["address"] - shown["segment_address"]).to_numpy(np.int64)
     size = shown["size_bytes"].to_numpy(np.int64)
-    num_bytes, byte_name = byte_unit(int((start + size).max(initial=0)))
+    num_bytes, byte_name = choose_byte_unit(int((start + size).max(initial=0)))
     live = shown["live"].to_numpy(np.bool_)
     text = [
         f"{'Live' if is_live else 'Free'} block: {format_bytes(int(bytes_))}"
@@ -141,7 +141,7 @@ def sweep_figure(settings: pd.DataFrame, capacity: int | None = None) -> go.Figu
         capacity: bytes that the device gives, drawn as a line; None: unknown.
     """
     table = settings.iloc[::-1]
-    num_bytes, byte_name = byte_unit(int(table["peak_reserved_bytes"].max()))
+    num_bytes, byte_name = choose_byte_unit(int(table["peak_reserved_bytes"].max()))
     peak = table["peak_reserved_bytes"].to_numpy(np.float64) / num_bytes
     unused = table["unused_at_peak_bytes"].to_numpy(np.float64) / num_bytes
     spread = table["spread_bytes"].to_numpy(np.float64) / num_bytes / 2
@@ -184,8 +184,8 @@ def reserved_figure(curves: Mapping[str, pd.DataFrame]) -> go.Figure:
     """Draw reserved memory over time under each setting; `curves` has the tables of `reserved_over_time` by setting."""
     filled = [curve for curve in curves.values() if len(curve)]
     first = min((int(curve["time_ns"].min()) for curve in filled), default=0)
-    nanoseconds, time_name = time_unit(max((int(curve["time_ns"].max()) for curve in filled), default=0) - first)
-    num_bytes, byte_name = byte_unit(max((int(curve["reserved_bytes"].max()) for curve in filled), default=0))
+    nanoseconds, time_name = choose_time_unit(max((int(curve["time_ns"].max()) for curve in filled), default=0) - first)
+    num_bytes, byte_name = choose_byte_unit(max((int(curve["reserved_bytes"].max()) for curve in filled), default=0))
     figure = go.Figure()
     for name, curve in curves.items():
         x = (curve["time_ns"].to_numpy(np.int64) - first) / nanoseconds

@@ -20,7 +20,7 @@ NO_STACK: Final = "no stack"
 
 
 def fragmentation_table(trace: Trace, device: str) -> Table | None:
-    """Return the segments with free memory that live blocks keep from being released; None: the trace has no segments."""
+    """Return the segments with free memory that live blocks pin; None where the trace has no segments."""
     fragmentation = compute_fragmentation(trace, device)
     if fragmentation is None:
         return None
@@ -57,10 +57,10 @@ def _fragmentation_note(fragmentation: Fragmentation) -> str:
     return (
         f"At the peak of reserved memory{when}, {format_count(fragmentation.num_segments, 'segment')} hold "
         f"{format_bytes(fragmentation.reserved_bytes)}: {format_bytes(fragmentation.requested_bytes)} requested, "
-        f"{format_bytes(fragmentation.waste_bytes)} added by rounding, {format_bytes(fragmentation.free_bytes)} free. Of the "
-        f"free memory, {format_bytes(fragmentation.releasable_bytes)} could be released and "
-        f"{format_bytes(fragmentation.pinned_bytes)} are in segments with live blocks. The largest request that fits without "
-        f"a new segment is {format_bytes(fragmentation.largest_fit_bytes)}."
+        f"{format_bytes(fragmentation.waste_bytes)} added by rounding, {format_bytes(fragmentation.free_bytes)} free. "
+        f"Of the free memory, {format_bytes(fragmentation.releasable_bytes)} could be released and "
+        f"{format_bytes(fragmentation.pinned_bytes)} are in segments with live blocks. The largest request that fits "
+        f"without a new segment is {format_bytes(fragmentation.largest_fit_bytes)}."
     )
 
 

@@ -1,1 +1,1 @@
-"""A model of PyTorch's CUDA caching allocator: exact replay of recorded histories, and predictions for other settings."""
+"""A model of PyTorch's CUDA caching allocator: exact replay of recordings, and predictions for other settings."""

@@ -1,6 +1,7 @@
 """Blocks and the free lists of the caching allocator.
 
-Source: `Block`, `BlockPool`, the block comparators and `get_free_block` in `c10/cuda/CUDACachingAllocator.cpp`, torch 2.
+Source: `Block`, `BlockPool`, the block comparators and `get_free_block` in `c10/cuda/CUDACachingAllocator.cpp`, torch
+2.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from memtrace.allocator.settings import AllocatorSettings
 
 
 class Block:
-    """A contiguous part of a segment: live (in use or waiting for a stream), free, or an unmapped part of a virtual range."""
+    """A contiguous part of a segment: live (in use or waiting for a stream), free, or not mapped."""
 
     __slots__ = (
         "address",
@@ -114,7 +115,7 @@ class FreeList:
         del self.entries[i]
 
     def take(self, size: int) -> Block | None:
-        """Remove and return the free block that serves a rounded request; None where there is none (`get_free_block`)."""
+        """Remove and return the free block for a rounded request; None where no block serves it (`get_free_block`)."""
         entries = self.entries
         i = bisect_left(entries, (size,))
         if i == len(entries):
@@ -133,8 +134,8 @@ class FreeList:
     def _skip_expandable(self, i: int) -> int:
         """Return the entry to use instead of the expandable block at entry `i`.
 
-        A block at the end of its mapped range counts with the unmapped memory behind it. Where the setting is off, blocks
-        of expandable segments are skipped.
+        A block at the end of its mapped range counts with the unmapped memory behind it. Where the setting is off,
+        blocks of expandable segments are skipped.
         """
         entries = self.entries
         if not self.uses_expandable:
@@ -169,7 +170,7 @@ class FirstFitList(FreeList):
 
 
 def split_block(block: Block, size: int) -> Block:
-    """Split the first `size` bytes off a free block and return them; the rest goes to the free list (`alloc_found_block`)."""
+    """Split the first `size` bytes off a block and return them; the rest becomes free (`alloc_found_block`)."""
     front = block.part(block.address, size)
     before = block.prev
     front.prev = before

@@ -1,7 +1,7 @@
-"""Invariants of every state of the caching allocator. A file that violates one was edited or recorded with unknown settings.
+"""Invariants of the caching allocator. A file that violates one was edited or recorded with unknown settings.
 
-The invariants held in all 32,230 segments of 82 public snapshots, recorded by torch 2.0 to 2.11: the sizes of segments, the pool
-of each request, and the most by which a block exceeds its request.
+The invariants held in all 32,230 segments of 82 public snapshots, recorded by torch 2.0 to 2.11: the sizes of segments,
+the pool of each request, and the most by which a block exceeds its request.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Releases of the cache, and what they reveal about the capacity of the device.
 
-A run of segment_free and segment_unmap entries is either an `empty_cache` call of the program, which nothing else announces,
-or the allocator's reaction to a refusal: the device had no memory left, so the allocator released what it could and asked again.
-Releases of the second kind follow from one number, the bytes that the device gives. The history bounds that number.
+A run of segment_free and segment_unmap entries is either an `empty_cache` call of the program, which nothing else
+announces, or the allocator's reaction to a refusal: the device had no memory left, so the allocator released what it
+could and asked again. Releases of the second kind follow from one number, the bytes that the device gives. The history
+bounds that number.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def find_cache_releases(history: AllocatorHistory) -> CacheReleases:
 
 
 def _would_serve(history: AllocatorHistory, first: int, end: int) -> bool:
-    """Return whether memory released in a run would have served the next request, so that the request did not cause it."""
+    """Return whether memory released in a run would have served the next request, which then did not cause the run."""
     kinds = history.kind[end:]
     requests = np.flatnonzero((kinds == ALLOC) | (kinds == OOM))
     if not len(requests):

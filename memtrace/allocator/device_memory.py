@@ -28,7 +28,8 @@ class SegmentEvent(NamedTuple):
 class Device(Protocol):
     """The driver: gives segments, address ranges and pages. All sizes are in bytes.
 
-    `request` is the number of the request that needs the memory, counted from 1; `reserved` is what the allocator holds.
+    `request` is the number of the request that needs the memory, counted from 1; `reserved` is what the allocator
+    holds.
     """
 
     total_bytes: int | None

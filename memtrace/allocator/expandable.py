@@ -59,7 +59,7 @@ def insert_unmapped(before: Block | None, block: Block, after: Block | None) -> 
 
 
 def _find_room(memory: DeviceMemory, free_list: FreeList, size: int) -> Block:
-    """Return the first block, free or unmapped, that can grow to `size` bytes; reserve a new range where there is none."""
+    """Return the first block, free or unmapped, that can grow to `size` bytes, if need be in a new virtual range."""
     for _, unmapped in free_list.unmapped:
         before = unmapped.prev
         first = before if before is not None and not before.live else unmapped

@@ -34,13 +34,13 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedSegments:
-    """Segments that the allocator holds, one per row; for expandable segments one row per mapped part. Sizes in bytes."""
+    """Segments that the allocator holds, one per row; an expandable one has a row per mapped part. Sizes in bytes."""
 
     address: Int64s
     size: Int64s
     stream: Int64s
     pool: Int64s
-    """0 for the default pool, else the number of a private pool; odd for the pool of a CUDA graph (`schema`, events.pool)."""
+    """0 for the default pool, else the number of a private pool; odd for a CUDA graph (`schema`, events.pool)."""
     small: Bools
     expandable: Bools
 
@@ -98,8 +98,8 @@ class AllocatorHistory:
     pool: Int64s
     """As in `RecordedSegments`; -1: unknown."""
     by_program: Int8s
-    """For segment_free and segment_unmap: 1 if the program called `empty_cache`, 0 if the allocator released the memory to
-    serve a request, -1 if unknown."""
+    """For segment_free and segment_unmap: 1 if the program called `empty_cache`, 0 if the allocator released the memory
+    to serve a request, -1 if unknown."""
     device_free: Int64s
     """For oom: bytes that the driver had free; -1: unknown."""
     time_ns: Int64s

@@ -121,9 +121,9 @@ def _completed_frees(history: AllocatorHistory, deferred: Int64s, number: Int64s
 def _completion_moments(history: AllocatorHistory, releases: CacheReleases, entry: Int64s) -> Int64s:
     """Return the moment, four per entry, at which each completed free takes effect.
 
-    Completed frees directly before a release by the allocator belong to that release. The allocator waits for the streams only
-    after it has searched its free blocks and the device has refused, so these blocks must not be free during the search; the
-    release itself frees them in the model.
+    Completed frees directly before a release by the allocator belong to that release. The allocator waits for the
+    streams only after it has searched its free blocks and the device has refused, so these blocks must not be free
+    during the search; the release itself frees them in the model.
     """
     moment = 4 * entry
     if not len(entry):
@@ -140,9 +140,7 @@ def _completion_moments(history: AllocatorHistory, releases: CacheReleases, entr
     return moment
 
 
-def _abandoned_pools(
-    history: AllocatorHistory, releases: CacheReleases, pools: Int64s
-) -> tuple[Int64s, int, Int64s]:
+def _abandoned_pools(history: AllocatorHistory, releases: CacheReleases, pools: Int64s) -> tuple[Int64s, int, Int64s]:
     """Return entries, operation code and numbers of the private pools that lost their owner.
 
     A pool has no owner any more when a release takes memory from it for a request of another pool.

@@ -42,8 +42,8 @@ def _interpretations(history: AllocatorHistory, rules: Rules) -> Iterator[Prepar
     if rules.tie_break == "segment_age":
         prepared = replace(prepared, start=replace(prepared.start, segment_order=infer_segment_order(prepared)))
         yield prepared
-    # Without stacks, an empty_cache directly before a request for a segment looks like a refusal of the device, which makes
-    # its capacity look smaller than it is.
+    # Without stacks, an empty_cache directly before a request for a segment looks like a refusal of the device, whose
+    # capacity then looks smaller than it is.
     if (history.by_program[prepared.releases.first] == -1).any() and not prepared.replays_refusals:
         yield replace(prepared, replays_refusals=True)
 

@@ -1,7 +1,8 @@
 """A model of the CUDA caching allocator (the native backend) that reproduces it block by block.
 
-Source: `DeviceCachingAllocator` in `c10/cuda/CUDACachingAllocator.cpp`, torch 2.0 to 2.13. Each method names the function it
-follows. The model receives requests and frees; a `Device` decides where segments lie and when memory runs out.
+Source: `DeviceCachingAllocator` in `c10/cuda/CUDACachingAllocator.cpp`, torch 2.0 to 2.13. Each method names the
+function it follows. The model receives requests and frees; a `Device` decides where segments lie and when memory runs
+out.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ class CachingAllocator:
         return block
 
     def _take_from_device(self, free_list: FreeList, size: int) -> Block | None:
-        """Return a new segment or a grown expandable one; None: the device or the memory fraction refuses (`alloc_block`)."""
+        """Return a new or grown segment; None where the device or the memory fraction refuses (`alloc_block`)."""
         segment = segment_size(size, large_segment_bytes=self.settings.large_segment_bytes, rules=self.rules)
         if self._allowed is not None and self.memory.reserved + segment > self._allowed:
             return None
@@ -197,7 +198,7 @@ class CachingAllocator:
         return Block(address, segment, free_list, age_key=self.memory.next_age_key())
 
     def _release_pool(self, private: int, small: bool) -> None:
-        """Release free segments in free-list order, then unmap whole pages of expandable segments (`release_blocks`)."""
+        """Release free segments in the order of the free lists, then unmap whole pages (`release_blocks`)."""
         pool = self._pools.get((private, small))
         if pool is None:
             return
@@ -215,7 +216,7 @@ class CachingAllocator:
         self.memory.release_segment(block.address, block.size)
 
     def _release_oversize(self, free_list: FreeList, size: int) -> bool:
-        """Release one block as large as the request, or several from the largest (`release_available_cached_blocks`)."""
+        """Release a block as large as the request, or several large ones (`release_available_cached_blocks`)."""
         limit = free_list.max_split
         if limit == NO_LIMIT:
             return False

@@ -210,11 +210,12 @@ def _notes(prepared: PreparedHistory, result: ReplayResult) -> tuple[str, ...]:
         notes.append("The file has no allocation history: predictions allocate its live blocks afresh.")
     elif num_older:
         notes.append(
-            f"Recording started mid-run: predictions first allocate the {format_count(num_older, 'older block')} afresh. "
-            "Compare a setting with the recorded setting in the table, not with the recorded peak."
+            f"Recording started mid-run: predictions first allocate the {format_count(num_older, 'older block')} "
+            "afresh. Compare a setting with the recorded setting in the table, not with the recorded peak."
         )
     if prepared.replays_refusals:
         notes.append(
-            "No single capacity explains which requests the device refused: other processes used the device for a while."
+            "No single capacity explains which requests the device refused: other processes used the device for a "
+            "while."
         )
     return tuple(notes)

@@ -35,9 +35,7 @@ def suggest_setting(predictions: Sequence[AllocatorPrediction]) -> SuggestedSett
     best = _best_prediction(predictions)
     if best is None:
         return None
-    return SuggestedSetting(
-        setting=best.setting, environment_setting=best.environment_setting, caveats=_caveats(best)
-    )
+    return SuggestedSetting(setting=best.setting, environment_setting=best.environment_setting, caveats=_caveats(best))
 
 
 def format_advice(
@@ -68,9 +66,7 @@ def format_advice(
             f"with {smallest.setting}."
         )
     if any("garbage_collection" in p.setting and "memory_fraction" not in p.setting for p in predictions):
-        advice.append(
-            "garbage_collection_threshold has no effect without per_process_memory_fraction: set both."
-        )
+        advice.append("garbage_collection_threshold has no effect without per_process_memory_fraction: set both.")
     return tuple(advice)
 
 
@@ -101,9 +97,8 @@ def _suggestion_advice(predictions: Sequence[AllocatorPrediction], suggestion: S
     baseline = next(prediction for prediction in predictions if prediction.is_recorded)
     is_default = suggestion.setting == "default"
     action = f"Unset {VARIABLE} (default settings)" if is_default else f"Set {suggestion.environment_setting}"
-    effect = (
-        f"the peak changes from {format_bytes(baseline.peak_reserved_bytes)} to {format_bytes(best.peak_reserved_bytes)}."
-    )
+    before, after = format_bytes(baseline.peak_reserved_bytes), format_bytes(best.peak_reserved_bytes)
+    effect = f"the peak changes from {before} to {after}."
     return " ".join((f"{action}: {effect}", *suggestion.caveats))
 
 

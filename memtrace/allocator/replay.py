@@ -1,7 +1,7 @@
 """Replays a recorded history through the model and compares. Every prediction for other settings relies on this check.
 
-The model receives requests and frees with their streams. Recorded addresses only say where new segments lie and which block
-a free refers to. Anything but exact equality is an error, of the file or of the model.
+The model receives requests and frees with their streams. Recorded addresses only say where new segments lie and which
+block a free refers to. Anything but exact equality is an error, of the file or of the model.
 """
 
 from __future__ import annotations
@@ -222,17 +222,19 @@ def _address_reason(prepared: PreparedHistory, exact: Bools, replayed: Int64s) -
     row = int(np.flatnonzero(history.kind == ALLOC)[first])
     problems = find_violations(history, prepared.rules)
     if num_contradictions:
-        problems.append(f"{format_count(num_contradictions, 'entry contradicts', 'entries contradict')} the final state")
+        problems.append(
+            f"{format_count(num_contradictions, 'entry contradicts', 'entries contradict')} the final state"
+        )
     return (
-        f"{int(exact.sum()):,} of {len(exact):,} allocations replay at their recorded address. The first that differs is "
-        f"entry {row} ({format_bytes(int(history.size[row]))}): recorded at {history.address[row]:#x}, "
+        f"{int(exact.sum()):,} of {len(exact):,} allocations replay at their recorded address. The first that differs "
+        f"is entry {row} ({format_bytes(int(history.size[row]))}): recorded at {history.address[row]:#x}, "
         f"replayed at {_format_address(int(replayed[first]))}."
         + (f" The file is inconsistent: {'; '.join(problems)}." if problems else "")
     )
 
 
 def _inexact_reason(result: ReplayResult) -> str | None:
-    """Return a sentence about segment events or a peak that differ although all addresses agree; None: neither differs."""
+    """Return a sentence about segment events or a peak that differ although all addresses agree, if any does."""
     if result.num_allocations_exact < result.num_allocations:
         return None
     if result.num_segment_events_exact < result.num_segment_events or result.num_segment_events_extra:
@@ -258,8 +260,8 @@ def _impossible_start(prepared: PreparedHistory) -> ReplayResult:
     history, num_misplaced = prepared.history, prepared.start.num_misplaced
     return ReplayResult(
         is_exact=False,
-        reason=f"The segments contradict the entries: {num_misplaced:,} blocks or segments overlap or lie outside every "
-        "segment, which no allocator state can contain.",
+        reason=f"The segments contradict the entries: {num_misplaced:,} blocks or segments overlap or lie outside "
+        "every segment, which no allocator state can contain.",
         num_allocations=int((history.kind == ALLOC).sum()),
         num_allocations_exact=0,
         num_segment_events=int(np.isin(history.kind, _SEGMENT_KINDS).sum()),

@@ -129,7 +129,7 @@ def _live_blocks_at_end(events: dict[str, Any]) -> RecordedBlocks:
 
 
 def _released_by_program(trace: Trace, kind: Int8s, op: Int64s) -> Int8s:
-    """Return `AllocatorHistory.by_program`: whether `empty_cache` is on the stack of each entry that releases a segment."""
+    """Return `AllocatorHistory.by_program`: whether `empty_cache` is on the stack of each release of a segment."""
     by_program = np.full(len(kind), -1, np.int8)
     rows = np.flatnonzero(((kind == SEGMENT_FREE) | (kind == SEGMENT_UNMAP)) & (op >= 0))
     if not len(rows):

@@ -1,9 +1,9 @@
 """Constants and rules of PyTorch's CUDA caching allocator. Every module that needs one of them imports it from here.
 
-The constants and functions are the same in torch 2.0 to 2.13 unless a docstring says otherwise. The source of each is named
-by its C++ function or constant, all of them in `c10/cuda/CUDACachingAllocator.cpp` (from torch 2.9 on the constants are in
-`c10/core/AllocatorConfig.h`). This module imports nothing from memtrace, so that readers, analyses and the
-recorder can use it.
+The constants and functions are the same in torch 2.0 to 2.13 unless a docstring says otherwise. The source of each is
+named by its C++ function or constant, all of them in `c10/cuda/CUDACachingAllocator.cpp` (from torch 2.9 on the
+constants are in `c10/core/AllocatorConfig.h`). This module imports nothing from memtrace, so that readers, analyses and
+the recorder can use it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ SMALL_REQUEST_BYTES: Final = MIB
 SMALL_SEGMENT_BYTES: Final = 2 * MIB
 """Segment of the small pool, and page of its expandable segments (`kSmallBuffer`)."""
 LARGE_SEGMENT_BYTES: Final = 20 * MIB
-"""Segment for requests above `SMALL_REQUEST_BYTES` and below `MIN_LARGE_ALLOC_BYTES`, and page of the large pool's expandable
-segments (`kLargeBuffer`). The setting `large_segment_size_mb` of torch 2.11 and later replaces this value."""
+"""Segment for requests above `SMALL_REQUEST_BYTES` and below `MIN_LARGE_ALLOC_BYTES`, and page of the large pool's
+expandable segments (`kLargeBuffer`). The setting `large_segment_size_mb` of torch 2.11 and later replaces it."""
 MIN_LARGE_ALLOC_BYTES: Final = 10 * MIB
 """Rounded requests of at least this size get a segment of their own size (`kMinLargeAlloc`)."""
 ROUND_LARGE_BYTES: Final = 2 * MIB
 """Segments of that kind are multiples of this (`kRoundLarge`)."""
 MAX_SLACK_BYTES: Final = SMALL_REQUEST_BYTES
-"""Most by which a block of the large pool exceeds its rounded request: a larger remainder is split off (`should_split`).
-Hence free blocks of the large pool are always larger than this, and a smaller gap behind a live block belongs to that block."""
+"""Most by which a large block exceeds its rounded request: a larger remainder is split off (`should_split`).
+Hence free blocks of the large pool are always larger than this, and a smaller gap behind a live block belongs to that
+block."""
 NO_LIMIT: Final = 1 << 62
 """Stands for an absent `max_split_size_mb`; larger than any block."""
 
@@ -68,8 +69,8 @@ class Rules:
     fit: Literal["best", "first"] = "best"
     """A request gets the smallest free block that is large enough, not the first by address (`get_free_block`)."""
     tie_break: Literal["address", "segment_age", "highest_address"] = "address"
-    """Choice among free blocks of equal size: the lowest address (`BlockComparatorSize`, up to torch 2.11), or the oldest
-    segment and then the lowest address (`BlockComparatorSizeCounterAddress`, torch 2.13)."""
+    """Choice among free blocks of equal size: the lowest address (`BlockComparatorSize`, up to torch 2.11), or the
+    oldest segment and then the lowest address (`BlockComparatorSizeCounterAddress`, torch 2.13)."""
     separates_streams: bool = True
     """A block is reused only on the stream it was allocated for (`BlockComparatorSize`)."""
     releases_large_first: bool = True

@@ -1,9 +1,9 @@
 """Infers in which order the segments older than a history were allocated.
 
-torch 2.13 orders free blocks of equal size by the age of their segments, which no file records. The choices in the history
-reveal it. Among free blocks of the best size in older segments, the allocator takes the one in the oldest segment; and segments
-of equal size that are released together are released by age. A topological sort of all these pairs gives an order; a
-replay under this order shows whether it is right.
+torch 2.13 orders free blocks of equal size by the age of their segments, which no file records. The choices in the
+history reveal it. Among free blocks of the best size in older segments, the allocator takes the one in the oldest
+segment; and segments of equal size that are released together are released by age. A topological sort of all these
+pairs gives an order; a replay under this order shows whether it is right.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OrderedPairs = set[tuple[int, int]]  # (older, younger): places in `StartState.
 
 
 class _ObservingFreeList(FreeList):
-    """A free list that takes, among blocks of equal size, the one of the history, and notes which segments are older."""
+    """A free list that takes the block of the history among equal ones, and notes which segments are older."""
 
     __slots__ = ("age_key_pairs", "expected_addresses")
 
@@ -95,7 +95,7 @@ def _pairs_from_releases(history: AllocatorHistory, start: StartState) -> _Order
 
 
 def _topological_order(num_places: int, pairs: _OrderedPairs) -> list[int] | None:
-    """Return an order that respects all pairs, the lowest place first where there is a choice; None: the pairs form a cycle."""
+    """Return an order that respects all pairs, else the lowest place first; None where the pairs form a cycle."""
     successors: dict[int, list[int]] = {}
     num_predecessors = [0] * num_places
     for older, younger in pairs:

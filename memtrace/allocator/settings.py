@@ -1,7 +1,7 @@
 """Settings of the CUDA caching allocator, written as in `PYTORCH_CUDA_ALLOC_CONF`.
 
-Source: the option tables of torch 2.13 (`c10/core/AllocatorConfig.h`, `c10/cuda/CUDAAllocatorConfig.h`), and trials of what its
-parser accepts and rejects. Every torch 2 reads `PYTORCH_CUDA_ALLOC_CONF`. torch 2.9 and later also read
+Source: the option tables of torch 2.13 (`c10/core/AllocatorConfig.h`, `c10/cuda/CUDAAllocatorConfig.h`), and trials of
+what its parser accepts and rejects. Every torch 2 reads `PYTORCH_CUDA_ALLOC_CONF`. torch 2.9 and later also read
 `PYTORCH_ALLOC_CONF`; in torch 2.13 the older name wins where both are set.
 """
 
@@ -162,8 +162,8 @@ class AllocatorSettings:
     def from_snapshot(cls, recorded: Mapping[str, Any] | None) -> AllocatorSettings:
         """Return the settings in a snapshot's `allocator_settings`; the defaults where it has none (before torch 2.3).
 
-        Whatever PyTorch accepted when it recorded the snapshot is accepted, including unknown keys and lower bounds; values of a
-        wrong type count as absent.
+        Whatever PyTorch accepted when it recorded the snapshot is accepted, including unknown keys and lower bounds;
+        values of a wrong type count as absent.
         """
         if not recorded:
             return cls()
@@ -234,7 +234,7 @@ def _parse_divisions(key: str, value: str) -> tuple[int, ...]:
 
 
 def _parse_division_list(key: str, value: str) -> list[int]:
-    """Parse `[64:8,256:4,>:1]`: the first entry also covers smaller sizes, `>` covers all sizes above the last entry."""
+    """Parse `[64:8,256:4,>:1]`: the first entry also covers smaller sizes, `>` all sizes above the last entry."""
     divisions = [0] * NUM_ROUNDUP_INTERVALS
     last = 0
     if not value.endswith("]"):

@@ -107,9 +107,7 @@ class ReplayDevice:
         address, length = self._synthetic.reserve_range(free_list, request=request)
         self._range_starts |= {block.range_start for _, block in free_list.unmapped if block.range_start is not None}
         for pages in self._pages:
-            size_matches = (
-                pages.size == free_list.page if free_list.pool.small else pages.size % free_list.page == 0
-            )
+            size_matches = pages.size == free_list.page if free_list.pool.small else pages.size % free_list.page == 0
             same_list = pages.stream == free_list.stream and pages.pool == free_list.pool.private
             in_known_range = any(start <= pages.address < start + length for start in self._range_starts)
             if pages.request >= request and same_list and size_matches and not in_known_range:

@@ -1,8 +1,8 @@
 """Reconstructs the state of the allocator before the first entry of a history, from the state at its end.
 
-Undoing an allocation removes a live block, undoing a free restores it, and undoing a segment event removes or restores a
-segment. The entries do not say by how much a block exceeded its request if it is older than the history and was freed in it.
-That slack is the gap behind the block where the gap is at most 1 MiB, because free blocks of the large pool are
+Undoing an allocation removes a live block, undoing a free restores it, and undoing a segment event removes or restores
+a segment. The entries do not say by how much a block exceeded its request if it is older than the history and was freed
+in it. That slack is the gap behind the block where the gap is at most 1 MiB, because free blocks of the large pool are
 always larger. Otherwise it ends at the first block placed behind it during its lifetime, or is taken to be 0.
 """
 
@@ -120,7 +120,7 @@ def _segments_at_start(history: AllocatorHistory, rules: Rules) -> tuple[Recorde
 
 
 def _segment_rows_and_room(state: StartState) -> tuple[Int64s, Int64s]:
-    """Return the segment of each block (-1: none), and the bytes from its address to the next block or the segment's end."""
+    """Return the segment of each block (-1: none), and the bytes up to the next block or the segment's end."""
     segments = state.segments
     row = segments.containing(state.address)
     end = np.append(segments.address + segments.size, 0)[row]
@@ -155,7 +155,7 @@ def _count_misplaced(state: StartState, size: Int64s) -> int:
 
 
 def _observed_slack(history: AllocatorHistory, end: int, freed_by: int) -> int:
-    """Return the distance from `end` to the first block placed at most 1 MiB behind it before the entry `freed_by`; else 0."""
+    """Return the distance from `end` to the first block placed within 1 MiB of it before entry `freed_by`; else 0."""
     address = history.address[:freed_by]
     behind = (history.kind[:freed_by] == ALLOC) & (address >= end) & (address <= end + MAX_SLACK_BYTES)
     rows = np.flatnonzero(behind)

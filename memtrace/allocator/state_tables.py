@@ -1,4 +1,4 @@
-"""Tables of the allocator's state: lifetimes of segments, the block map at the peak, reserved memory under a setting."""
+"""Tables of the allocator's state: lifetimes of segments, block map at the peak, reserved memory over time."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _BLOCK_MAP_COLUMNS: Final = (
 def segment_lifetimes(prepared: PreparedHistory) -> pd.DataFrame:
     """Return one row per segment of a history; an expandable segment is a part mapped at the start.
 
-    Columns: address, size_bytes, stream, small, expandable, from_ns (NA: older than the history), to_ns (NA: held at the end).
-    Source: segment_alloc and segment_free entries, and the segments at the start.
+    Columns: address, size_bytes, stream, small, expandable, from_ns (NA: older than the history), to_ns (NA: held at
+    the end). Source: segment_alloc and segment_free entries, and the segments at the start.
     """
     import pandas as pd
 
@@ -83,8 +83,8 @@ def _first_frees(address: Int64s, entry_address: Int64s, held_before: Int64s) ->
 def block_map_at_peak(prepared: PreparedHistory) -> pd.DataFrame:
     """Return the live and free blocks of every segment at the peak of reserved memory, by replaying the history.
 
-    Columns: segment (numbered by address), segment_address, address, size_bytes, requested_bytes (NA: a free block), live,
-    stream, pool, small.
+    Columns: segment (numbered by address), segment_address, address, size_bytes, requested_bytes (NA: a free block),
+    live, stream, pool, small.
     """
     whole = replay_allocator(prepared)
     run_operations(prepared.operations, whole, restore_state(whole, prepared.start))

@@ -1,9 +1,9 @@
 """Predicts what the allocator would have reserved for the same requests under other settings.
 
-New segments need addresses that no device has given. Each setting is therefore simulated with ascending, descending and shuffled
-addresses, and the spread of the three peaks is the error of the prediction. Settings change where blocks lie, so blocks older
-than the history cannot keep their place: each simulation requests them first. Settings are compared with a simulation of the
-recorded settings, not with the recorded peak, because only the simulations start alike.
+New segments need addresses that no device has given. Each setting is therefore simulated with ascending, descending and
+shuffled addresses, and the spread of the three peaks is the error of the prediction. Settings change where blocks lie,
+so blocks older than the history cannot keep their place: each simulation requests them first. Settings are compared
+with a simulation of the recorded settings, not with the recorded peak, because only the simulations start alike.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Workload:
 
     @property
     def capacity_interval(self) -> tuple[int, int] | None:
-        """The smallest and the largest possible capacity: the stated one, or the bounds of the history; None: unknown."""
+        """The smallest and the largest possible capacity, as stated or as the history bounds it; None: unknown."""
         if self.capacity is not None:
             return self.capacity, self.capacity
         return None if self.capacity_bounds is None else self.capacity_bounds.interval

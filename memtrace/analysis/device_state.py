@@ -1,4 +1,4 @@
-"""The state of a CUDA device's caching allocator at one moment: its segments, the live blocks in them, and the free blocks.
+"""The state of a CUDA device's caching allocator at one moment: its segments, live blocks and free blocks.
 
 The final segments are walked back to the moment; live blocks come from the events. The allocator always merges free
 neighbours, so segments and live blocks determine every free block. In the pool for large blocks a gap of at most 1 MiB
@@ -134,9 +134,7 @@ class _SegmentEvents:
     pool: Array
 
     def take(self, rows: Array) -> _SegmentEvents:
-        return _SegmentEvents(
-            self.kind[rows], self.address[rows], self.size[rows], self.stream[rows], self.pool[rows]
-        )
+        return _SegmentEvents(self.kind[rows], self.address[rows], self.size[rows], self.stream[rows], self.pool[rows])
 
 
 def _segments_at(trace: Trace, device: int, row: int) -> DeviceSegments:

@@ -1,4 +1,4 @@
-"""Fragmentation: memory that the caching allocator reserves but the program does not use, and the blocks that keep it."""
+"""Fragmentation: memory that the caching allocator reserves but the program does not use, and what pins it."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def pinned_segments_table(trace: Trace, device: str, *, row: int | None = None) 
     """Return the segments with free memory that a live block keeps from being released, most free memory first.
 
     Columns: address, size (bytes), stream, pool, small, expandable, num_blocks (live), live_bytes, free_bytes,
-    largest_free_bytes, pin_block (its largest live block), pin_bytes, pin_stack (names.id; -1: not recorded). The table is
-    empty where the trace has no segments. The arguments are those of ``compute_fragmentation``.
+    largest_free_bytes, pin_block (its largest live block), pin_bytes, pin_stack (names.id; -1: not recorded). The table
+    is empty where the trace has no segments. The arguments are those of ``compute_fragmentation``.
     """
     import pandas as pd
 

@@ -124,9 +124,7 @@ def _measure_room(
     )
 
 
-def _usable_free_blocks(
-    state: DeviceState, settings: AllocatorSettings, asked: int, pool: int, stream: int
-) -> Array:
+def _usable_free_blocks(state: DeviceState, settings: AllocatorSettings, asked: int, pool: int, stream: int) -> Array:
     """Return which free blocks a request may use, whatever their size."""
     segments, owner = state.segments, state.free.segment
     same_list = (segments.pool[owner] == pool) & (segments.stream[owner] == stream)
@@ -153,13 +151,14 @@ def _advise(settings: AllocatorSettings, asked: int, room: RequestRoom | None, d
     if room.free_elsewhere_bytes >= asked:
         advice.append(
             f"Use fewer streams, or delete CUDA graphs that own private memory pools: "
-            f"{format_bytes(room.free_elsewhere_bytes)} are reserved but unused on other streams, in private pools or in "
-            "segments for other sizes, where this request cannot use them."
+            f"{format_bytes(room.free_elsewhere_bytes)} are reserved but unused on other streams, in private pools or "
+            "in segments for other sizes, where this request cannot use them."
         )
     if room.state.waste_bytes >= MIN_WASTE_SHARE * max(room.state.requested_bytes, 1):
         lower = " or lower roundup_power2_divisions" if settings.roundup_power2_divisions else ""
         advice.append(
-            f"Combine many small tensors into few large ones{lower}: rounding takes {format_bytes(room.state.waste_bytes)}."
+            f"Combine many small tensors into few large ones{lower}: rounding takes "
+            f"{format_bytes(room.state.waste_bytes)}."
         )
     return advice or [REDUCE_LIVE_MEMORY]
 
@@ -168,15 +167,15 @@ def _advice_about_size(asked: int, room: RequestRoom, device_free: int) -> list[
     advice = []
     if device_free >= room.segment_bytes:
         advice.append(
-            f"Check for a memory limit of this process (torch.cuda.set_per_process_memory_fraction), or for another process "
-            f"that needed the memory for a short time: the device had {format_bytes(device_free)} free, enough for the "
-            f"{format_bytes(room.segment_bytes)} that the allocator requested."
+            f"Check for a memory limit of this process (torch.cuda.set_per_process_memory_fraction), or for another "
+            f"process that needed the memory for a short time: the device had {format_bytes(device_free)} free, enough "
+            f"for the {format_bytes(room.segment_bytes)} that the allocator requested."
         )
     obtainable = room.state.reserved_bytes + device_free
-    if 0 <= device_free and obtainable < asked:
+    if device_free >= 0 and obtainable < asked:
         advice.append(
-            f"Request less memory: {format_bytes(asked)} exceed the {format_bytes(obtainable)} that would be available with "
-            "no other tensor on the device. Check the shape of the tensor."
+            f"Request less memory: {format_bytes(asked)} exceed the {format_bytes(obtainable)} that would be available "
+            "with no other tensor on the device. Check the shape of the tensor."
         )
     elif room.lacking_bytes:
         advice.append(
@@ -190,8 +189,8 @@ def _advice_about_expandable_segments(asked: int, room: RequestRoom) -> list[str
     action = "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     if room.free_same_stream_bytes >= room.segment_bytes:
         return [
-            f"{action}: {format_bytes(room.free_same_stream_bytes)} are reserved but unused, in blocks that are each too "
-            "small; expandable segments can join them."
+            f"{action}: {format_bytes(room.free_same_stream_bytes)} are reserved but unused, in blocks that are each "
+            "too small; expandable segments can join them."
         ]
     if room.state.pinned_bytes >= asked:
         return [

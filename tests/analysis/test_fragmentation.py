@@ -74,7 +74,7 @@ def test_state_is_right_after_every_entry(tmp_path: Path, seed: int, actions: in
         _assert_adds_up(state)
 
 
-def _assert_assert_adds_up(state: DeviceState) -> None:
+def _assert_adds_up(state: DeviceState) -> None:
     inside = state.live.segment >= 0
     assert inside.all()
     assert state.live.size.sum() + state.free.size.sum() == state.segments.size.sum()
