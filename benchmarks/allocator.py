@@ -1,8 +1,8 @@
-"""How exactly the allocator's model replays each recorded snapshot, and how many trace entries a second it takes.
+"""Measures how exactly and how fast the allocator model replays recorded and synthetic histories.
 
-Histories: the recorded snapshots beside the repository, where they are, and one of a million entries made by putting
-training-like requests to the model itself. Timed are the replay check with all it needs (start state, program, run,
-comparison), and one run of another setting with its start state laid out afresh. Target: 200,000 entries a second.
+The histories are the snapshots in the shared data folder, if it exists, and a synthetic one of a million entries, made by
+running training-like requests on the model itself. Timed are the replay with its preparation (start state, operations,
+comparison) and one simulation of another setting. Target: 200,000 trace entries per second.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ MIN_ENTRIES = 5_000
 OTHER = AllocatorSettings.parse("expandable_segments:True")
 
 
-def made_history(entries: int) -> AllocatorHistory:
-    """A history of about `entries` entries: steps of 600 blocks that grow to a peak and are freed backwards."""
+def make_synthetic_history(entries: int) -> AllocatorHistory:
+    """Return a history of about `entries` entries: steps of 600 blocks that are freed in reverse order."""
     random = np.random.default_rng(0)
     allocator = CachingAllocator(AllocatorSettings(), SyntheticDevice())
     rows: list[tuple[int, int, int]] = []
@@ -96,26 +96,26 @@ def free(allocator: CachingAllocator, rows: list[tuple[int, int, int]], block: A
     allocator.free(block)
 
 
-def recorded() -> dict[str, AllocatorHistory]:
+def load_recorded_histories() -> dict[str, AllocatorHistory]:
     from memtrace.trace import load
 
-    found = {}
+    histories = {}
     for path in sorted(DATA.glob("*.pickle")):
         trace = load(path)
         history = read_device_history(trace, trace.devices[0])
         assert isinstance(history, AllocatorHistory)
-        found[path.stem] = history
-    return found
+        histories[path.stem] = history
+    return histories
 
 
-def exactness(name: str, history: AllocatorHistory) -> dict[str, Any]:
-    """How the model reproduces a file, by the rules of the torch that wrote it."""
+def measure_exactness(name: str, history: AllocatorHistory) -> dict[str, Any]:
+    """Replay a file under the rules of the PyTorch version that wrote it."""
     result = reproduce_history(history)[1]
     return {
         "file": name,
-        "allocations": result.num_allocations,
+        "num_allocations": result.num_allocations,
         "num_allocations_exact": result.num_allocations_exact,
-        "segment_events": result.num_segment_events,
+        "num_segment_events": result.num_segment_events,
         "num_segment_events_exact": result.num_segment_events_exact,
         "peak_reserved_bytes": result.peak_reserved_bytes,
         "recorded_peak_reserved_bytes": result.recorded_peak_reserved_bytes,
@@ -124,46 +124,54 @@ def exactness(name: str, history: AllocatorHistory) -> dict[str, Any]:
     }
 
 
-def timed(call: Callable[[], object], rounds: int) -> float:
-    """Seconds of the median round."""
-    taken = []
+def median_seconds(call: Callable[[], object], rounds: int) -> float:
+    """Return the median time of a call, in seconds."""
+    seconds = []
     for _ in range(rounds):
         begin = time.perf_counter()
         call()
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
 
 
-def measure(name: str, history: AllocatorHistory, rounds: int) -> dict[str, Any]:
+def measure_speed(name: str, history: AllocatorHistory, rounds: int) -> dict[str, Any]:
     prepared: PreparedHistory = prepare_history(history)
     result = replay_history(prepared)[0]
     assert result.is_exact, result.reason
-    case = workload_of(prepared)
+    workload = workload_of(prepared)
     return {
         "history": name,
         "entries": len(history),
-        "replay_entries_per_s": round(len(history) / timed(lambda: replay_history(prepare_history(history)), rounds)),
-        "what_if_entries_per_s": round(len(history) / timed(lambda: simulate_settings(case, OTHER), rounds)),
+        "replay_entries_per_s": round(
+            len(history) / median_seconds(lambda: replay_history(prepare_history(history)), rounds)
+        ),
+        "what_if_entries_per_s": round(
+            len(history) / median_seconds(lambda: simulate_settings(workload, OTHER), rounds)
+        ),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--entries", type=int, default=1_000_000, help="length of the made history")
+    parser.add_argument("--entries", type=int, default=1_000_000, help="length of the synthetic history")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    histories = recorded() if DATA.is_dir() else {}
-    replays = [exactness(name, history) for name, history in histories.items()]
-    rows = [measure(name, history, options.rounds) for name, history in histories.items() if len(history) > MIN_ENTRIES]
-    rows.append(measure("made", made_history(options.entries), min(3, options.rounds)))
+    histories = load_recorded_histories() if DATA.is_dir() else {}
+    replays = [measure_exactness(name, history) for name, history in histories.items()]
+    rows = [
+        measure_speed(name, history, options.rounds)
+        for name, history in histories.items()
+        if len(history) > MIN_ENTRIES
+    ]
+    rows.append(measure_speed("synthetic", make_synthetic_history(options.entries), min(3, options.rounds)))
     if options.json:
         print(json.dumps({"target_entries_per_s": TARGET, "replays": replays, "histories": rows}, indent=1))
         return
     print(f"{'file':30} {'allocations exact':>19} {'segment events':>15} {'peak reserved, MiB':>19} final blocks")
     for row in replays:
-        exact = f"{row['num_allocations_exact']:,}/{row['allocations']:,}"
-        events = f"{row['num_segment_events_exact']}/{row['segment_events']}"
+        exact = f"{row['num_allocations_exact']:,}/{row['num_allocations']:,}"
+        events = f"{row['num_segment_events_exact']}/{row['num_segment_events']}"
         peaks = f"{row['peak_reserved_bytes'] / 2**20:,.0f}/{row['recorded_peak_reserved_bytes'] / 2**20:,.0f}"
         end = "equal" if row["final_blocks_match"] else "differ"
         print(f"{row['file']:30} {exact:>19} {events:>15} {peaks:>19} {end}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,20 +17,22 @@ MAX_HOLDERS = 6
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from memtrace.analysis.oom import OutOfMemory, RequestRoom
 
 
 def moment(found: dict[str, Any]) -> str:
-    """When something was, by its ``time_ns``; by its ``event`` where the trace has no times."""
+    """Format the time of a row of the summary; its event where the trace has no times."""
     return _format_moment(found["event"], found["time_ns"])
 
 
 def print_failure(out: Console, failure: OutOfMemory, name: str) -> None:
     """Print an out-of-memory error of the trace ``name``: the request, the memory it could not use, and what to try."""
+    where = f"at {escape(failure.site)}" if failure.site else "(no stack was recorded)"
     out.print(
         f"\n[bold]Out of memory on {failure.device} {_format_moment(failure.event, failure.time_ns)}[/]: request for "
-        f"{format_bytes(failure.asked_bytes)} at {escape(failure.site or NO_STACK)}"
+        f"{format_bytes(failure.asked_bytes)} {where}"
     )
     free = (
         "" if failure.device_free_bytes is None else f"; the device had {format_bytes(failure.device_free_bytes)} free"
@@ -42,8 +45,7 @@ def print_failure(out: Console, failure: OutOfMemory, name: str) -> None:
         table.add_row(format_bytes(holder.requested_bytes), f"{holder.num_blocks:,}", escape(holder.site or NO_STACK))
     out.print(table)
     out.print("What to try:")
-    for sentence in failure.advice:
-        out.print(f"  - {escape(sentence)}")
+    out.print(_bullet_list(failure.advice))
     if failure.room is not None:
         out.print(
             f"Next: memtrace plan allocator {escape(name)} shows which allocator settings would have fitted.",
@@ -53,13 +55,26 @@ def print_failure(out: Console, failure: OutOfMemory, name: str) -> None:
 
 def _room_sentence(room: RequestRoom) -> str:
     state = room.state
+    elsewhere = ""
+    if room.free_elsewhere_bytes:
+        elsewhere = (
+            f"; {format_bytes(room.free_elsewhere_bytes)} belong to other streams, other pools or other block sizes"
+        )
     return (
         f"Reserved memory: {format_bytes(state.reserved_bytes)} in {format_count(state.num_segments, 'segment')}, "
         f"of which {format_bytes(state.free_bytes)} unused. The request could use "
         f"{format_bytes(room.free_same_stream_bytes)} of that, "
-        f"in free blocks of at most {format_bytes(room.largest_fit_bytes)}; "
-        f"{format_bytes(room.free_elsewhere_bytes)} belong to other streams, other pools or other block sizes."
+        f"in free blocks of at most {format_bytes(room.largest_fit_bytes)}{elsewhere}."
     )
+
+
+def _bullet_list(sentences: Sequence[str]) -> Table:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 1))
+    for sentence in sentences:
+        table.add_row("  -", escape(sentence))
+    return table
 
 
 def _format_moment(event: int, time_ns: int | None) -> str:

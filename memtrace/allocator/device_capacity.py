@@ -80,8 +80,8 @@ def find_cache_releases(history: AllocatorHistory) -> CacheReleases:
     within_known_capacity = before + asked <= history.peak_reserved
     runs = zip(first.tolist(), end.tolist(), strict=True)
     would_serve = np.array([_would_serve(history, *run) for run in runs], bool)
-    needless = (by_program == -1) & (within_known_capacity | would_serve)
-    return CacheReleases(first, end, (by_program == 1) | needless)
+    was_unneeded = (by_program == -1) & (within_known_capacity | would_serve)
+    return CacheReleases(first, end, (by_program == 1) | was_unneeded)
 
 
 def _would_serve(history: AllocatorHistory, first: int, end: int) -> bool:

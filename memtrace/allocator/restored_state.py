@@ -51,7 +51,7 @@ def restore_state(allocator: CachingAllocator, state: StartState) -> list[Block]
 def _create_blocks(
     free_list: FreeList, address: int, size: int, live: list[_LiveBlock], range_start: int | None, age_key: int
 ) -> tuple[Block, Block]:
-    """Create the linked blocks of one segment and return the first and the last; memory in no live block is free."""
+    """Create the linked blocks of one segment and return the first and the last; the rest of it is free."""
     parts = []
     position = address
     for start, length, requested in live:

@@ -146,11 +146,6 @@ def device_request_size(
     return segment_size(rounded, large_segment_bytes=large_segment_bytes, rules=rules)
 
 
-def is_small_segment(size: int, rules: Rules = TORCH) -> bool:
-    """Return whether a segment of this size, not an expandable one, belongs to the small pool."""
-    return size == rules.small_segment_bytes
-
-
 class SplitRule(NamedTuple):
     """When a free block of one pool is split for a request (`should_split`)."""
 

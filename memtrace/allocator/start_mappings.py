@@ -21,9 +21,8 @@ from memtrace.allocator.history import (
 from memtrace.allocator.rules import SMALL_SEGMENT_BYTES, Rules
 
 RangeKey = tuple[int, int, bool]  # stream, pool, small
-_MAX_RANGE_DISTANCE_BYTES: Final = (
-    1 << 30
-)  # addresses this close lie in one virtual range, which is longer than the device
+_MAX_RANGE_DISTANCE_BYTES: Final = 1 << 30
+"""Addresses closer than this lie in one virtual range, because a range is longer than the device's memory."""
 
 
 class StartMappings(NamedTuple):

@@ -186,15 +186,16 @@ def _advice_about_size(asked: int, room: RequestRoom, device_free: int) -> list[
 
 
 def _advice_about_expandable_segments(asked: int, room: RequestRoom) -> list[str]:
-    action = "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    action = "Try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    effect = "Expandable segments usually waste less; memtrace plan allocator predicts the effect."
     if room.free_same_stream_bytes >= room.segment_bytes:
         return [
             f"{action}: {format_bytes(room.free_same_stream_bytes)} are reserved but unused, in blocks that are each "
-            "too small; expandable segments can join them."
+            f"too small. {effect}"
         ]
     if room.state.pinned_bytes >= asked:
         return [
             f"{action}: {format_bytes(room.state.pinned_bytes)} are free in segments that live blocks keep from being "
-            "released."
+            f"released. {effect}"
         ]
     return []
