@@ -1,8 +1,8 @@
 """Measures how exactly and how fast the allocator model replays recorded and synthetic histories.
 
-The histories are the snapshots in the shared data folder, if it exists, and a synthetic one of a million entries, made by
-running training-like requests on the model itself. Timed are the replay with its preparation (start state, operations,
-comparison) and one simulation of another setting. Target: 200,000 trace entries per second.
+The histories are the snapshots in the shared data folder, if it exists, and a synthetic one of a million entries,
+made by running training-like requests on the model itself. Timed are the replay with its preparation (start state,
+operations, comparison) and one simulation of another setting. Target: 200,000 trace entries per second.
 """
 
 from __future__ import annotations

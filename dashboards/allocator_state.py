@@ -53,10 +53,11 @@ def fragmentation_table(trace: Trace, device: str) -> Table | None:
 
 
 def _fragmentation_note(fragmentation: Fragmentation) -> str:
-    when = "" if fragmentation.time_ns is None else f", at {format_duration(fragmentation.time_ns)}"
+    when = "" if fragmentation.time_ns is None else f" (at {format_duration(fragmentation.time_ns)})"
     return (
-        f"At the peak of reserved memory{when}, {format_count(fragmentation.num_segments, 'segment')} hold "
-        f"{format_bytes(fragmentation.reserved_bytes)}: {format_bytes(fragmentation.requested_bytes)} requested, "
+        f"Peak of reserved memory{when}: {format_bytes(fragmentation.reserved_bytes)} in "
+        f"{format_count(fragmentation.num_segments, 'segment')}, of which "
+        f"{format_bytes(fragmentation.requested_bytes)} requested, "
         f"{format_bytes(fragmentation.waste_bytes)} added by rounding, {format_bytes(fragmentation.free_bytes)} free. "
         f"Of the free memory, {format_bytes(fragmentation.releasable_bytes)} could be released and "
         f"{format_bytes(fragmentation.pinned_bytes)} are in segments with live blocks. The largest request that fits "

@@ -46,6 +46,13 @@ def _cases() -> Iterator[Golden]:
 CASES = list(_cases())
 
 
+ALL_SETTINGS = sorted({case.settings for case in CASES})
+QUICK_SETTINGS = ("", "expandable_segments:True", "max_split_size_mb:64")
+PARTIAL_SETTINGS = [
+    pytest.param(text, marks=() if text in QUICK_SETTINGS else pytest.mark.slow) for text in ALL_SETTINGS
+]
+
+
 def cases_with(settings: str) -> list[Golden]:
     cases = [case for case in CASES if case.settings == settings]
     assert cases
@@ -56,7 +63,7 @@ def history(case: Golden) -> AllocatorHistory:
     return history_of(case.operations, case.answer, case.settings, case.capacity)
 
 
-@pytest.mark.parametrize("settings", sorted({case.settings for case in CASES}))
+@pytest.mark.parametrize("settings", ALL_SETTINGS)
 def test_model_matches_pytorch_after_every_operation(settings: str) -> None:
     for case in cases_with(settings):
         follower = Follower(case.settings, case.capacity, case.order)
@@ -65,7 +72,7 @@ def test_model_matches_pytorch_after_every_operation(settings: str) -> None:
         follower.check_state(case.answer)
 
 
-@pytest.mark.parametrize("settings", sorted({case.settings for case in CASES}))
+@pytest.mark.parametrize("settings", ALL_SETTINGS)
 def test_history_replays_exactly(settings: str) -> None:
     for case in cases_with(settings):
         prepared, result = reproduce_history(history(case))
@@ -78,7 +85,7 @@ def test_history_replays_exactly(settings: str) -> None:
         assert interval is None or interval[0] <= allowed <= interval[1]
 
 
-@pytest.mark.parametrize("settings", sorted({case.settings for case in CASES}))
+@pytest.mark.parametrize("settings", PARTIAL_SETTINGS)
 def test_partial_history_replays_exactly(settings: str) -> None:
     for case in cases_with(settings):
         whole = history(case)

@@ -150,23 +150,29 @@ def test_traces_without_segments_have_no_fragmentation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    ["", "roundup_power2_divisions:4", "large_segment_size_mb:40", "expandable_segments:True",
-     "expandable_segments:True,large_segment_size_mb:12", "max_split_size_mb:32"],
-)  # fmt: skip
-@pytest.mark.parametrize(
-    "asked", [1, MIB, MIB + 1, 1100 * 1024, 9 * MIB, 10 * MIB - 1, 10 * MIB, 11 * MIB, 45 * MIB]
-)  # fmt: skip
-def test_out_of_memory_requests_the_segment_that_the_model_takes(tmp_path: Path, setting: str, asked: int) -> None:
+    [
+        "",
+        "roundup_power2_divisions:4",
+        "large_segment_size_mb:40",
+        "expandable_segments:True",
+        "expandable_segments:True,large_segment_size_mb:12",
+        "max_split_size_mb:32",
+    ],
+)
+def test_out_of_memory_requests_the_segment_that_the_model_takes(tmp_path: Path, setting: str) -> None:
     """The segment size honours the recorded settings: an empty model with these settings takes just as much."""
+    sizes = [1, MIB, MIB + 1, 1100 * 1024, 9 * MIB, 10 * MIB - 1, 10 * MIB, 11 * MIB, 45 * MIB]
     maker = Maker()
     maker.alloc(18 * MIB)
-    maker.out_of_memory(asked, 0)
+    for asked in sizes:
+        maker.out_of_memory(asked, 0)
     value = maker.snapshot()
     value["allocator_settings"] = {"PYTORCH_CUDA_ALLOC_CONF": setting}
-    (failure,) = explain_out_of_memory(read_here(tmp_path / "a", value))
-    model = CachingAllocator(AllocatorSettings.parse(setting), SyntheticDevice())
-    model.malloc(asked)
-    assert failure.room is not None and failure.room.segment_bytes == model.reserved
+    failures = explain_out_of_memory(read_here(tmp_path / "a", value))
+    for asked, failure in zip(sizes, failures, strict=True):
+        model = CachingAllocator(AllocatorSettings.parse(setting), SyntheticDevice())
+        model.malloc(asked)
+        assert failure.room is not None and failure.room.segment_bytes == model.reserved, asked
 
 
 def _failing(tmp_path: Path, *, expandable: bool = False) -> memtrace.Trace:

@@ -176,5 +176,5 @@ def test_without_times_no_time_is_told(tmp_path: Path, lacking: str) -> None:
     assert times == [None] * (5 if lacking == "times" else 4)
     text = said("summary", path)
     assert "0 us" not in text and " ns" not in text and ("at event 2" in text) == (lacking == "times")
-    assert ("out of memory on cuda:0 at event 3" in text) == (lacking == "times")
-    assert "At the fullest moment 2" in render(memtrace.load(path))
+    assert ("Out of memory on cuda:0 at event 3" in text) == (lacking == "times")
+    assert "Peak of reserved memory: 2" in render(memtrace.load(path))
