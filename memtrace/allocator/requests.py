@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from memtrace.trace import Trace
 
 BASELINE: Final = EVENT_KINDS.index("baseline")
+LIVE: Final = EVENT_KINDS.index("live")
 _SEGMENT_KINDS: Final = (SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP)
 _HISTORY_KINDS: Final = (ALLOC, FREE, FREE_REQUESTED, OOM, *_SEGMENT_KINDS)
 _EVENT_COLUMNS: Final = (
@@ -85,7 +86,7 @@ def _read_allocator_history(
 ) -> AllocatorHistory:
     entries = {name: column[np.isin(events["kind"], _HISTORY_KINDS)] for name, column in events.items()}
     manifest = trace.manifest
-    device_info = dict(manifest.get("devices") or {}).get(device) or {}
+    device_info = manifest.devices.get(device)
     return AllocatorHistory(
         device=device,
         kind=entries["kind"],
@@ -96,11 +97,11 @@ def _read_allocator_history(
         by_program=_released_by_program(trace, entries["kind"], entries["op_id"]),
         device_free=entries["device_free"].astype(np.int64),
         time_ns=entries["time_ns"].astype(np.int64),
-        settings=AllocatorSettings.from_snapshot(manifest.get("allocator_settings")),
+        settings=AllocatorSettings.from_snapshot(manifest.allocator_settings),
         segments=segments,
         blocks=_live_blocks_at_end(events),
-        device_bytes=device_info.get("total_bytes"),
-        torch=dict(manifest.get("versions") or {}).get("torch"),
+        device_bytes=device_info.total_bytes if device_info else None,
+        torch=manifest.versions.get("torch"),
     )
 
 
@@ -119,7 +120,7 @@ def _read_segments(trace: Trace, device: str) -> RecordedSegments:
 
 def _live_blocks_at_end(events: dict[str, Any]) -> RecordedBlocks:
     kind, block = events["kind"], events["block_id"]
-    births = np.flatnonzero((kind == ALLOC) | (kind == BASELINE))
+    births = np.flatnonzero((kind == ALLOC) | (kind == BASELINE) | (kind == LIVE))
     live = births[~np.isin(block[births], block[kind == FREE])]
     return RecordedBlocks(
         address=events["address"][live].astype(np.int64),
@@ -155,8 +156,8 @@ def _read_requests(device: str, events: dict[str, Any]) -> RequestHistory:
     """
     kind, block = events["kind"], events["block_id"]
     size = np.where(events["size"] >= 0, events["size"], events["allocated_size"])
-    births = np.flatnonzero(((kind == ALLOC) | (kind == BASELINE)) & (size > 0))
-    allocs, older = births[kind[births] == ALLOC], births[kind[births] == BASELINE]
+    births = np.flatnonzero(((kind == ALLOC) | (kind == BASELINE) | (kind == LIVE)) & (size > 0))
+    allocs, older = births[kind[births] == ALLOC], births[kind[births] != ALLOC]
     order = np.concatenate([older, allocs])
     number = np.full(int(block.max(initial=-1)) + 1, -1, np.int64)
     number[block[order]] = np.arange(len(order))

@@ -94,7 +94,7 @@ def has_segments(trace: Trace, device: int) -> bool:
 def recorded_settings(trace: Trace) -> AllocatorSettings:
     """Return the allocator settings of a recording; the defaults where it has none or they cannot be parsed."""
     try:
-        return AllocatorSettings.from_snapshot(trace.manifest.get("allocator_settings"))
+        return AllocatorSettings.from_snapshot(trace.manifest.allocator_settings)
     except SettingError:
         return AllocatorSettings()
 

@@ -208,7 +208,7 @@ def test_a_trace_with_segments_is_replayed() -> None:
 @pytest.fixture
 def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def call(trace: Trace, *words: str) -> Result:
-        monkeypatch.setattr("memtrace.trace.load", lambda path: trace)
+        monkeypatch.setattr("memtrace.trace.load", lambda path, **options: trace)
         return CliRunner().invoke(command, ["allocator", str(tmp_path), *words])
 
     return call

@@ -23,6 +23,7 @@ from memtrace.readers.cuda_snapshot.entries import read_entries
 from memtrace.readers.unpickle import load_plain
 from memtrace.recording import session
 from memtrace.recording.cuda import CudaSide
+from memtrace.recording.manifest import ManifestFile
 from memtrace.recording.observers import Observer
 from memtrace.trace import Trace
 
@@ -58,7 +59,7 @@ class FakeDriver:
 def use(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, *, tracked: bool) -> None:
     """Have recordings ask ``driver``; ``tracked``: as if the observer heard of every event itself."""
 
-    def make(observer: Observer, manifest: dict[str, Any]) -> CudaSide:
+    def make(observer: Observer, manifest: ManifestFile) -> CudaSide:
         if tracked:
             observer.attach_cuda = lambda: True  # type: ignore[method-assign]
         return CudaSide(observer, driver, manifest)
