@@ -38,10 +38,12 @@ if TYPE_CHECKING:
         findings_table,
         predict_peak_with_fixes,
     )
+    from memtrace.analysis.fragmentation import Fragmentation, compute_fragmentation, pinned_segments_table
     from memtrace.analysis.growth import MemoryGrowth, measure_growth
     from memtrace.analysis.hints import Hint, find_hints
     from memtrace.analysis.intervals import AccessIntervals, access_intervals, access_intervals_table
     from memtrace.analysis.leaks import LeakAnalysis, find_leaks
+    from memtrace.analysis.oom import MemoryHolder, OutOfMemory, RequestRoom, explain_out_of_memory
     from memtrace.analysis.stability import AllocationFit, Stability, fit_allocations, measure_stability
     from memtrace.analysis.stalls import DataStalls, StallBreakdown, StepWait, measure_stalls
     from memtrace.analysis.step_analysis import StepAnalysis, analyze_steps
@@ -59,13 +61,17 @@ __all__ = [
     "DetectedSteps",
     "DeviceWaste",
     "Finding",
+    "Fragmentation",
     "Hint",
     "LeakAnalysis",
     "LimitCheck",
     "LimitReport",
     "MemoryChange",
     "MemoryGrowth",
+    "MemoryHolder",
     "MemoryLimits",
+    "OutOfMemory",
+    "RequestRoom",
     "SkippedPatterns",
     "Stability",
     "StallBreakdown",
@@ -87,7 +93,9 @@ __all__ = [
     "check_limits",
     "compare_traces",
     "compute_coverage",
+    "compute_fragmentation",
     "detect_steps",
+    "explain_out_of_memory",
     "find_device_waste",
     "find_hints",
     "find_leaks",
@@ -99,6 +107,7 @@ __all__ = [
     "measure_growth",
     "measure_stability",
     "measure_stalls",
+    "pinned_segments_table",
     "predict_peak_with_fixes",
     "read_limits",
     "signatures_table",
@@ -117,13 +126,17 @@ _HOMES = {
     "DetectedSteps": "memtrace.analysis.detection",
     "DeviceWaste": "memtrace.analysis.findings",
     "Finding": "memtrace.analysis.findings",
+    "Fragmentation": "memtrace.analysis.fragmentation",
     "Hint": "memtrace.analysis.hints",
     "LeakAnalysis": "memtrace.analysis.leaks",
     "LimitCheck": "memtrace.analysis.check",
     "LimitReport": "memtrace.analysis.check",
     "MemoryChange": "memtrace.analysis.diff",
     "MemoryGrowth": "memtrace.analysis.growth",
+    "MemoryHolder": "memtrace.analysis.oom",
     "MemoryLimits": "memtrace.analysis.check",
+    "OutOfMemory": "memtrace.analysis.oom",
+    "RequestRoom": "memtrace.analysis.oom",
     "SkippedPatterns": "memtrace.analysis.findings",
     "Stability": "memtrace.analysis.stability",
     "StallBreakdown": "memtrace.analysis.stalls",
@@ -145,7 +158,9 @@ _HOMES = {
     "check_limits": "memtrace.analysis.check",
     "compare_traces": "memtrace.analysis.diff",
     "compute_coverage": "memtrace.analysis.coverage",
+    "compute_fragmentation": "memtrace.analysis.fragmentation",
     "detect_steps": "memtrace.analysis.detection",
+    "explain_out_of_memory": "memtrace.analysis.oom",
     "find_device_waste": "memtrace.analysis.findings",
     "find_hints": "memtrace.analysis.hints",
     "find_leaks": "memtrace.analysis.leaks",
@@ -157,6 +172,7 @@ _HOMES = {
     "measure_growth": "memtrace.analysis.growth",
     "measure_stability": "memtrace.analysis.stability",
     "measure_stalls": "memtrace.analysis.stalls",
+    "pinned_segments_table": "memtrace.analysis.fragmentation",
     "predict_peak_with_fixes": "memtrace.analysis.findings",
     "read_limits": "memtrace.analysis.check",
     "signatures_table": "memtrace.analysis.block_signatures",

@@ -12,10 +12,10 @@ from memtrace.analysis.attribution import steps_are_marked
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.coverage import compute_coverage
 from memtrace.analysis.findings import find_device_waste
-from memtrace.analysis.fragmentation import fragmentation
+from memtrace.analysis.fragmentation import compute_fragmentation
 from memtrace.analysis.growth import measure_growth
 from memtrace.analysis.leaks import find_leaks
-from memtrace.analysis.oom import OutOfMemory, out_of_memory
+from memtrace.analysis.oom import explain_out_of_memory
 from memtrace.analysis.peak import Peak, by_category, by_module_pattern, by_site, peak
 from memtrace.analysis.stability import measure_stability
 from memtrace.analysis.steps import records_data_waits, step_columns
@@ -55,7 +55,7 @@ def summary(trace: Trace) -> dict[str, Any]:
         "steps": _steps(trace),
         "devices": [_device(trace, peak(trace, device)) for device in trace.devices],
         "patterns": _patterns(trace),
-        "out_of_memory": [failure_as_dict(trace, failure) for failure in out_of_memory(trace)],
+        "out_of_memory": list(explain_out_of_memory(trace)),
     }
 
 
@@ -103,7 +103,7 @@ def _steps(trace: Trace) -> dict[str, Any]:
 
 def _device(trace: Trace, found: Peak) -> dict[str, Any]:
     categories = {name: size for name, size, _ in by_category(trace, found.live)}
-    broken = fragmentation(trace, found.device)
+    broken = compute_fragmentation(trace, found.device)
     return {
         "device": found.device,
         "peak": {
@@ -122,20 +122,8 @@ def _device(trace: Trace, found: Peak) -> dict[str, Any]:
         "baseline_requested_bytes": found.baseline_bytes if found.is_requested else None,
         "live_requested_bytes_at_end": found.end_bytes if found.is_requested else None,
         "reserved_bytes_at_end": found.reserved_end,
-        "fragmentation": broken.as_dict() if broken else None,
+        "fragmentation": asdict(broken) if broken else None,
     }
-
-
-def failure_as_dict(trace: Trace, failure: OutOfMemory) -> dict[str, Any]:
-    """``OutOfMemory`` as plain JSON values, with ``site`` for each stack."""
-    told = failure.as_dict() | {"site": allocation_site(trace, failure.stack)}
-    held: dict[str | None, tuple[int, int]] = {}
-    for holder in failure.holders:  # several stacks may lead to one line
-        size, number = held.get(where := allocation_site(trace, holder.stack), (0, 0))
-        held[where] = size + holder.requested_bytes, number + holder.num_blocks
-    rows = sorted(((where, *both) for where, both in held.items()), key=lambda row: -row[1])
-    told["holders"] = [_row("site", row) for row in rows[:TOP]]
-    return told
 
 
 def _row(name: str, row: tuple[str | None, int, int]) -> dict[str, Any]:

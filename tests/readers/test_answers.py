@@ -176,5 +176,5 @@ def test_times_are_unknown_if_the_file_has_none(tmp_path: Path, missing: str) ->
     assert times == [None] * (5 if missing == "times" else 4)
     text = run_memtrace("summary", path)
     assert "0 us" not in text and " ns" not in text and ("at event 2" in text) == (missing == "times")
-    assert ("out of memory on cuda:0 at event 3" in text) == (missing == "times")
-    assert "At the fullest moment 2" in render(memtrace.load(path))
+    assert ("Out of memory on cuda:0 at event 3" in text) == (missing == "times")
+    assert "Peak of reserved memory: 2" in render(memtrace.load(path))
