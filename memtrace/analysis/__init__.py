@@ -15,13 +15,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from memtrace.analysis.blocks import blocks_table
     from memtrace.analysis.coverage import compute_coverage
+    from memtrace.analysis.ranks import RankComparison, RankSummary, compare_ranks, ranks_table
     from memtrace.analysis.steps import steps_table
 
-__all__ = ["blocks_table", "compute_coverage", "steps_table"]
+__all__ = [
+    "RankComparison",
+    "RankSummary",
+    "blocks_table",
+    "compare_ranks",
+    "compute_coverage",
+    "ranks_table",
+    "steps_table",
+]
 
 _HOMES = {
+    "RankComparison": "memtrace.analysis.ranks",
+    "RankSummary": "memtrace.analysis.ranks",
     "blocks_table": "memtrace.analysis.blocks",
+    "compare_ranks": "memtrace.analysis.ranks",
     "compute_coverage": "memtrace.analysis.coverage",
+    "ranks_table": "memtrace.analysis.ranks",
     "steps_table": "memtrace.analysis.steps",
 }
 
