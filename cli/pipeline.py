@@ -153,7 +153,7 @@ def _print_workers(out: Console, measured: MeasuredPipeline, predicted: Pipeline
         out.print(f"Partition (first layer of each stage): {','.join(map(str, predicted.first_layers))}")
     if measured.missing_ranks:
         missing = ", ".join(map(str, measured.missing_ranks))
-        out.print(f"[bold]Missing ranks[/]: {missing} (part of the job, but not in the trace)")
+        out.print(f"[bold]Missing ranks[/]: {missing} (part of the job, but not analyzed)")
 
 
 def _worker_table(measured: MeasuredPipeline, predicted: PipelineComparison | None) -> Table:

@@ -12,6 +12,7 @@ from memtrace.cli.quantities import BYTES
 
 from memtrace.errors import MemtraceError
 from memtrace.pipeline.plan_report import PipelinePlanReport, ScheduleSummary, report_plan, report_search
+from memtrace.pipeline.schedules.registry import SCHEDULE_FAMILIES
 from memtrace.units import UNKNOWN, format_bytes, format_duration, format_share
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def _add_hardware_options(function: Callable[..., None]) -> Callable[..., None]:
               help="Workers of one pipeline; one stage each, unless a schedule puts several on a worker.")  # fmt: skip
 @click.option("--microbatches", type=_COUNT, metavar="N", help="Micro-batches of one pipeline per step.")
 @click.option("--schedule", "schedules", multiple=True, default=["all"], metavar="NAME[:OPTIONS]",
-              help="Schedule to try (e.g. 1f1b or chimera:f=2,method=doubling); repeatable; default: all.")  # fmt: skip
+              help="Schedule to try, with options (e.g. chimera:f=2,method=doubling); repeatable; default: all of "
+                   f"{', '.join(SCHEDULE_FAMILIES)}.")  # fmt: skip
 @_add_hardware_options
 @click.option("--workers", type=_COUNT, metavar="N",
               help="Search: try every data-parallel degree and number of stages for N workers.")  # fmt: skip
@@ -252,7 +254,8 @@ def _print_stages(out: Console, report: PipelinePlanReport) -> None:
             escape(first if count == 1 else f"{first} to {last} ({count})"),
         )
     schedule = next(row for row in report.schedules if len(row.first_layers) == len(report.stages))
-    out.print(f"[bold]Stages for {escape(schedule.name)}[/]")
+    recompute = " with recomputation" if schedule.recompute else ""
+    out.print(f"[bold]Stages for {escape(schedule.name)}[/]{recompute}")
     out.print(table)
     out.print(
         "Model state: parameters, gradients and optimizer state. Times and activations are per micro-batch.",
@@ -264,40 +267,47 @@ def _print_schedules(out: Console, report: PipelinePlanReport, capacity: int | N
     table = plain_table("schedule", "step", "bubbles", "max peak", "min peak", "fits", "in flight")
     for row in report.schedules[:_MAX_ROWS]:
         table.add_row(
-            escape(row.name),
+            escape(_table_name(row)),
             _format_seconds(row.step_time_s),
             format_share(row.bubble_ratio),
             format_bytes(row.max_peak_bytes),
             format_bytes(row.min_peak_bytes),
             _format_fits(row),
-            " ".join(str(worker.in_flight_peak) for worker in row.workers),
+            str(max(worker.in_flight_peak for worker in row.workers)),
         )
     limit = "" if capacity is None else f" (capacity {format_bytes(capacity)} per worker)"
     out.print(f"\n[bold]Schedules by step time[/]{limit}")
     out.print(table)
-    out.print("Max and min peak: over the workers. In flight: peak micro-batches on each worker.", style="dim")
+    out.print("Max and min peak: over the workers. In flight: most micro-batches on a worker.", style="dim")
     _print_remarks(out, report.schedules)
     for skipped in report.skipped:
         out.print(f"Skipped {escape(skipped.schedule)}: {escape(skipped.reason)}", style="dim")
 
 
 def _print_configurations(out: Console, report: PipelinePlanReport) -> None:
-    table = plain_table("schedule", "data-parallel", "stages", "micro-batches", "step", "samples/s", "max peak", "fits")
+    table = plain_table("schedule", "DP", "stages", "mb x size", "samples/s", "max peak", "fits")
     for row in report.schedules[:_MAX_ROWS]:
         table.add_row(
-            escape(row.name),
+            escape(_table_name(row)),
             str(row.data_parallel),
             str(row.num_workers),
             f"{row.num_microbatches} x {row.microbatch_size}",
-            _format_seconds(row.step_time_s),
             UNKNOWN if row.samples_per_s is None else f"{row.samples_per_s:,.1f}",
             format_bytes(row.max_peak_bytes),
             _format_fits(row),
         )
-    out.print("[bold]Configurations by step time[/]")
+    out.print("[bold]Configurations by throughput[/]")
     out.print(table)
-    out.print("Micro-batches: number per step and pipeline x samples each. Max peak: over the workers.", style="dim")
+    out.print(
+        "DP: data-parallel degree. mb x size: micro-batches per step of one pipeline x samples per micro-batch. "
+        "Max peak: over the workers.",
+        style="dim",
+    )
     _print_remarks(out, report.schedules)
+
+
+def _table_name(row: ScheduleSummary) -> str:
+    return f"{row.name} *" if row.recompute else row.name
 
 
 def _format_fits(row: ScheduleSummary) -> str:
@@ -317,7 +327,9 @@ def _print_remarks(out: Console, rows: Sequence[ScheduleSummary]) -> None:
     }
     if len(rows) > _MAX_ROWS:
         out.print(f"{len(rows) - _MAX_ROWS} slower schedules are not shown; --json contains all of them.")
+    if any(row.recompute for row in shown):
+        out.print("* with recomputation: stages keep only their inputs and repeat their forward.", style="dim")
     for remark, remarked in remarks.items():
         if remarked:
-            names = ", ".join(dict.fromkeys(row.name for row in remarked))
+            names = ", ".join(dict.fromkeys(_table_name(row) for row in remarked))
             out.print(f"{remark}: {escape(names)}.", style="dim")

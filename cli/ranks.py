@@ -90,7 +90,7 @@ def _print_problems(out: Console, comparison: RankComparison) -> None:
             out.print(f"[bold]Rank {summary.rank}[/]: {escape(summary.problem)}")
     if comparison.missing_ranks:
         missing = ", ".join(map(str, comparison.missing_ranks))
-        out.print(f"[bold]Missing ranks[/]: {missing} (part of the job, but not in the trace)")
+        out.print(f"[bold]Missing ranks[/]: {missing} (part of the job, but not analyzed)")
     errors = [summary.clock_error_ns for summary in comparison.ranks if summary.clock_error_ns is not None]
     drifts = [abs(summary.clock_drift_ns) for summary in comparison.ranks if summary.clock_drift_ns is not None]
     if errors:

@@ -70,7 +70,7 @@ class RankComparison:
     imbalance: float | None
     """Highest peak over the mean of all peaks; None without memory events."""
     slowest_rank: int | None
-    """The rank that computes longest per step; None where none stands out."""
+    """The rank with the longest compute time per step; None where none stands out."""
     rank_to_inspect: int | None
     """The rank to inspect first; None without memory events."""
     reason: str
@@ -114,7 +114,8 @@ def ranks_table(trace: Trace) -> pd.DataFrame:
 
     rows: list[dict[str, Any]] = [asdict(summary) for summary in compare_ranks(trace).ranks]
     frame: pd.DataFrame = pd.DataFrame([{**row, **row.pop("bytes_by_category")} for row in rows])
-    return frame.drop(columns="bytes_by_category", errors="ignore").convert_dtypes()
+    table: pd.DataFrame = frame.drop(columns="bytes_by_category", errors="ignore").convert_dtypes()
+    return table
 
 
 def fullest_device_peak(trace: Trace) -> Peak | None:
@@ -186,14 +187,16 @@ def _summarize_readable(trace: Trace, number: int) -> RankSummary:
 
 
 def _find_slowest(summaries: Sequence[RankSummary]) -> int | None:
-    """The rank whose step takes clearly longer than the median; unreadable ranks are ignored."""
+    """The rank whose compute time is clearly above the median; its step where compute times are unknown.
+
+    Unreadable ranks are ignored.
+    """
     readable = [summary for summary in summaries if summary.finished is not None]
     for name in ("compute_ns", "step_ns"):
         times = {summary.rank: getattr(summary, name) for summary in readable if getattr(summary, name) is not None}
         if len(times) == len(readable) > 1:
-            threshold = SLOW_RANK_THRESHOLD * float(np.median([*times.values()]))
-            if max(times.values()) > threshold:
-                return max(times, key=lambda rank: times[rank])
+            slowest = max(times, key=lambda rank: times[rank])
+            return slowest if times[slowest] > SLOW_RANK_THRESHOLD * float(np.median([*times.values()])) else None
     return None
 
 
@@ -205,6 +208,8 @@ def _choose_rank(summaries: Sequence[RankSummary]) -> tuple[int | None, str]:
     out_of_memory = [summary for summary in measured if summary.num_oom]
     if out_of_memory:
         return max(out_of_memory, key=lambda summary: summary.peak_bytes or 0).rank, "it ran out of memory"
+    if len(summaries) == 1:
+        return measured[0].rank, "it is the only rank"
     died = [summary for summary in measured if not summary.finished and summary.problem]
     if died and len(died) < len(summaries):
         # A launcher ends the other ranks when one dies: the rank that ended first is the cause.
@@ -217,5 +222,5 @@ def _choose_rank(summaries: Sequence[RankSummary]) -> tuple[int | None, str]:
         return fullest.rank, f"its peak is {max(peaks) / mean:.2f} times the mean peak"
     slowest = _find_slowest(summaries)
     if slowest is not None:
-        return slowest, "it computes longest per step, and the other ranks wait for it"
+        return slowest, "its steps take longest, and the other ranks wait for it"
     return fullest.rank, "its peak is the highest, but no rank stands out"

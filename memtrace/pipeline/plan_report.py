@@ -89,8 +89,7 @@ class ScheduleSummary:
     def name(self) -> str:
         """The schedule with its options, as users write it."""
         options = ",".join(f"{key}={value}" for key, value in self.options.items())
-        recompute = " with recomputation" if self.recompute else ""
-        return f"{self.schedule}{':' if options else ''}{options}{recompute}"
+        return f"{self.schedule}{':' if options else ''}{options}"
 
     @property
     def max_peak_bytes(self) -> int:

@@ -114,7 +114,8 @@ def _check_first_layers(first_layers: Sequence[int], schedule: Schedule, num_lay
     text = ",".join(map(str, first_layers))
     if len(first_layers) != schedule.num_stages:
         raise MemtraceError(
-            f"partition {text} has {len(first_layers)} stages, but {schedule.name} has {schedule.num_stages}"
+            f"partition {text} has {len(first_layers)} stages, but the {schedule.name} schedule has "
+            f"{schedule.num_stages}. Give the first layer of each of its stages."
         )
     if list(first_layers) != sorted({0, *first_layers}) or first_layers[-1] >= num_layers:
         raise MemtraceError(f"partition {text}: layers must begin with 0 and ascend to at most {num_layers - 1}")

@@ -43,7 +43,7 @@ def gpt() -> GPT:
 
 
 @pytest.fixture(scope="module")
-def measure_pipeline(gpt: GPT, tmp_path_factory: pytest.TempPathFactory) -> MeasuredLayers:
+def measured(gpt: GPT, tmp_path_factory: pytest.TempPathFactory) -> MeasuredLayers:
     def step(optimizer: torch.optim.Optimizer) -> None:
         train_step(gpt, optimizer, synthetic_text(BATCH, LENGTH))
 

@@ -213,7 +213,7 @@ def test_the_command_searches_degrees_and_stages(tmp_path: Path) -> None:
     assert all(
         row["data_parallel"] * row["num_workers"] == 4 and len(row["workers"]) == row["num_workers"] for row in result
     )
-    for row in rows:
+    for row in result:
         assert row["samples_per_s"] == pytest.approx(16 / row["step_time_s"])
     assert "samples/s" in run(*arguments, "--schedule", "1f1b")
 

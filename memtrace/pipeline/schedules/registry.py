@@ -91,14 +91,14 @@ def parse_schedule_choice(text: str) -> ScheduleChoice:
     name, _, rest = text.strip().lower().replace("_", "-").partition(":")
     family = SCHEDULE_FAMILIES.get(_ALIASES.get(name, name))
     if family is None:
-        raise MemtraceError(f"unknown schedule {name!r}; choose all or one of {', '.join(SCHEDULE_FAMILIES)}")
+        raise MemtraceError(f"unknown schedule {name!r}; choose one of {', '.join(SCHEDULE_FAMILIES)}")
     options: dict[str, Option] = {}
     for part in filter(None, rest.split(",")):
         key, _, value = part.partition("=")
         key = key.strip().replace("-", "_")
         if key not in family.options:
             known = ", ".join(family.options) or "none"
-            raise MemtraceError(f"schedule {family.name} has no option {key!r}; it has {known}")
+            raise MemtraceError(f"schedule {family.name} has no option {key!r} (options: {known})")
         options[key] = _option(family, key, value.strip())
     return ScheduleChoice(family, options)
 
