@@ -81,29 +81,42 @@ def measure_model_state(trace: Trace, last: MicrobatchPass) -> ModelState:
     step_end = _step_end(trace, last, end)
     optimizer = np.flatnonzero((of_rank.category == CATEGORY["optimizer_state"]) & _live(of_rank, step_end - 1))
     parameter_bytes = per_layer(parameter)
-    largest = np.zeros(count)
-    np.maximum.at(largest, layers_of(gradient), of_rank.size[gradient])
     users = _shared_parameters(trace, last, of_rank)
-    shared_gradients = _LayerByName({trace.name(int(of_rank.name[block])): block for block in users}, ())
-    for block in gradient:
-        for layer in users.get(shared_gradients(trace.name(int(of_rank.name[block]))), ()):
-            largest[layer] = max(largest[layer], of_rank.size[block])
+    largest = _largest_gradients(trace, of_rank, gradient, layers_of(gradient), users, count)
     temporary, num_blocks = _optimizer_temporary(trace, of_rank, end, step_end)
-    share = temporary / max(parameter_bytes.sum(), 1)
-    alone = temporary * largest / max(largest.max(initial=0), 1)
     # Fewer temporaries than gradients: the optimizer updates one parameter at a time (foreach=False, the CPU default).
     is_sequential = num_blocks < len(gradient)
+    per_parameter_byte = temporary / max(parameter_bytes.sum(), 1)
+    per_layer_alone = np.ceil(temporary * largest / max(largest.max(initial=0), 1))
     return ModelState(
-        parameter_bytes,
-        per_layer(gradient),
-        largest,
-        per_layer(optimizer),
-        np.zeros(count) if is_sequential else np.ceil(share * parameter_bytes),
-        np.ceil(alone) if is_sequential else np.zeros(count),
-        bool((of_rank.alloc_event[gradient] >= begin).all()),
-        users,
-        _shared(trace, of_rank, users, gradient, optimizer, 0.0 if is_sequential else share),
+        parameter_bytes=parameter_bytes,
+        gradient_bytes=per_layer(gradient),
+        largest_gradient_bytes=largest,
+        optimizer_bytes=per_layer(optimizer),
+        optimizer_temporary_bytes=np.zeros(count) if is_sequential else np.ceil(per_parameter_byte * parameter_bytes),
+        largest_optimizer_temporary_bytes=per_layer_alone if is_sequential else np.zeros(count),
+        fresh_gradients=bool((of_rank.alloc_event[gradient] >= begin).all()),
+        shared_parameters=users,
+        shared=_shared(trace, of_rank, users, gradient, optimizer, 0.0 if is_sequential else per_parameter_byte),
     )
+
+
+def _largest_gradients(
+    trace: Trace,
+    of_rank: Blocks,
+    gradient: Array,
+    layers: Array,
+    users: dict[int, tuple[int, ...]],
+    count: int,
+) -> Array:
+    """Bytes of the largest gradient of every layer; that of a shared parameter counts for all its layers."""
+    largest = np.zeros(count)
+    np.maximum.at(largest, layers, of_rank.size[gradient])
+    shared = _LayerByName({trace.name(int(of_rank.name[block])): block for block in users}, ())
+    for block in gradient:
+        for layer in users.get(shared(trace.name(int(of_rank.name[block]))), ()):
+            largest[layer] = max(largest[layer], of_rank.size[block])
+    return largest
 
 
 def _live(of_rank: Blocks, row: int) -> Array:

@@ -22,9 +22,9 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 TIME: Final = "time"
-"""Minimise the time of the slowest stage, then the peak of the fullest worker."""
+"""Minimize the time of the slowest stage, then the peak of the fullest worker."""
 MEMORY: Final = "memory"
-"""Minimise the peak of the fullest worker, then the time of the slowest stage."""
+"""Minimize the peak of the fullest worker, then the time of the slowest stage."""
 OBJECTIVES: Final = (TIME, MEMORY)
 MAX_PAIRED_LAYERS: Final = 160
 """Largest number of layers for which partitions with two mirrored stages per worker are searched exactly."""
@@ -77,11 +77,11 @@ def balance_partition(
     search = _search_for(costs, workers, schedule.num_stages)
     limit = math.inf if capacity_bytes is None else float(capacity_bytes)
     if objective == TIME:
-        best = search.minimise_time(limit)
-        refined = None if best is None else search.minimise_memory(_largest_entry(costs.seconds, best), limit)
+        best = search.minimize_time(limit)
+        refined = None if best is None else search.minimize_memory(_largest_entry(costs.seconds, best), limit)
     else:
-        best = search.minimise_memory(math.inf, limit)
-        refined = None if best is None else search.minimise_time(search.peak(best))
+        best = search.minimize_memory(math.inf, limit)
+        refined = None if best is None else search.minimize_time(search.peak(best))
     return None if best is None else Partition(refined or best, search.exact)
 
 
@@ -118,11 +118,17 @@ class _Search(Protocol):
 
     exact: bool
 
-    def minimise_time(self, limit_bytes: float) -> tuple[int, ...] | None: ...
+    def minimize_time(self, limit_bytes: float) -> tuple[int, ...] | None:
+        """First layers of the fastest partition whose workers need at most ``limit_bytes``."""
+        ...
 
-    def minimise_memory(self, max_seconds: float, limit_bytes: float) -> tuple[int, ...] | None: ...
+    def minimize_memory(self, max_seconds: float, limit_bytes: float) -> tuple[int, ...] | None:
+        """First layers of the partition with the lowest peak whose stages take at most ``max_seconds``."""
+        ...
 
-    def peak(self, first_layers: Sequence[int]) -> float: ...
+    def peak(self, first_layers: Sequence[int]) -> float:
+        """Bytes of the fullest worker of a partition."""
+        ...
 
 
 class _SeparateStages:
@@ -139,10 +145,10 @@ class _SeparateStages:
                 peak = len(worker.stages) * costs.moment_bytes(worker, place).max(axis=0)
                 self._peaks[stage] = np.maximum(self._peaks[stage], peak)
 
-    def minimise_time(self, limit_bytes: float) -> tuple[int, ...] | None:
+    def minimize_time(self, limit_bytes: float) -> tuple[int, ...] | None:
         return smallest_maximum([np.where(peak <= limit_bytes, self._seconds, np.inf) for peak in self._peaks])
 
-    def minimise_memory(self, max_seconds: float, limit_bytes: float) -> tuple[int, ...] | None:
+    def minimize_memory(self, max_seconds: float, limit_bytes: float) -> tuple[int, ...] | None:
         excluded = np.where(self._seconds <= max_seconds, 0.0, np.inf)
         partition = smallest_maximum([peak + excluded for peak in self._peaks])
         return partition if partition is not None and self.peak(partition) <= limit_bytes else None
@@ -153,8 +159,10 @@ class _SeparateStages:
 
 
 class _SharedWorkers:
-    """Partitions where several stages share a worker: evaluates all of them, or where these are too many descends from
-    good ones to better neighbours."""
+    """Partitions where several stages share a worker.
+
+    Evaluates all partitions; if there are too many, descends from good partitions to better neighbours.
+    """
 
     def __init__(self, costs: LayerRangeCosts, workers: Sequence[PeakMoments], num_stages: int) -> None:
         self._costs, self._workers = costs, workers
@@ -168,19 +176,19 @@ class _SharedWorkers:
             self._partitions = np.array(inner, dtype=np.int64).reshape(len(inner), num_stages - 1)
             self._slowest, self._fullest = self._scores(self._partitions)
 
-    def minimise_time(self, limit_bytes: float) -> tuple[int, ...] | None:
+    def minimize_time(self, limit_bytes: float) -> tuple[int, ...] | None:
         if self.exact:
             return self._best(self._slowest, self._fullest <= limit_bytes)
-        starts = [self._approximation.minimise_time(limit_bytes), self._approximation.minimise_time(math.inf)]
-        starts += [self._approximation.minimise_memory(math.inf, math.inf)]
+        starts = [self._approximation.minimize_time(limit_bytes), self._approximation.minimize_time(math.inf)]
+        starts += [self._approximation.minimize_memory(math.inf, math.inf)]
         return self._descend(starts, lambda slow, full: (np.maximum(full, limit_bytes), slow), math.inf, limit_bytes)
 
-    def minimise_memory(self, max_seconds: float, limit_bytes: float) -> tuple[int, ...] | None:
+    def minimize_memory(self, max_seconds: float, limit_bytes: float) -> tuple[int, ...] | None:
         if self.exact:
             return self._best(self._fullest, (self._slowest <= max_seconds) & (self._fullest <= limit_bytes))
         starts = [
-            self._approximation.minimise_memory(max_seconds, math.inf),
-            self._approximation.minimise_time(math.inf),
+            self._approximation.minimize_memory(max_seconds, math.inf),
+            self._approximation.minimize_time(math.inf),
         ]
         return self._descend(starts, lambda slow, full: (np.maximum(slow, max_seconds), full), max_seconds, limit_bytes)
 
@@ -246,7 +254,7 @@ class _MirroredStages:
         for worker in workers:
             self._levels[worker.stages[0]].append((costs.moment_bytes(worker, 0), costs.moment_bytes(worker, 1)))
 
-    def minimise_time(self, limit_bytes: float) -> tuple[int, ...] | None:
+    def minimize_time(self, limit_bytes: float) -> tuple[int, ...] | None:
         def cost(pair: int, begin: int, left: slice, right: slice, end: int) -> Floats:
             slower = np.maximum(self._seconds[begin, left, None], self._seconds[None, right, end])
             if math.isinf(limit_bytes):
@@ -262,7 +270,7 @@ class _MirroredStages:
                 return partition
         return None
 
-    def minimise_memory(self, max_seconds: float, limit_bytes: float) -> tuple[int, ...] | None:
+    def minimize_memory(self, max_seconds: float, limit_bytes: float) -> tuple[int, ...] | None:
         def cost(pair: int, begin: int, left: slice, right: slice, end: int) -> Floats:
             peak = self._pair_peak(pair, begin, left, right, end)
             return np.where(peak <= limit_bytes, peak, np.inf)
@@ -292,7 +300,7 @@ class _MirroredStages:
     def _sweep(
         self, cost: Callable[[int, int, slice, slice, int], Floats], max_seconds: float
     ) -> tuple[int, ...] | None:
-        """Minimise the largest ``cost`` over pairs where no stage takes longer than ``max_seconds``.
+        """Minimize the largest ``cost`` over pairs where no stage takes longer than ``max_seconds``.
 
         The state (i, j) means that the layers before i and from j on belong to stages already.
         """

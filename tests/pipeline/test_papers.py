@@ -56,8 +56,8 @@ def test_schedules_match_the_table_of_the_chimera_paper(name: str) -> None:
 def check_chimera_table_row(name: str, depth: int) -> None:
     count = 2 * depth
     row = closed_forms.chimera_table_row(name, depth, count)
-    found = predict_schedule(uniform_layers(depth), depth, count, parse_schedule_choice(name))
-    _, workers = run(found.schedule)
+    prediction = predict_schedule(uniform_layers(depth), depth, count, parse_schedule_choice(name))
+    _, workers = run(prediction.schedule)
     assert min_max_in_stages([worker.weight_peak_bytes for worker in workers]) == row.weights
     assert min_max_in_stages([worker.activation_peak_bytes for worker in workers]) == row.activations
     if name == "gems":
@@ -67,7 +67,7 @@ def check_chimera_table_row(name: str, depth: int) -> None:
         ratio = 1 - more_work / (long.makespan_s - short.makespan_s)
         assert ratio == pytest.approx(float(row.bubble_ratio), abs=1e-12)
     else:
-        assert found.bubble_ratio == pytest.approx(float(row.bubble_ratio), abs=1e-12)
+        assert prediction.bubble_ratio == pytest.approx(float(row.bubble_ratio), abs=1e-12)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -209,8 +209,8 @@ def test_activation_bytes_of_a_transformer_block_match_the_formula() -> None:
     s, b, h, a = 632, 2, 1280, 20
     assert block == pytest.approx(s * b * h * (34 + 5 * a * s / h))
     layers = transformer_layers(GPT_2, 2, flops=1e12)[1:-1]
-    found = predict_schedule(layers, 8, 16, parse_schedule_choice("1f1b"))
-    assert found.memories[0].activation_peak_bytes == 64 * block
+    prediction = predict_schedule(layers, 8, 16, parse_schedule_choice("1f1b"))
+    assert prediction.memories[0].activation_peak_bytes == 64 * block
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8])
@@ -315,9 +315,9 @@ def test_2bw_memory_matches_the_formulas_of_the_paper(depth: int, recompute: boo
 
     def fullest(name: str) -> int:
         choice = parse_schedule_choice(name)
-        found = predict_schedule(layers, depth, count, choice, recompute=recompute)
+        prediction = predict_schedule(layers, depth, count, choice, recompute=recompute)
         stages = make_uniform_stages(depth, parameter_bytes=100, activation_bytes=60, input_bytes=7)
-        return simulate_memory(simulate_schedule(found.schedule, stages, recompute=recompute), model)[0].peak_bytes
+        return simulate_memory(simulate_schedule(prediction.schedule, stages, recompute=recompute), model)[0].peak_bytes
 
     form = closed_forms.two_bw_bytes
     assert fullest("pipedream-2bw") == form(weights, activations, inputs, depth, recompute=recompute)
@@ -346,10 +346,10 @@ def test_pipedream_and_2bw_keep_the_published_number_of_weight_versions(depth: i
 def test_2bw_time_model_equals_the_simulated_steady_state() -> None:
     layers = uniform_layers(4, forward_s=1.0, backward_s=2.0)
     for recompute in (False, True):
-        found = predict_schedule(layers, 4, 8, parse_schedule_choice("pipedream-2bw"), recompute=recompute)
+        prediction = predict_schedule(layers, 4, 8, parse_schedule_choice("pipedream-2bw"), recompute=recompute)
         model = closed_forms.two_bw_microbatch_s([3.0] * 4, [0.0] * 4, [0.0] * 4, 8, recompute=recompute)
-        assert found.step_time_s / 8 == pytest.approx(model)
-        assert found.bubble_ratio == pytest.approx(0)
+        assert prediction.step_time_s / 8 == pytest.approx(model)
+        assert prediction.bubble_ratio == pytest.approx(0)
     waiting = closed_forms.two_bw_microbatch_s([3.0] * 4, [0.0] * 4, [80.0] * 4, 8, recompute=False)
     assert waiting == 10.0
 

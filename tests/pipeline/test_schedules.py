@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from memtrace.errors import MemtraceError
 from memtrace.pipeline.costs import Network, StageCosts
-from memtrace.pipeline.memory_rules import COST_FIELDS, PAPER, TORCH, MemoryModel
+from memtrace.pipeline.memory_rules import COST_FIELDS, PAPER, TORCH, MemoryModel, torch_pipelining_model
 from memtrace.pipeline.peak_moments import find_peak_moments
 from memtrace.pipeline.schedules.actions import KINDS, Action, parse_action
 from memtrace.pipeline.schedules.registry import (
@@ -41,8 +41,22 @@ combine_layers = st.builds(
     input_backward_temporary_bytes=st.integers(0, 99),
     first_backward_temporary_bytes=st.integers(0, 199),
     unsaved_output_bytes=st.integers(0, 20),
+    unsaved_model_output_bytes=st.integers(0, 20),
+    model_output_bytes=st.integers(0, 20),
+    loss_bytes=st.integers(0, 4),
+    batch_bytes=st.integers(0, 20),
     optimizer_temporary_bytes=st.integers(0, 99),
     largest_optimizer_temporary_bytes=st.integers(0, 99),
+)
+
+models = st.sampled_from(
+    [
+        PAPER,
+        TORCH,
+        MemoryModel(boundaries=True),
+        torch_pipelining_model(TORCH, "ScheduleGPipe", "merged"),
+        torch_pipelining_model(TORCH, "Schedule1F1B", "microbatches"),
+    ]
 )
 
 
@@ -73,7 +87,7 @@ def test_an_action_survives_a_text_round_trip(action: Action) -> None:
     assert parse_action(str(action)) == action
 
 
-@given(st.data(), schedules(), st.booleans(), st.sampled_from([PAPER, TORCH]))
+@given(st.data(), schedules(), st.booleans(), models)
 @settings(max_examples=150, deadline=None)
 def test_memory_returns_to_the_level_at_the_start(
     data: st.DataObject, schedule: Schedule, recompute: bool, model: MemoryModel
@@ -112,7 +126,7 @@ def test_simulated_times_respect_dependencies_and_durations(data: st.DataObject,
             assert row.start_s >= rows["I", stage, microbatch, half].end_s - 1e-9
 
 
-@given(st.data(), schedules(), st.sampled_from([PAPER, TORCH, MemoryModel(boundaries=True)]), st.booleans())
+@given(st.data(), schedules(), models, st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_peak_moments_contain_the_simulated_peak(
     data: st.DataObject, schedule: Schedule, model: MemoryModel, recompute: bool

@@ -216,7 +216,7 @@ def test_a_rank_with_a_truncated_manifest_does_not_spoil_the_others(ddp, tmp_pat
     assert str(manifest) in (found.ranks[2].problem or "") and found.ranks[2].peak_bytes is None
     assert found.rank_to_inspect in trace.ranks
     shown = " ".join(CliRunner().invoke(cli, ["ranks", str(path)]).output.split())
-    assert "rank 2: " in shown and "cannot be read" in shown
+    assert "Rank 2: " in shown and "cannot be read" in shown
     checked = CliRunner().invoke(cli, ["check", str(path), "--max-peak", "1TiB"])
     assert checked.exit_code == 1 and "cannot be read" in str(checked.exception)
     for wrong in (lambda: trace.rank(2), lambda: memtrace.load(path / "rank=2")):
