@@ -29,8 +29,8 @@ class SharedWeights(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """One layer of a model. Times and activation bytes are for one micro-batch."""
+class LayerCosts:
+    """Costs of one layer of a model. Times and activation bytes are for one micro-batch."""
 
     name: str
     forward_s: float
@@ -81,23 +81,23 @@ class Layer:
 MAX_SECONDS: Final = 1e9
 MAX_BYTES: Final = 1e13
 """Limit for one layer. Sums over layers, micro-batches and weight versions then stay far within 64 bits."""
-_NUMBERS: Final = tuple(field.name for field in dataclasses.fields(Layer) if field.name not in ("name", "shared"))
-_REQUIRED: Final = tuple(field.name for field in dataclasses.fields(Layer) if field.default is dataclasses.MISSING)
-_DEFAULTS: Final[Mapping[str, Callable[[Layer], Any]]] = {
+_NUMBERS: Final = tuple(field.name for field in dataclasses.fields(LayerCosts) if field.name not in ("name", "shared"))
+_REQUIRED: Final = tuple(field.name for field in dataclasses.fields(LayerCosts) if field.default is dataclasses.MISSING)
+_DEFAULTS: Final[Mapping[str, Callable[[LayerCosts], Any]]] = {
     "weight_backward_s": lambda layer: layer.backward_s / 2,
     "weight_activation_bytes": lambda layer: layer.activation_bytes,
     "input_backward_temporary_bytes": lambda layer: layer.backward_temporary_bytes,
 }
 
 
-def layer_cost(layer: Layer, field: str) -> Any:
+def layer_cost(layer: LayerCosts, field: str) -> Any:
     """The value of a field of ``layer``, with the documented default where the field is None."""
     value = getattr(layer, field)
     return _DEFAULTS[field](layer) if value is None else value
 
 
-def read_layers(path: str | Path) -> list[Layer]:
-    """Read layers from a JSON file: a list of objects with the fields of ``Layer``, or such a list under "layers".
+def read_layers(path: str | Path) -> list[LayerCosts]:
+    """Read layers from a JSON file: a list of objects with the fields of ``LayerCosts``, or {"layers": [...]}.
 
     Raises:
         MemtraceError: the file cannot be read, or a field is missing, unknown or invalid.
@@ -115,7 +115,7 @@ def read_layers(path: str | Path) -> list[Layer]:
     return [_parse_layer(entry, f"{path}, layer {number}") for number, entry in enumerate(content)]
 
 
-def _parse_layer(entry: Any, where: str) -> Layer:
+def _parse_layer(entry: Any, where: str) -> LayerCosts:
     if not isinstance(entry, Mapping):
         raise MemtraceError(f"{where}: expected an object with {', '.join(_REQUIRED)}")
     missing = [name for name in _REQUIRED if name not in entry]
@@ -126,7 +126,7 @@ def _parse_layer(entry: Any, where: str) -> Layer:
         raise MemtraceError(f"{where}: unknown field {', '.join(map(str, unknown))}")
     given = [name for name in _NUMBERS if name in _REQUIRED or entry.get(name) is not None]
     values = {name: _parse_number(entry[name], name, where) for name in given}
-    layer = Layer(name=str(entry["name"]), **values)
+    layer = LayerCosts(name=str(entry["name"]), **values)
     if (layer.weight_backward_s or 0) > layer.backward_s:
         raise MemtraceError(f"{where}: weight_backward_s is larger than backward_s")
     if (layer.weight_activation_bytes or 0) > layer.activation_bytes:
@@ -150,9 +150,9 @@ def _parse_number(value: Any, name: str, where: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
-    """One stage, made of consecutive layers. Times and activation bytes are for one micro-batch.
+    """Costs of one stage of consecutive layers. Times and activation bytes are for one micro-batch.
 
-    Fields without a docstring have the meaning of the field of ``Layer`` with the same name.
+    Fields without a docstring have the meaning of the field of ``LayerCosts`` with the same name.
     """
 
     forward_s: float
@@ -217,10 +217,10 @@ def make_uniform_stages(
     return [stage] * num_stages
 
 
-def combine_layers(layers: Sequence[Layer], input_bytes: int = 0) -> StageCosts:
+def combine_layers(layers: Sequence[LayerCosts], input_bytes: int = 0) -> StageCosts:
     """The costs of a stage made of ``layers``, which receives a message of ``input_bytes``."""
     weight_backward_s = [layer_cost(layer, "weight_backward_s") for layer in layers]
-    weights: list[Layer | SharedWeights] = [*layers, *_shared_copies(layers)]
+    weights: list[LayerCosts | SharedWeights] = [*layers, *_shared_copies(layers)]
     fields = {field: sum(getattr(holder, field) for holder in weights) for field in WEIGHT_FIELDS}
     fields |= {field: sum(layer_cost(layer, field) for layer in layers) for field in SUMMED_FIELDS}
     fields |= {field: max((layer_cost(layer, field) for layer in layers), default=0) for field in LARGEST_FIELDS}
@@ -239,7 +239,7 @@ def combine_layers(layers: Sequence[Layer], input_bytes: int = 0) -> StageCosts:
     )
 
 
-def _shared_copies(layers: Sequence[Layer]) -> list[SharedWeights]:
+def _shared_copies(layers: Sequence[LayerCosts]) -> list[SharedWeights]:
     """The shared weights of the layers, each once: zeros where the first layer that uses them is among these."""
     copies: dict[int, SharedWeights] = {}
     for layer in layers:
@@ -248,7 +248,7 @@ def _shared_copies(layers: Sequence[Layer]) -> list[SharedWeights]:
     return list(copies.values())
 
 
-def _forward_rise(layers: Sequence[Layer]) -> int:
+def _forward_rise(layers: Sequence[LayerCosts]) -> int:
     """Peak of the forward pass above what the stage keeps when it ends."""
     kept, highest = 0, 0
     for layer in layers:
@@ -257,7 +257,7 @@ def _forward_rise(layers: Sequence[Layer]) -> int:
     return highest - kept
 
 
-def backward_rises(layers: Sequence[Layer], *, allocates_gradients: bool) -> Iterator[int]:
+def backward_rises(layers: Sequence[LayerCosts], *, allocates_gradients: bool) -> Iterator[int]:
     """Peak of the backward pass above the activations that it starts with.
 
     Yields one value for each stage that ends with the last of ``layers``: first the stage of the last layer alone, then
@@ -284,7 +284,7 @@ def backward_rises(layers: Sequence[Layer], *, allocates_gradients: bool) -> Ite
         yield highest
 
 
-def partition_costs(layers: Sequence[Layer], first_layers: Sequence[int]) -> list[StageCosts]:
+def partition_costs(layers: Sequence[LayerCosts], first_layers: Sequence[int]) -> list[StageCosts]:
     """The costs of every stage when stage s begins with layer ``first_layers[s]``."""
     bounds = [*first_layers, len(layers)]
     return [
@@ -300,12 +300,12 @@ _PROPORTIONAL_TO_MICROBATCH: Final = (
 )  # fmt: skip
 
 
-def scale_microbatch(layers: Iterable[Layer], factor: float) -> list[Layer]:
+def scale_microbatch(layers: Iterable[LayerCosts], factor: float) -> list[LayerCosts]:
     """The layers with a micro-batch ``factor`` times as large: times and activations grow in proportion."""
     return [_scale_layer(layer, factor) for layer in layers]
 
 
-def _scale_layer(layer: Layer, factor: float) -> Layer:
+def _scale_layer(layer: LayerCosts, factor: float) -> LayerCosts:
     changes: dict[str, Any] = {}
     for name in ("forward_s", "backward_s", "weight_backward_s"):
         value = getattr(layer, name)

@@ -15,7 +15,7 @@ from memtrace.analysis import compute_coverage
 from memtrace.analysis.attribution import KIND, PHASE, rows_at
 from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
 from memtrace.format.arrays import Array
-from memtrace.pipeline.costs import Layer
+from memtrace.pipeline.costs import LayerCosts
 from memtrace.pipeline.layer_passes import MicrobatchPass, find_passes
 from memtrace.pipeline.layer_state import ModelState, measure_model_state
 from memtrace.pipeline.memory_rules import TORCH, MemoryModel
@@ -27,7 +27,7 @@ from memtrace.units import format_bytes
 class MeasuredLayers:
     """Layer costs measured in a trace."""
 
-    layers: list[Layer]
+    layers: list[LayerCosts]
     model: MemoryModel
     """What counts as memory of a worker with these layers."""
     step: int | None
@@ -72,7 +72,7 @@ def measure_layer_costs(trace: Trace, layers: Sequence[str] = ()) -> MeasuredLay
     rises = pass_blocks.temporaries(state.allocated_gradient_bytes())
     model_output, batch = pass_blocks.model_output(), pass_blocks.batch_bytes()
     measured = [
-        Layer(
+        LayerCosts(
             name=name,
             forward_s=float(forward_s[n]),
             backward_s=float(backward_s[n]),
@@ -96,7 +96,7 @@ def measure_layer_costs(trace: Trace, layers: Sequence[str] = ()) -> MeasuredLay
     return MeasuredLayers(measured, model, last.step, len(passes), tuple(_notes(trace, last, measured, state)))
 
 
-def _notes(trace: Trace, last: MicrobatchPass, layers: Sequence[Layer], state: ModelState) -> Iterator[str]:
+def _notes(trace: Trace, last: MicrobatchPass, layers: Sequence[LayerCosts], state: ModelState) -> Iterator[str]:
     yield from compute_coverage(trace).notes
     ranks = int(trace.manifest.get("world_size") or 1)
     if ranks > 1:
@@ -229,7 +229,7 @@ class _PassBlocks:
         return self._crossings(forward, allocating, read, crossing), self._crossings(forward, allocating, read, unsaved)
 
     def model_output(self) -> dict[str, int]:
-        """Fields of ``Layer``: model output, the part of it that no backward keeps, and loss."""
+        """Fields of ``LayerCosts``: model output, the part of it that no backward keeps, and loss."""
         row = int(rows_at(self._trace, np.array([self._pass.model_end_ns]))[0])
         allocated = self._blocks.alloc_event[self._mine]
         live = self._mine[(allocated >= self._layer_rows[-1]) & (allocated < row) & (self._free[self._mine] >= row)]
@@ -278,7 +278,7 @@ class _PassBlocks:
         return np.cumsum(change)[:-1]
 
     def temporaries(self, gradient_bytes: Array) -> dict[str, Array]:
-        """Peak of each layer above what is kept: fields of ``Layer``."""
+        """Peak of each layer above what is kept: fields of ``LayerCosts``."""
         through = np.cumsum(self.kept_bytes())
         level = self._levels(self._mine)
         edges = self._backward_edges()

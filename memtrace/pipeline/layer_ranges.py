@@ -12,7 +12,7 @@ from memtrace.pipeline.costs import (
     LAST_LAYER_FIELDS,
     SUMMED_FIELDS,
     WEIGHT_FIELDS,
-    Layer,
+    LayerCosts,
     backward_rises,
     layer_cost,
 )
@@ -28,7 +28,7 @@ class LayerRangeCosts:
     The tables are square, with one row and column more than there are layers. Entries with j <= i mean nothing.
     """
 
-    def __init__(self, layers: Sequence[Layer], *, recompute: bool) -> None:
+    def __init__(self, layers: Sequence[LayerCosts], *, recompute: bool) -> None:
         self.num_layers = len(layers)
         num_forwards = 2 if recompute else 1
         self.seconds = self._sums([num_forwards * layer.forward_s + layer.backward_s for layer in layers])
@@ -49,7 +49,7 @@ class LayerRangeCosts:
                 levels += counts[:, None, None] * self._tables[field]
         return levels
 
-    def _tables_of(self, layers: Sequence[Layer]) -> dict[str, Floats]:
+    def _tables_of(self, layers: Sequence[LayerCosts]) -> dict[str, Floats]:
         """One table for each of ``COST_FIELDS``, equal to what ``costs.combine_layers`` gives for the range."""
 
         def values(field: str) -> list[int]:
@@ -77,7 +77,7 @@ class LayerRangeCosts:
     def _of_last_layer(self, values: Sequence[float]) -> Floats:
         return np.tile(np.array([0, *values], dtype=np.float64), (self.num_layers + 1, 1))
 
-    def _shared_copies(self, layers: Sequence[Layer], field: str) -> Floats:
+    def _shared_copies(self, layers: Sequence[LayerCosts], field: str) -> Floats:
         """Bytes of shared weights whose first layer lies before the range."""
         copies = np.zeros((self.num_layers + 1, self.num_layers + 1))
         for begin in range(1, self.num_layers):
@@ -88,14 +88,14 @@ class LayerRangeCosts:
                 copies[begin, place + 1] = sum(sizes.values())
         return copies
 
-    def _forward_rises(self, layers: Sequence[Layer]) -> Floats:
+    def _forward_rises(self, layers: Sequence[LayerCosts]) -> Floats:
         """Peak of the forward above what the range keeps at its end."""
         kept = np.concatenate([[0], np.cumsum([layer.activation_bytes for layer in layers])])
         highest = self._largest(kept[1:] + np.array([layer.forward_temporary_bytes for layer in layers]))
         rises: Floats = np.maximum(highest - kept[None, :], 0)
         return rises
 
-    def _backward_rises(self, layers: Sequence[Layer], *, allocates_gradients: bool) -> Floats:
+    def _backward_rises(self, layers: Sequence[LayerCosts], *, allocates_gradients: bool) -> Floats:
         """Peak of the backward above what the range keeps at its start."""
         rises = np.zeros((self.num_layers + 1, self.num_layers + 1))
         for end in range(1, self.num_layers + 1):

@@ -35,7 +35,7 @@ class ModelState:
     """Layers that share weights -> the bytes of these weights, which count for the first of the layers."""
 
     def shared_of(self, layer: int) -> tuple[SharedWeights, ...]:
-        """The shared weights of one layer, as in ``Layer.shared``."""
+        """The shared weights of one layer, as in ``LayerCosts.shared``."""
         return tuple(
             weights if layer > users[0] else SharedWeights(weights.number)
             for users, weights in self.shared.items()

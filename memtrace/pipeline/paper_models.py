@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from memtrace.pipeline.costs import Layer
+from memtrace.pipeline.costs import LayerCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ def transformer_layers(
     parameter_width: int = 4,
     optimizer_words: int = 2,
     message_width: int = 4,
-) -> list[Layer]:
+) -> list[LayerCosts]:
     """Make the layers of ``model``: embedding, blocks and head.
 
     Args:
@@ -83,8 +83,8 @@ def transformer_layers(
     attention = 4 * tokens * model.sequence * model.hidden
     message = model.message_elements(microbatch) * message_width
 
-    def layer(name: str, parameters: int, work: float, activation_bytes: int) -> Layer:
-        return Layer(
+    def layer(name: str, parameters: int, work: float, activation_bytes: int) -> LayerCosts:
+        return LayerCosts(
             name=name,
             forward_s=work / flops,
             backward_s=2 * work / flops,

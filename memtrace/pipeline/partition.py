@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtrace.errors import MemtraceError
-from memtrace.pipeline.costs import Layer
+from memtrace.pipeline.costs import LayerCosts
 from memtrace.pipeline.layer_ranges import LayerRangeCosts
 from memtrace.pipeline.memory_rules import PAPER, MemoryModel
 from memtrace.pipeline.peak_moments import PeakMoments, find_peak_moments
@@ -43,7 +43,7 @@ class Partition:
 
 
 def balance_partition(
-    layers: Sequence[Layer],
+    layers: Sequence[LayerCosts],
     schedule: Schedule,
     *,
     objective: str = TIME,

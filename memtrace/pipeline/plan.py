@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from memtrace.errors import MemtraceError
-from memtrace.pipeline.costs import Layer, Network, StageCosts, partition_costs
+from memtrace.pipeline.costs import LayerCosts, Network, StageCosts, partition_costs
 from memtrace.pipeline.memory_rules import PAPER, MemoryModel
 from memtrace.pipeline.partition import MEMORY, TIME, Partition, balance_partition
 from memtrace.pipeline.schedules.registry import ScheduleChoice
@@ -86,7 +86,7 @@ class SkippedSchedule:
 class PipelinePlan:
     """The schedules of a plan, best first."""
 
-    layers: Sequence[Layer]
+    layers: Sequence[LayerCosts]
     predictions: Sequence[SchedulePrediction]
     """Predictions that fit the capacity first, each group by step time."""
     skipped: Sequence[SkippedSchedule]
@@ -103,7 +103,7 @@ class PipelinePlan:
 
 
 def plan_pipeline(
-    layers: Sequence[Layer],
+    layers: Sequence[LayerCosts],
     num_workers: int,
     num_microbatches: int,
     *,
@@ -135,7 +135,7 @@ def plan_pipeline(
 
 
 def _predict_or_skip(
-    layers: Sequence[Layer],
+    layers: Sequence[LayerCosts],
     num_workers: int,
     num_microbatches: int,
     choice: ScheduleChoice,
@@ -152,7 +152,7 @@ def _predict_or_skip(
 
 
 def predict_schedule(
-    layers: Sequence[Layer],
+    layers: Sequence[LayerCosts],
     num_workers: int,
     num_microbatches: int,
     choice: ScheduleChoice,
@@ -194,7 +194,9 @@ def _build_batches(choice: ScheduleChoice, num_workers: int, num_microbatches: i
     return choice.build(num_workers, num_microbatches * num_batches)
 
 
-def _find_partition(layers: Sequence[Layer], schedule: Schedule, recompute: bool, settings: PlanSettings) -> Partition:
+def _find_partition(
+    layers: Sequence[LayerCosts], schedule: Schedule, recompute: bool, settings: PlanSettings
+) -> Partition:
     """The best partition within the capacity, else the one with the lowest peak."""
 
     def balance(objective: str, capacity_bytes: int | None) -> Partition | None:

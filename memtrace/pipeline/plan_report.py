@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memtrace.pipeline.costs import Layer, partition_costs
+from memtrace.pipeline.costs import LayerCosts, partition_costs
 from memtrace.pipeline.plan import PipelinePlan, PlanSettings, SchedulePrediction, SkippedSchedule
 from memtrace.pipeline.search import PipelineConfiguration
 
@@ -150,7 +150,7 @@ def report_search(configurations: Sequence[PipelineConfiguration], notes: Sequen
     )
 
 
-def summarize_stages(layers: Sequence[Layer], first_layers: Sequence[int]) -> tuple[StageSummary, ...]:
+def summarize_stages(layers: Sequence[LayerCosts], first_layers: Sequence[int]) -> tuple[StageSummary, ...]:
     """The stages of a partition of ``layers``."""
     bounds = [*first_layers, len(layers)]
     return tuple(

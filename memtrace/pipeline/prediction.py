@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memtrace.errors import MemtraceError
-from memtrace.pipeline.costs import Layer, combine_layers, partition_costs
+from memtrace.pipeline.costs import LayerCosts, combine_layers, partition_costs
 from memtrace.pipeline.layer_costs import MeasuredLayers
 from memtrace.pipeline.measured import MeasuredPipeline, measure_pipeline
 from memtrace.pipeline.memory_rules import torch_pipelining_model
@@ -142,7 +142,7 @@ def _compare_workers(
     return tuple(comparisons)
 
 
-def infer_first_layers(measured: MeasuredPipeline, layers: Sequence[Layer]) -> list[int]:
+def infer_first_layers(measured: MeasuredPipeline, layers: Sequence[LayerCosts]) -> list[int]:
     """Infer the first layer of every stage from the bytes of parameters that each recorded stage holds.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from memtrace.errors import MemtraceError
-from memtrace.pipeline.costs import Layer, scale_microbatch
+from memtrace.pipeline.costs import LayerCosts, scale_microbatch
 from memtrace.pipeline.plan import PlanSettings, SchedulePrediction, plan_pipeline
 from memtrace.pipeline.schedules.registry import ScheduleChoice
 
@@ -28,7 +28,7 @@ class PipelineConfiguration:
 
 
 def search_configurations(
-    layers: Sequence[Layer],
+    layers: Sequence[LayerCosts],
     num_workers: int,
     batch_size: int,
     *,

@@ -6,13 +6,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from memtrace.pipeline.costs import Layer
+from memtrace.pipeline.costs import LayerCosts
 from memtrace.pipeline.schedules.registry import SCHEDULE_FAMILIES, ScheduleChoice
 from memtrace.pipeline.schedules.schedule import Schedule
 
 
-def uniform_layers(count: int, **changes: Any) -> list[Layer]:
-    """Equal layers (forward 1 s, backward 2 s, round numbers of bytes); ``changes`` are fields of ``Layer``."""
+def uniform_layers(count: int, **changes: Any) -> list[LayerCosts]:
+    """Equal layers (forward 1 s, backward 2 s, round numbers of bytes); ``changes`` are fields of ``LayerCosts``."""
     values: dict[str, Any] = {
         "forward_s": 1.0,
         "backward_s": 2.0,
@@ -22,7 +22,7 @@ def uniform_layers(count: int, **changes: Any) -> list[Layer]:
         "activation_bytes": 50,
         "output_bytes": 10,
     }
-    return [Layer(name=f"layer{number}", **(values | changes)) for number in range(count)]
+    return [LayerCosts(name=f"layer{number}", **(values | changes)) for number in range(count)]
 
 
 @st.composite

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from memtrace.errors import MemtraceError
 from memtrace.pipeline import partition as partition_module
-from memtrace.pipeline.costs import Layer, SharedWeights, partition_costs
+from memtrace.pipeline.costs import LayerCosts, SharedWeights, partition_costs
 from memtrace.pipeline.memory_rules import PAPER, TORCH, MemoryModel
 from memtrace.pipeline.partition import MEMORY, OBJECTIVES, TIME, balance_partition
 from memtrace.pipeline.plan import PlanSettings, predict_schedule
@@ -25,7 +25,7 @@ from tests.pipeline.cases import uniform_layers
 even_bytes = st.integers(0, 20).map(lambda n: 2 * n)
 plain_lists = st.lists(
     st.builds(
-        Layer,
+        LayerCosts,
         name=st.just("layer"),
         forward_s=st.integers(1, 9).map(float),
         backward_s=st.integers(1, 18).map(float),
@@ -76,7 +76,7 @@ def every_partition(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
     return [(0, *inner) for inner in itertools.combinations(range(1, num_layers), num_stages - 1)]
 
 
-def with_shared(layers: list[Layer], users: set[int]) -> list[Layer]:
+def with_shared(layers: list[LayerCosts], users: set[int]) -> list[LayerCosts]:
     """``layers`` of which those with the numbers ``users`` share the same weights."""
     chosen = sorted(number for number in users if number < len(layers))
     return [
@@ -87,13 +87,13 @@ def with_shared(layers: list[Layer], users: set[int]) -> list[Layer]:
     ]
 
 
-def slowest_stage(layers: list[Layer], first_layers: tuple[int, ...], recompute: bool) -> float:
+def slowest_stage(layers: list[LayerCosts], first_layers: tuple[int, ...], recompute: bool) -> float:
     again = 2 if recompute else 1
     return max(again * stage.forward_s + stage.backward_s for stage in partition_costs(layers, first_layers))
 
 
 def fullest_worker(
-    layers: list[Layer],
+    layers: list[LayerCosts],
     first_layers: tuple[int, ...],
     schedule: Schedule,
     recompute: bool = False,
@@ -104,7 +104,7 @@ def fullest_worker(
 
 
 def scores(
-    layers: list[Layer], schedule: Schedule, recompute: bool, model: MemoryModel
+    layers: list[LayerCosts], schedule: Schedule, recompute: bool, model: MemoryModel
 ) -> dict[tuple[int, ...], tuple[float, int]]:
     """Seconds of the slowest stage and bytes of the fullest worker, for every partition."""
     return {
@@ -122,7 +122,7 @@ models = st.sampled_from([PAPER, TORCH])
 @given(layer_lists, families, st.sampled_from(OBJECTIVES), st.booleans(), models)
 @settings(max_examples=250, deadline=None)
 def test_the_partition_is_the_best_of_all(
-    layers: list[Layer], family: tuple[str, int], objective: str, recompute: bool, model: MemoryModel
+    layers: list[LayerCosts], family: tuple[str, int], objective: str, recompute: bool, model: MemoryModel
 ) -> None:
     name, workers = family
     schedule = parse_schedule_choice(name).build(workers, 2 * workers)
@@ -136,7 +136,7 @@ def test_the_partition_is_the_best_of_all(
 @given(st.data(), layer_lists, families, st.booleans(), models)
 @settings(max_examples=250, deadline=None)
 def test_the_partition_is_the_fastest_within_a_capacity(
-    data: st.DataObject, layers: list[Layer], family: tuple[str, int], recompute: bool, model: MemoryModel
+    data: st.DataObject, layers: list[LayerCosts], family: tuple[str, int], recompute: bool, model: MemoryModel
 ) -> None:
     """Includes the tightest capacities: the partition with the lowest peak just fits, or just does not."""
     name, workers = family
@@ -151,7 +151,7 @@ def test_the_partition_is_the_fastest_within_a_capacity(
 @given(st.data(), layer_lists, st.sampled_from(["interleaved", "gems", "chimera:f=2"]), st.sampled_from(OBJECTIVES))
 @settings(max_examples=80, deadline=None)
 def test_with_too_many_partitions_the_result_is_good_and_not_exact(
-    data: st.DataObject, layers: list[Layer], name: str, objective: str
+    data: st.DataObject, layers: list[LayerCosts], name: str, objective: str
 ) -> None:
     workers = {"interleaved": 2, "gems": 3, "chimera:f=2": 4}[name]
     schedule = parse_schedule_choice(name).build(workers, workers)

@@ -12,7 +12,7 @@ from memtrace.cli import cli
 from memtrace.dashboards.page import render
 
 from memtrace.errors import MemtraceError, TraceError
-from memtrace.pipeline.costs import Layer
+from memtrace.pipeline.costs import LayerCosts
 from memtrace.pipeline.layer_costs import MeasuredLayers
 from memtrace.pipeline.measured import measure_pipeline
 from memtrace.pipeline.memory_rules import PAPER
@@ -90,7 +90,7 @@ def test_data_parallel_pipelines_have_one_schedule_and_every_rank_is_compared() 
     both = job(*(once.rank(rank) for rank in (0, 1, 2, 3, 0, 1, 2, 3)))
     table = build_schedule("1f1b", 4, 8)
     assert recorded_schedule(recorded_actions(both)).rows == table.rows
-    layers = [Layer(name="x", forward_s=1, backward_s=1, parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0,
+    layers = [LayerCosts(name="x", forward_s=1, backward_s=1, parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0,
                     activation_bytes=1, output_bytes=1)] * 4  # fmt: skip
     costs = MeasuredLayers(layers, PAPER, None, 1)
     comparison = predict_recorded_pipeline(both, costs, first_layers=[0, 1, 2, 3]).comparison
@@ -201,7 +201,7 @@ def test_traces_without_a_complete_pipeline_are_rejected(tmp_path: Path) -> None
 @pytest.mark.parametrize("first_layers", [[0, 2, 1, 3], [0, 1, 1, 2], [1, 2, 3, 4], [0, 1, 2, 9]])
 def test_invalid_partitions_are_rejected(first_layers: list[int]) -> None:
     trace = unit_time_trace("1f1b", 4, 8, steps=2)
-    layers = [Layer(name="x", forward_s=1, backward_s=1, parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0,
+    layers = [LayerCosts(name="x", forward_s=1, backward_s=1, parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0,
                     activation_bytes=1, output_bytes=1)] * 5  # fmt: skip
     with pytest.raises(MemtraceError, match="must begin with 0 and ascend to at most 4"):
         predict_recorded_pipeline(trace, MeasuredLayers(layers, PAPER, None, 1), first_layers=first_layers)
@@ -219,8 +219,8 @@ def test_missing_ranks_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_the_partition_is_inferred_from_the_parameters_of_the_stages() -> None:
-    def layer(parameter_bytes: int) -> Layer:
-        return Layer(name="x", forward_s=1, backward_s=1, parameter_bytes=parameter_bytes, gradient_bytes=0,
+    def layer(parameter_bytes: int) -> LayerCosts:
+        return LayerCosts(name="x", forward_s=1, backward_s=1, parameter_bytes=parameter_bytes, gradient_bytes=0,
                      optimizer_bytes=0, activation_bytes=1, output_bytes=1)  # fmt: skip
 
     events = [event("baseline", 0, 0, 30), event("read", 0, 1, op_id=0)]

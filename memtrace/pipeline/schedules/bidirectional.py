@@ -41,7 +41,7 @@ def gems(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def chimera(num_stages: int, num_microbatches: int, *, f: int = 1, method: str = "direct") -> Schedule:
-    """Chimera (Li and Hoefler, SC'21): f pipelines down and f up, overlaid without conflict.
+    """Chimera (Li and Hoefler, SC 2021): f pipelines down and f up, overlaid without conflict.
 
     Up to D micro-batches form one unit; more micro-batches form several units in a row.
 
@@ -57,11 +57,11 @@ def chimera(num_stages: int, num_microbatches: int, *, f: int = 1, method: str =
         MemtraceError: D is odd, f does not divide D/2, or the method is unknown.
     """
     if num_stages % 2:
-        raise MemtraceError(f"chimera needs an even number of stages, not {num_stages}")
+        raise MemtraceError(f"chimera needs an even number of stages, got {num_stages}")
     if f < 1 or (num_stages // 2) % f:
-        raise MemtraceError(f"chimera's f must divide half the stages: {f} does not divide {num_stages // 2}")
+        raise MemtraceError(f"chimera: f must divide half the number of stages; {f} does not divide {num_stages // 2}")
     if method not in CHIMERA_METHODS:
-        raise MemtraceError(f"chimera knows no method {method!r}: choose {', '.join(CHIMERA_METHODS)}")
+        raise MemtraceError(f"chimera: unknown method {method!r}; choose one of {', '.join(CHIMERA_METHODS)}")
     grid = _overlay(_units(num_stages, num_microbatches, f, method), num_stages)
     return Schedule(
         "chimera",

@@ -18,11 +18,11 @@ def dualpipe(num_workers: int, num_microbatches: int) -> Schedule:
             worker.
     """
     if num_workers % 2:
-        raise MemtraceError(f"dualpipe needs an even number of workers, not {num_workers}")
+        raise MemtraceError(f"dualpipe needs an even number of workers, got {num_workers}")
     if num_microbatches % 2 or num_microbatches < 2 * num_workers:
         raise MemtraceError(
             f"dualpipe over {num_workers} workers needs an even number of micro-batches, at least "
-            f"{2 * num_workers}, not {num_microbatches}"
+            f"{2 * num_workers}, got {num_microbatches}"
         )
     half = num_microbatches // 2
     rows = []
@@ -49,7 +49,7 @@ def dualpipe_v(num_workers: int, num_microbatches: int) -> Schedule:
     if num_microbatches < 2 * num_workers:
         raise MemtraceError(
             f"dualpipe-v over {num_workers} workers needs at least {2 * num_workers} micro-batches, "
-            f"not {num_microbatches}"
+            f"got {num_microbatches}"
         )
     rows = []
     for worker in range(num_workers):

@@ -24,7 +24,6 @@ class ScheduleFamily:
     name: str
     build: Callable[..., Schedule]
     """The generator: takes the number of workers, the number of micro-batches and the options by name."""
-    description: str
     options: Mapping[str, type[int] | type[str]] = field(default_factory=dict)
     chunks: int = 1
     """Stages per worker in one copy of the model; the option ``chunks`` overrides it."""
@@ -36,20 +35,18 @@ class ScheduleFamily:
 SCHEDULE_FAMILIES: Final[dict[str, ScheduleFamily]] = {
     family.name: family
     for family in (
-        ScheduleFamily("gpipe", gpipe, "all forwards, then all backwards"),
-        ScheduleFamily("1f1b", one_forward_one_backward, "one forward, one backward, with a flush (DAPPLE)"),
-        ScheduleFamily("pipedream", pipedream, "1F1B without a flush, one weight version per micro-batch in flight"),
-        ScheduleFamily(
-            "pipedream-2bw", pipedream_2bw, "1F1B without a flush, two weight versions", {"update_every": int}
-        ),
-        ScheduleFamily("gems", gems, "two copies of the model, one micro-batch in flight"),
-        ScheduleFamily("chimera", chimera, "f pipelines in each of two directions", {"f": int, "method": str}),
-        ScheduleFamily("interleaved", interleaved, "1F1B over several chunks per worker", {"chunks": int}, chunks=2),
-        ScheduleFamily("zb-h1", zb_h1, "weight gradients fill bubbles; the memory of 1F1B", free_running=True),
-        ScheduleFamily("zb-h2", zb_h2, "no bubbles between steps; twice the memory of 1F1B", free_running=True),
-        ScheduleFamily("zb-v", zb_v, "no bubbles; two chunks per worker in a V", chunks=2, free_running=True),
-        ScheduleFamily("dualpipe", dualpipe, "two copies of the model; forward and backward overlap"),
-        ScheduleFamily("dualpipe-v", dualpipe_v, "DualPipe over one copy; two chunks per worker in a V", chunks=2),
+        ScheduleFamily("gpipe", gpipe),
+        ScheduleFamily("1f1b", one_forward_one_backward),
+        ScheduleFamily("pipedream", pipedream),
+        ScheduleFamily("pipedream-2bw", pipedream_2bw, {"update_every": int}),
+        ScheduleFamily("gems", gems),
+        ScheduleFamily("chimera", chimera, {"f": int, "method": str}),
+        ScheduleFamily("interleaved", interleaved, {"chunks": int}, chunks=2),
+        ScheduleFamily("zb-h1", zb_h1, free_running=True),
+        ScheduleFamily("zb-h2", zb_h2, free_running=True),
+        ScheduleFamily("zb-v", zb_v, chunks=2, free_running=True),
+        ScheduleFamily("dualpipe", dualpipe),
+        ScheduleFamily("dualpipe-v", dualpipe_v, chunks=2),
     )
 }
 _ALIASES: Final = {"dapple": "1f1b", "2bw": "pipedream-2bw", "dualpipev": "dualpipe-v", "zbv": "zb-v"}
