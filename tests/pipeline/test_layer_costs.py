@@ -252,12 +252,12 @@ def tied_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def test_notes_mention_tied_weights_and_further_ranks(tmp_path: Path, measured: MeasuredLayers) -> None:
     model = Tied()
     trace = record(tmp_path, model, lambda optimizer: tied_step(model, optimizer)).rank(0)
-    measured = measure_layer_costs(trace)
-    (note,) = measured.notes
+    tied = measure_layer_costs(trace)
+    (note,) = tied.notes
     assert note.startswith("head shares 1.00 KiB of parameters with tokens: a stage with it")
     # With two stages each has a copy; a single stage holds the weight once.
     for first_layers, expected in (([0, 1], [1024, 1024]), ([0, 2], [1024, 1024]), ([0], [1024])):
-        stages = partition_costs(measured.layers, first_layers)
+        stages = partition_costs(tied.layers, first_layers)
         middle = [[0, 288], [288, 0]][first_layers[-1] == 2] if len(stages) == 2 else [288]
         assert [stage.parameter_bytes for stage in stages] == [a + b for a, b in zip(expected, middle, strict=True)]
         assert [stage.gradient_bytes for stage in stages] == [stage.parameter_bytes for stage in stages]

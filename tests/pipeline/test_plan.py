@@ -87,14 +87,14 @@ def test_search_equals_enumeration() -> None:
         for size in (1, 2, 4):
             depth, count = 8 // degree, 32 // (degree * size)
             for choice in choices(depth, count):
-                row = predict_schedule(
+                prediction = predict_schedule(
                     scale_microbatch(layers, size),
                     depth,
                     count,
                     choice,
                     settings=dataclasses.replace(setting, data_parallel=degree),
                 )
-                expected.append((not row.fits, row.step_time_s))
+                expected.append((not prediction.fits, prediction.step_time_s))
     assert [(not row.prediction.fits, row.prediction.step_time_s) for row in result] == sorted(expected)
     best = result[0]
     assert best.prediction.fits and best.data_parallel * best.pipeline_workers == 8
