@@ -68,7 +68,7 @@ def run_job(folder: Path, schedules: tuple[str, ...], *options: str, num_workers
     command += ["--blocks", str(NUM_BLOCKS), "--record", str(folder), *options]
     for schedule in schedules:
         command += ["--schedule", schedule]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return Job(folder, json.loads(done.stdout))
 
