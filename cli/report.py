@@ -12,6 +12,7 @@ from memtrace.cli.output import working
 from memtrace.errors import MemtraceError
 
 if TYPE_CHECKING:
+    from memtrace.pipeline.prediction import PipelinePrediction
     from memtrace.trace import Trace
 
 
@@ -23,24 +24,22 @@ if TYPE_CHECKING:
 def command(selection: Selection, output: str, predict: str | None) -> None:
     """Write the page of TRACE: one HTML file that works offline."""
     opened = selection.open()
-    if predict is not None:
-        _predict(opened, predict)
+    prediction = None if predict is None else _predict(opened, predict)
     from memtrace.dashboards import report
 
     try:
         Path(output).parent.mkdir(parents=True, exist_ok=True)
         with working(f"drawing {output}"):
-            written = report(opened, output)
+            written = report(opened, output, prediction=prediction)
     except OSError as error:
         raise MemtraceError(f"cannot write {output}: {error}") from error
     click.echo(f"wrote {written} ({written.stat().st_size / 2**20:.1f} MiB)")
 
 
-def _predict(trace: Trace, predict: str) -> None:
-    from memtrace.pipeline.compare import compare, keep_comparison
-    from memtrace.pipeline.from_trace import trace_costs
-    from memtrace.pipeline.measured import measured
+def _predict(trace: Trace, predict: str) -> PipelinePrediction:
+    from memtrace.pipeline.layer_costs import measure_layer_costs
+    from memtrace.pipeline.prediction import predict_recorded_pipeline
     from memtrace.trace import load
 
     single = load(predict)
-    keep_comparison(trace, compare(measured(trace), trace_costs(single.rank(single.ranks[0]))))
+    return predict_recorded_pipeline(trace, measure_layer_costs(single.rank(single.ranks[0])))

@@ -37,6 +37,7 @@ from memtrace import __version__
 from memtrace.units import format_share
 
 if TYPE_CHECKING:
+    from memtrace.pipeline.prediction import PipelinePrediction
     from memtrace.trace import Trace
 
 MAX_VIEWS: Final = 4
@@ -193,41 +194,6 @@ SECTIONS: Final = (
 )
 
 
-JOB_SECTIONS: Final = (
-    Section(
-        "pipeline",
-        "The pipeline on one clock",
-        "What every rank did in the last complete step: the number is the micro-batch, what no bar covers is a bubble.",
-        pipeline.recorded_figure,
-    ),
-    Section(
-        "stages",
-        "Stages",
-        "What each stage takes: its state, and the activations of one micro-batch times those in flight.",
-        pipeline.stages_figure,
-    ),
-    Section(
-        "pipeline-memory",
-        "Memory of every rank",
-        "Live bytes over the same step, on the same clock.",
-        pipeline.memory_figure,
-    ),
-    Section(
-        "predicted",
-        "Predicted beside measured",
-        "The peak of every worker as the trace of one process predicts it.",
-        pipeline.predicted_figure,
-    ),
-    Section(
-        "predicted-pipeline",
-        "The pipeline as simulated",
-        "The same step with the times of one process on one machine a worker, and free messages.",
-        pipeline.predicted_schedule_figure,
-    ),
-)
-"""Sections of all ranks together, above the rest; ``build`` gets the whole trace, None leaves the section out."""
-
-
 @dataclass(frozen=True)
 class Panel:
     """A section with its content rendered."""
@@ -248,17 +214,26 @@ class Panel:
         return self.figure is not None or self.table is not None
 
 
-def report(trace: Trace, path: str | Path) -> Path:
-    """Write the page of a trace to ``path`` and return it. Raises OSError where that cannot be written."""
+def report(trace: Trace, path: str | Path, *, prediction: PipelinePrediction | None = None) -> Path:
+    """Write the page of a trace to ``path`` and return the path.
+
+    Args:
+        trace: the trace, with all its ranks.
+        path: the HTML file.
+        prediction: prediction of the recorded pipeline, shown on the page.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.tmp")
-    temporary.write_text(render(trace), encoding="utf-8")
+    temporary.write_text(render(trace, prediction=prediction), encoding="utf-8")
     temporary.replace(target)
     return target
 
 
-def render(trace: Trace) -> str:
-    """The page as text."""
+def render(trace: Trace, *, prediction: PipelinePrediction | None = None) -> str:
+    """Return the page as text; see ``report``."""
     pairs = [(rank, device) for rank in trace.ranks for device in trace.rank(rank).devices]
     views = [_view(trace.rank(rank), rank, device, len(trace.ranks)) for rank, device in pairs[:MAX_VIEWS]]
     environment = Environment(loader=PackageLoader("memtrace.dashboards"), autoescape=True, trim_blocks=True)
@@ -269,7 +244,7 @@ def render(trace: Trace) -> str:
         version=__version__,
         views=views,
         views_note=f"{left_out} more ranks or devices: memtrace report --rank N." if left_out > 0 else "",
-        job_panels=[panel for section in JOB_SECTIONS if (panel := _panel(section, trace, "")).figure],
+        job_panels=[panel for panel in _job_panels(trace, prediction) if panel.has_content],
         glossary=GLOSSARY,
         category_meanings=CATEGORY_MEANINGS,
         category_labels=CATEGORY_LABELS,
@@ -277,6 +252,14 @@ def render(trace: Trace) -> str:
         themes=_json({name: {"template": plotly_template(name), "colors": THEMES[name]} for name in THEMES}),
         inline=_inline(environment),
     )
+
+
+def _job_panels(trace: Trace, prediction: PipelinePrediction | None) -> list[Panel]:
+    """The sections of all ranks together, above the rest."""
+    panels = [_panel(section, trace) for section in pipeline.SECTIONS]
+    if prediction is not None:
+        panels += [_panel(section, prediction) for section in pipeline.PREDICTION_SECTIONS]
+    return panels
 
 
 def _view(trace: Trace, rank: int, device: str, num_ranks: int) -> dict[str, Any]:
@@ -290,8 +273,8 @@ def _view(trace: Trace, rank: int, device: str, num_ranks: int) -> dict[str, Any
     }
 
 
-def _panel(section: Section, trace: Trace, device: str) -> Panel:
-    content = section.build(trace, device)
+def _panel(section: Section, *arguments: Any) -> Panel:
+    content = section.build(*arguments)
     table = content if isinstance(content, Table) else None
     figure, note = None, ""
     if content is not None and table is None:

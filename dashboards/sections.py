@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from memtrace.trace import Trace
+    pass
 
 CellKind = Literal["text", "code", "number", "category", "share"]
 
@@ -58,8 +58,11 @@ class Table:
         return any(row.detail for row in self.rows)
 
 
-Build = Callable[["Trace", str], Any]
-"""``(trace of one rank, device) -> plotly Figure | Table | None``; plotly ships no types, hence Any."""
+Build = Callable[..., Any]
+"""``(trace of one rank, device) -> plotly Figure | Table | None``; plotly ships no types, hence Any.
+
+Sections of all ranks get the whole trace or a ``PipelinePrediction`` instead.
+"""
 
 
 @dataclass(frozen=True, slots=True)

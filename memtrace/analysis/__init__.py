@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from memtrace.analysis.intervals import AccessIntervals, access_intervals, access_intervals_table
     from memtrace.analysis.leaks import LeakAnalysis, find_leaks
     from memtrace.analysis.oom import MemoryHolder, OutOfMemory, RequestRoom, explain_out_of_memory
+    from memtrace.analysis.ranks import RankComparison, RankSummary, compare_ranks, ranks_table
     from memtrace.analysis.stability import AllocationFit, Stability, fit_allocations, measure_stability
     from memtrace.analysis.stalls import DataStalls, StallBreakdown, StepWait, measure_stalls
     from memtrace.analysis.step_analysis import StepAnalysis, analyze_steps
@@ -71,6 +72,8 @@ __all__ = [
     "MemoryHolder",
     "MemoryLimits",
     "OutOfMemory",
+    "RankComparison",
+    "RankSummary",
     "RequestRoom",
     "SkippedPatterns",
     "Stability",
@@ -91,6 +94,7 @@ __all__ = [
     "blocks_table",
     "changes_table",
     "check_limits",
+    "compare_ranks",
     "compare_traces",
     "compute_coverage",
     "compute_fragmentation",
@@ -109,6 +113,7 @@ __all__ = [
     "measure_stalls",
     "pinned_segments_table",
     "predict_peak_with_fixes",
+    "ranks_table",
     "read_limits",
     "signatures_table",
     "step_columns",
@@ -136,6 +141,8 @@ _HOMES = {
     "MemoryHolder": "memtrace.analysis.oom",
     "MemoryLimits": "memtrace.analysis.check",
     "OutOfMemory": "memtrace.analysis.oom",
+    "RankComparison": "memtrace.analysis.ranks",
+    "RankSummary": "memtrace.analysis.ranks",
     "RequestRoom": "memtrace.analysis.oom",
     "SkippedPatterns": "memtrace.analysis.findings",
     "Stability": "memtrace.analysis.stability",
@@ -156,6 +163,7 @@ _HOMES = {
     "blocks_table": "memtrace.analysis.blocks",
     "changes_table": "memtrace.analysis.diff",
     "check_limits": "memtrace.analysis.check",
+    "compare_ranks": "memtrace.analysis.ranks",
     "compare_traces": "memtrace.analysis.diff",
     "compute_coverage": "memtrace.analysis.coverage",
     "compute_fragmentation": "memtrace.analysis.fragmentation",
@@ -174,6 +182,7 @@ _HOMES = {
     "measure_stalls": "memtrace.analysis.stalls",
     "pinned_segments_table": "memtrace.analysis.fragmentation",
     "predict_peak_with_fixes": "memtrace.analysis.findings",
+    "ranks_table": "memtrace.analysis.ranks",
     "read_limits": "memtrace.analysis.check",
     "signatures_table": "memtrace.analysis.block_signatures",
     "step_columns": "memtrace.analysis.steps",

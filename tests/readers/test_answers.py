@@ -14,7 +14,7 @@ from memtrace.dashboards.steps import steps_figure
 
 import memtrace
 from memtrace.analysis import compute_coverage
-from memtrace.analysis.ranks import working_ns
+from memtrace.analysis.ranks import step_compute_ns
 from tests.readers.snapshot_maker import SnapshotMaker, frame
 
 
@@ -150,7 +150,7 @@ def test_working_time_counts_overlapping_operators_once(tmp_path: Path) -> None:
     events += [row("forward", 10, 500, 1), row("aten::mm", 30, 300, 1), row("aten::add", 400, 200, 2), memory(450, 2)]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    working = working_ns(memtrace.load(path))
+    working = step_compute_ns(memtrace.load(path))
     assert working is not None and working.tolist() == [590_000]
 
 

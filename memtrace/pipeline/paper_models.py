@@ -1,16 +1,16 @@
-"""Layer descriptions of the models that pipeline papers measure: parameters and messages, exactly."""
+"""The models that the pipeline papers measure, as layers with exact parameters and messages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
-from memtrace.pipeline.costs import Layer
+from memtrace.pipeline.costs import LayerCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:
-    """A transformer by its sizes: an embedding, equal blocks, a head."""
+    """Sizes of a transformer: an embedding, equal blocks and a head."""
 
     num_blocks: int
     hidden: int
@@ -19,19 +19,19 @@ class Transformer:
     embedding_parameters: int
     head_parameters: int
     mask_elements: int = 0
-    """Elements sent along with every sequence besides the hidden states, an attention mask for instance."""
+    """Elements sent with every sequence in addition to the hidden states, for example an attention mask."""
 
     @property
     def block_parameters(self) -> int:
-        """Attention and feed-forward with biases and two layer norms."""
+        """Parameters of one block: attention and feed-forward with biases, and two layer norms."""
         return 12 * self.hidden**2 + 13 * self.hidden
 
     def message_elements(self, microbatch: int) -> int:
-        """Numbers handed from a stage to the next for a micro-batch of so many sequences."""
+        """Elements sent from one stage to the next for a micro-batch of ``microbatch`` sequences."""
         return microbatch * (self.sequence * self.hidden + self.mask_elements)
 
     def block_activation_bytes(self, microbatch: int) -> int:
-        """Kept by one block in 16-bit numbers, without recomputation: s b h (34 + 5 a s / h)."""
+        """Activations of one block in 16-bit precision without recomputation: s b h (34 + 5 a s / h)."""
         elements = self.sequence * microbatch
         return 34 * elements * self.hidden + 5 * self.num_heads * self.sequence * elements
 
@@ -41,23 +41,23 @@ BERT_48: Final = Transformer(
     hidden=1024,
     num_heads=16,
     sequence=128,
-    # Words, positions, segments, layer norm.
+    # Words, positions, segments and layer norm.
     embedding_parameters=(30522 + 512 + 2) * 1024 + 2 * 1024,
-    # Pooler; transform with layer norm; decoder with bias of its own; next-sentence classifier.
+    # Pooler; transform with layer norm; decoder with its own bias; next-sentence classifier.
     head_parameters=2 * (1024**2 + 1024) + 2 * 1024 + 30522 * 1024 + 30522 + 2 * 1024 + 2,
     mask_elements=128,
 )
-"""Bert with 48 blocks as Chimera trains it."""
+"""BERT with 48 blocks, as in the Chimera paper."""
 GPT_2: Final = Transformer(
     num_blocks=64,
     hidden=1280,
     num_heads=20,
     sequence=632,
     embedding_parameters=(50257 + 1024) * 1280,
-    # Final layer norm; decoder without bias, not tied to the embedding.
+    # Final layer norm; decoder without a bias, not tied to the embedding.
     head_parameters=2 * 1280 + 50257 * 1280,
 )
-"""GPT-2 with 64 blocks as Chimera trains it."""
+"""GPT-2 with 64 blocks, as in the Chimera paper."""
 
 
 def transformer_layers(
@@ -68,23 +68,23 @@ def transformer_layers(
     parameter_width: int = 4,
     optimizer_words: int = 2,
     message_width: int = 4,
-) -> list[Layer]:
-    """The layers of ``model``: embedding, blocks, head.
+) -> list[LayerCosts]:
+    """Make the layers of ``model``: embedding, blocks and head.
 
     Args:
         model: the sizes.
-        microbatch: sequences in one micro-batch.
-        flops: of one worker, a second; turns 2 x parameters x tokens (and attention) into seconds.
-        parameter_width: bytes of a parameter and of its gradient.
-        optimizer_words: numbers of that width that the optimizer keeps for a parameter; Adam keeps 2.
-        message_width: bytes of a number handed from layer to layer.
+        microbatch: sequences per micro-batch.
+        flops: floating-point operations per second of one worker; a token takes 2 per parameter, plus attention.
+        parameter_width: bytes per parameter and per element of its gradient.
+        optimizer_words: elements of that width that the optimizer keeps per parameter; Adam keeps 2.
+        message_width: bytes per element of a message.
     """
     tokens = microbatch * model.sequence
     attention = 4 * tokens * model.sequence * model.hidden
     message = model.message_elements(microbatch) * message_width
 
-    def layer(name: str, parameters: int, work: float, activation_bytes: int) -> Layer:
-        return Layer(
+    def layer(name: str, parameters: int, work: float, activation_bytes: int) -> LayerCosts:
+        return LayerCosts(
             name=name,
             forward_s=work / flops,
             backward_s=2 * work / flops,

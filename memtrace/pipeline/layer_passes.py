@@ -1,4 +1,4 @@
-"""A training step of a trace as one pass through a chain of layers: which modules, and when each one runs."""
+"""Training steps as passes through a chain of layers: which modules are the layers, and when each of them runs."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
 MAX_STEPS: Final = 20
-"""Most steps, the last ones, whose times are looked at."""
+"""Largest number of steps that are measured: the last ones of the trace."""
 
 
 @dataclass(frozen=True)
-class Pass:
-    """The first micro-batch of one step: forward through all layers, then backward. Times in ns."""
+class MicrobatchPass:
+    """The first micro-batch of one step: forward through all layers, then backward."""
 
     step: int | None
     names: tuple[str, ...]
     starts_ns: Array
-    """When each layer begins: the model's own start for the first, the call of its module for the others."""
+    """Start of each layer: for the first layer the start of the model's call, for the others that of their module."""
     forward_end_ns: int
-    """The end of the last forward operator, the loss included."""
+    """End of the last forward operator, including the loss."""
     backward_start_ns: int
     backward_end_ns: int
     model_end_ns: int
-    """When the model's own call returned."""
+    """End of the model's call."""
 
     def layers_at(self, times_ns: Array) -> Array:
-        """The layer whose forward runs at each time; the first one before, the last one after."""
+        """The layer whose forward runs at each time; the first layer before the pass, the last layer after it."""
         place = np.searchsorted(self.starts_ns, times_ns, side="right") - 1
         return np.clip(place, 0, len(self.names) - 1)
 
@@ -48,32 +48,33 @@ class _Call:
     children: list[_Call] = field(default_factory=list)
 
 
-def passes(trace: Trace, layers: Sequence[str] = ()) -> list[Pass]:
-    """The passes of the last complete steps, in order, all through the same layers.
+def find_passes(trace: Trace, layers: Sequence[str] = ()) -> list[MicrobatchPass]:
+    """Find the passes of the last complete steps, in order, all through the same layers.
 
-    ``layers``: the modules to take as layers, as patterns of ``fnmatch`` on qualified names, with or without
-    the name of the model; without it they are the repeated blocks of the model with what stands beside them,
-    or the parts of a sequential model. The first step is left out where there are others: it warms up.
+    The first step is left out where there are others, because it warms up.
 
-    Raises TraceError where the trace has no module calls, or no backward in a step.
+    Args:
+        trace: a single-rank trace.
+        layers: the modules that are layers, as ``fnmatch`` patterns of qualified names with or without the name of the
+            model. Empty: the repeated blocks of the model and the modules beside them, or the children of a sequential
+            model.
+
+    Raises:
+        TraceError: the trace has no step with module calls and a backward, or the patterns do not match.
     """
-    found = []
-    for step, begin, end in _steps(trace):
-        one = _pass(trace, step, begin, end, layers)
-        if one is not None:
-            found.append(one)
-    if not found:
+    candidates = [_find_pass(trace, step, begin, end, layers) for step, begin, end in _steps(trace)]
+    passes = [each for each in candidates if each is not None]
+    if not passes:
         raise TraceError(
-            f"{trace.path or 'the trace'} has no step with module calls and a backward: a pipeline is planned from "
-            "a recording of a training loop (memtrace record), or from --costs"
+            f"{trace.path or 'trace'}: no step has module calls and a backward. Record a training loop with memtrace "
+            "record or memtrace.record(model=...), or give the layer costs as JSON."
         )
-    last = found[-1]
-    same = [one for one in found if one.names == last.names]
-    return same[1:] if len(same) == len(found) and len(same) > 2 else same
+    same = [each for each in passes if each.names == passes[-1].names]
+    return same[1:] if len(same) == len(passes) and len(same) > 2 else same
 
 
 def _steps(trace: Trace) -> list[tuple[int | None, int, int]]:
-    """(number, start, end) of the last steps; the whole trace where it has none."""
+    """(number, start, end) of the last steps; the whole trace where it has no steps."""
     steps = step_rows(trace)
     if not len(steps.number):
         return [(None, 0, int(trace.columns("events", "time_ns")["time_ns"].max(initial=0)) + 1)]
@@ -85,7 +86,7 @@ def _steps(trace: Trace) -> list[tuple[int | None, int, int]]:
     ]
 
 
-def _pass(trace: Trace, step: int | None, begin: int, end: int, patterns: Sequence[str]) -> Pass | None:
+def _find_pass(trace: Trace, step: int | None, begin: int, end: int, patterns: Sequence[str]) -> MicrobatchPass | None:
     roots = _calls(trace, begin, end)
     model = max(roots, key=_size, default=None)
     if model is None:
@@ -96,7 +97,7 @@ def _pass(trace: Trace, step: int | None, begin: int, end: int, patterns: Sequen
     if not len(backward):
         return None
     backward_start = int(start[backward].min())
-    # A further call of the model, or of another, begins the next micro-batch; one of its parts is recomputed.
+    # Another call of the model begins the next micro-batch; a call of one of its modules is recomputation.
     parts = set(_names(model))
     further = (root.start_ns for root in roots if root.start_ns > backward_start and root.name not in parts)
     next_call = min(further, default=end)
@@ -104,7 +105,7 @@ def _pass(trace: Trace, step: int | None, begin: int, end: int, patterns: Sequen
     forward = np.flatnonzero((phase == PHASE["forward"]) & (start >= model.start_ns) & (start < backward_start))
     ends = start + np.maximum(ops["duration_ns"], 0)
     calls = _named(model, patterns) if patterns else _layers(model)
-    return Pass(
+    return MicrobatchPass(
         step,
         tuple(call.name for call in calls),
         np.array([model.start_ns, *(call.start_ns for call in calls[1:])], dtype=np.int64),
@@ -120,7 +121,7 @@ def _calls(trace: Trace, begin: int, end: int) -> list[_Call]:
     spans = trace.columns("spans", "kind", "name", "start_ns", "duration_ns")
     start, duration = spans["start_ns"], spans["duration_ns"]
     chosen = np.flatnonzero((spans["kind"] == SPAN["module"]) & (start >= begin) & (start < end))
-    # By start, the longer first: a caller comes before what it calls.
+    # By start, longer calls first: a caller comes before the modules that it calls.
     chosen = chosen[np.lexsort((-duration[chosen], start[chosen]))]
     roots: list[_Call] = []
     open_calls: list[_Call] = []
@@ -146,15 +147,14 @@ def _names(call: _Call) -> Iterator[str]:
 
 
 def _layers(model: _Call) -> list[_Call]:
-    """The calls between which a model can be cut."""
+    """The calls that are layers: a stage may begin with each of them."""
     if _leads_to_blocks(model):
         return _down_to_blocks(model)
     return _sequential(model) or [model]
 
 
 def _has_blocks(call: _Call) -> bool:
-    """Whether the call runs several numbered modules that have modules of their own: blocks.0, blocks.1,
-    ..."""
+    """Whether the call runs several numbered modules that have children: blocks.0, blocks.1, ..."""
     families: dict[str, set[str]] = {}
     for child in call.children:
         family, _, number = child.name.rpartition(".")
@@ -176,7 +176,7 @@ def _down_to_blocks(call: _Call) -> list[_Call]:
 
 
 def _sequential(call: _Call) -> list[_Call]:
-    """The parts of a model without repeated blocks: its children, sequential ones and wrappers opened."""
+    """The layers of a model without repeated blocks: its children, with sequential containers and wrappers opened."""
 
     def opens(child: _Call) -> bool:
         numbered = all(
@@ -196,11 +196,11 @@ def _named(model: _Call, patterns: Sequence[str]) -> list[_Call]:
         return any(fnmatchcase(name, pattern) or fnmatchcase(short, pattern) for pattern in patterns)
 
     def search(call: _Call) -> list[_Call]:
-        return [call] if matches(call.name) else [found for child in call.children for found in search(child)]
+        return [call] if matches(call.name) else [match for child in call.children for match in search(child)]
 
-    found = search(model)
-    if not found:
+    calls = search(model)
+    if not calls:
         raise TraceError(f"no module called in a step matches {', '.join(patterns)}")
-    if any(later.start_ns < earlier.end_ns for earlier, later in pairwise(found)):
-        raise TraceError(f"the modules matching {', '.join(patterns)} do not run one after another")
-    return found
+    if any(later.start_ns < earlier.end_ns for earlier, later in pairwise(calls)):
+        raise TraceError(f"the modules that match {', '.join(patterns)} do not run one after another")
+    return calls

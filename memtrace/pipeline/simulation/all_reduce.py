@@ -1,4 +1,4 @@
-"""When the gradients of a stage that lies on several workers are summed, and how long that takes."""
+"""All-reduce of the gradients of stages that several workers hold: when it starts and how long it takes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from memtrace.pipeline.costs import Network, StageCosts
 from memtrace.pipeline.schedules.actions import BACKWARD, WEIGHT_BACKWARD
 from memtrace.pipeline.schedules.schedule import Schedule
 
-AFTER: Final = "after"  # when all local work is done
-EAGER: Final = "eager"  # as soon as a stage's last backward is done
-EAGER_OPT: Final = "eager-opt"  # eager only where a bubble follows on one of the workers, else after (Chimera)
-MODES: Final = (AFTER, EAGER, EAGER_OPT)
+AFTER: Final = "after"
+"""All-reduce when every worker of the stage has done all its work."""
+EAGER: Final = "eager"
+"""All-reduce as soon as the last backward of the stage is done."""
+EAGER_OPT: Final = "eager-opt"
+"""Eager where a bubble follows on one of the workers, else after (Chimera)."""
+SYNC_MODES: Final = (AFTER, EAGER, EAGER_OPT)
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """One sum of gradients over all workers that hold the stage."""
+    """One all-reduce of gradients over all workers that hold the stage."""
 
     stage: int
     workers: tuple[int, ...]
@@ -27,15 +30,15 @@ class AllReduce:
     end_s: float
 
 
-def holders(schedule: Schedule, stage: int) -> tuple[int, ...]:
-    """The workers that hold a copy of the stage, each once."""
+def stage_holders(schedule: Schedule, stage: int) -> tuple[int, ...]:
+    """The workers that hold a copy of the stage, ascending."""
     return tuple(sorted({workers[stage] for workers in schedule.placement}))
 
 
-def last_backwards(schedule: Schedule) -> dict[tuple[int, int], int]:
-    """(worker, stage) -> number of the action after which the worker's gradient of that stage is whole.
+def last_backward_actions(schedule: Schedule) -> dict[tuple[int, int], int]:
+    """(worker, stage) -> number of the action that completes the worker's gradients of the stage.
 
-    Actions are numbered worker by worker. A copy that no micro-batch passes is absent.
+    Actions are numbered worker by worker. A copy that no micro-batch passes through has no entry.
     """
     last: dict[tuple[int, int], int] = {}
     number = 0
@@ -47,29 +50,31 @@ def last_backwards(schedule: Schedule) -> dict[tuple[int, int], int]:
     return last
 
 
-def all_reduces(
+def schedule_all_reduces(
     schedule: Schedule,
     stages: Sequence[StageCosts],
     start_s: Sequence[float],
     end_s: Sequence[float],
     *,
     network: Network,
-    width: int,
+    data_parallel: int,
     mode: str,
 ) -> tuple[AllReduce, ...]:
-    """The all-reduces of one step in the order of their starts, one at a time on every worker.
+    """The all-reduces of one step by start time, at most one at a time on every worker; empty without second copies.
 
-    They run beside the computation and take nothing from it; a copy of several pipelines on one worker counts
-    once. Empty where no stage has a second copy. MemtraceError for an unknown mode.
+    All-reduces overlap computation without slowing it down. Copies of a stage on one worker count as one replica.
+
+    Raises:
+        MemtraceError: the mode is unknown.
     """
-    if mode not in MODES:
-        raise MemtraceError(f"unknown synchronisation {mode!r}: choose {', '.join(MODES)}")
-    last = last_backwards(schedule)
+    if mode not in SYNC_MODES:
+        raise MemtraceError(f"unknown synchronization {mode!r}; choose one of {', '.join(SYNC_MODES)}")
+    last = last_backward_actions(schedule)
     done = _local_ends(schedule, end_s)
     ready: list[tuple[float, int, tuple[int, ...]]] = []
     for stage in range(schedule.num_stages):
-        workers = holders(schedule, stage)
-        if len(workers) * width > 1:
+        workers = stage_holders(schedule, stage)
+        if len(workers) * data_parallel > 1:
             numbers = [last.get((worker, stage)) for worker in workers]
             eager = mode == EAGER or (
                 mode == EAGER_OPT
@@ -83,14 +88,14 @@ def all_reduces(
             ]
             ready.append((max(ends), stage, workers))
     free = [0.0] * schedule.num_workers
-    found = []
+    reductions = []
     for time, stage, workers in sorted(ready):
         start = max(time, *(free[worker] for worker in workers))
-        end = start + network.all_reduce_s(stages[stage].gradient_bytes, len(workers) * width)
+        end = start + network.all_reduce_s(stages[stage].gradient_bytes, len(workers) * data_parallel)
         for worker in workers:
             free[worker] = end
-        found.append(AllReduce(stage, workers, start, end))
-    return tuple(found)
+        reductions.append(AllReduce(stage, workers, start, end))
+    return tuple(reductions)
 
 
 def _local_ends(schedule: Schedule, end_s: Sequence[float]) -> list[float]:
@@ -104,6 +109,6 @@ def _local_ends(schedule: Schedule, end_s: Sequence[float]) -> list[float]:
 def _bubble_follows(
     schedule: Schedule, worker: int, last: int, start_s: Sequence[float], end_s: Sequence[float]
 ) -> bool:
-    """Whether the worker idles between action ``last`` and the end of its own work."""
+    """Whether the worker is idle between action ``last`` and the end of its work."""
     first_of_next = sum(map(len, schedule.rows[: worker + 1]))
     return any(start_s[n] > end_s[n - 1] for n in range(last + 1, first_of_next))

@@ -1,4 +1,4 @@
-"""One simulator for every schedule: when each action runs and how long the workers stand idle."""
+"""The simulator for every schedule: when each action runs, and how long workers are idle."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy.typing as npt
 from memtrace.errors import MemtraceError
 from memtrace.pipeline.costs import Network, StageCosts
 from memtrace.pipeline.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, KINDS, WEIGHT_BACKWARD
-from memtrace.pipeline.schedules.dependencies import times
+from memtrace.pipeline.schedules.dependencies import earliest_times
 from memtrace.pipeline.schedules.schedule import Schedule
-from memtrace.pipeline.simulation.sync import EAGER, AllReduce, all_reduces
+from memtrace.pipeline.simulation.all_reduce import EAGER, AllReduce, schedule_all_reduces
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,7 +26,7 @@ FREE_NETWORK = Network()
 
 @dataclass(frozen=True)
 class Simulation:
-    """A schedule under given costs. Arrays of actions are numbered worker by worker
+    """A schedule simulated with given costs. Arrays have one entry per action, worker by worker
     (``schedule.actions()``)."""
 
     schedule: Schedule
@@ -35,7 +35,7 @@ class Simulation:
     start_s: Seconds
     end_s: Seconds
     duration_s: Seconds
-    synchronisations: tuple[AllReduce, ...]
+    all_reduces: tuple[AllReduce, ...]
 
     @cached_property
     def offsets(self) -> npt.NDArray[np.int64]:
@@ -44,24 +44,24 @@ class Simulation:
 
     @property
     def makespan_s(self) -> float:
-        """From the start of the first action to the end of the last, all-reduce left out."""
+        """Seconds from the start of the first action to the end of the last one, without all-reduces."""
         return float(self.end_s.max(initial=0.0))
 
     @property
     def step_time_s(self) -> float:
-        """The makespan, or the end of the last all-reduce if that is later."""
-        return max([self.makespan_s, *(sync.end_s for sync in self.synchronisations)])
+        """Seconds until all actions and all-reduces have ended."""
+        return max([self.makespan_s, *(reduction.end_s for reduction in self.all_reduces)])
 
     @cached_property
     def busy_s(self) -> Seconds:
-        """Seconds every worker computes."""
+        """Seconds of computation of every worker."""
         total = np.concatenate([[0.0], np.cumsum(self.duration_s)])
         busy: Seconds = np.diff(total[self.offsets])
         return busy
 
     @cached_property
     def span_s(self) -> Seconds:
-        """Seconds between every worker's own first start and last end (0 for a worker without actions)."""
+        """Seconds from the start of every worker's first action to the end of its last one; 0 without actions."""
         spans = np.zeros(self.schedule.num_workers)
         for worker, (begin, end) in enumerate(zip(self.offsets, self.offsets[1:], strict=False)):
             if end > begin:
@@ -70,7 +70,7 @@ class Simulation:
 
     @property
     def bubble_ratio(self) -> float:
-        """Idle share of all workers' time between the first start and the last end."""
+        """Idle share of all workers' time within the makespan."""
         whole = self.makespan_s * self.schedule.num_workers
         return max(0.0, 1.0 - float(self.busy_s.sum()) / whole) if whole else 0.0
 
@@ -78,16 +78,15 @@ class Simulation:
     def span_bubble_s(self) -> float:
         """Idle seconds of the worker with the longest span, within that span.
 
-        What the Zero Bubble paper counts: without a flush the next step starts as soon as a worker is done.
+        The bubble as the Zero Bubble paper counts it: a worker starts its next step as soon as it is done.
         """
         worker = int(np.argmax(self.span_s))
         return float(self.span_s[worker] - self.busy_s[worker])
 
-    def table(self) -> pd.DataFrame:
-        """One row an action.
+    def to_dataframe(self) -> pd.DataFrame:
+        """One row per action.
 
-        Columns: worker, slot, kind (F, B, I, W), stage, microbatch, pipeline, half (0, 1 or NA), start_s,
-        end_s.
+        Columns: worker, slot, kind (F, B, I or W), stage, microbatch, pipeline, half (0, 1 or NA), start_s, end_s.
         """
         import pandas as pd
 
@@ -96,37 +95,42 @@ class Simulation:
             for slot, action in zip(slots, row, strict=True):
                 rows.append({"worker": worker, "slot": slot, **action._asdict()})
         columns = ["worker", "slot", "kind", "stage", "microbatch", "pipeline", "half"]
-        table: pd.DataFrame = pd.DataFrame(rows, columns=columns).astype({"half": "Int8"})
-        table["start_s"], table["end_s"] = self.start_s, self.end_s
-        return table
+        frame: pd.DataFrame = pd.DataFrame(rows, columns=columns).astype({"half": "Int8"})
+        frame["start_s"], frame["end_s"] = self.start_s, self.end_s
+        return frame
 
 
-def simulate(
+def simulate_schedule(
     schedule: Schedule,
     stages: Sequence[StageCosts],
     *,
     network: Network = FREE_NETWORK,
     recompute: bool = False,
     overlap: float = 1.0,
-    width: int = 1,
+    data_parallel: int = 1,
     sync: str = EAGER,
 ) -> Simulation:
-    """Run ``schedule`` with every worker keeping its order and starting each action as early as it can.
+    """Simulate ``schedule``: every worker keeps its order and starts each action as early as possible.
 
     Args:
-        schedule: the table; MemtraceError where its workers would wait for each other for ever.
+        schedule: the schedule.
         stages: the costs of every stage of the schedule.
-        network: what messages between workers and all-reduces cost; messages do not occupy the workers.
-        recompute: keep only a stage's input and run its forward again before the backward.
+        network: cost of messages and all-reduces; messages do not occupy the workers.
+        recompute: stages keep only their inputs and repeat their forward before the backward.
         overlap: time of an overlapped forward and backward as a share of the sum of both.
-        width: copies of the whole pipeline (data parallelism), which join the all-reduces.
-        sync: when gradients are all-reduced, one of ``memtrace.pipeline.simulation.sync.MODES``.
+        data_parallel: data-parallel degree: copies of the whole pipeline, which take part in the all-reduces.
+        sync: when gradients are all-reduced: one of ``all_reduce.SYNC_MODES``.
+
+    Raises:
+        MemtraceError: the schedule deadlocks, or ``stages`` has another number of stages.
     """
     if len(stages) != schedule.num_stages:
-        raise MemtraceError(f"{schedule.name} has {schedule.num_stages} stages, but costs are of {len(stages)}")
+        raise MemtraceError(
+            f"schedule {schedule.name} has {schedule.num_stages} stages, but costs were given for {len(stages)}"
+        )
     duration = _durations(schedule, stages, recompute, overlap)
     delays = _delays(schedule, stages, network)
-    start, end = times(schedule.rows, schedule.num_stages, duration.tolist(), delays)
+    start, end = earliest_times(schedule.rows, schedule.num_stages, duration.tolist(), delays)
     return Simulation(
         schedule,
         stages,
@@ -134,7 +138,7 @@ def simulate(
         np.array(start),
         np.array(end),
         duration,
-        all_reduces(schedule, stages, start, end, network=network, width=width, mode=sync),
+        schedule_all_reduces(schedule, stages, start, end, network=network, data_parallel=data_parallel, mode=sync),
     )
 
 
@@ -162,7 +166,7 @@ def _durations(schedule: Schedule, stages: Sequence[StageCosts], recompute: bool
 
 
 def _delays(schedule: Schedule, stages: Sequence[StageCosts], network: Network) -> list[float]:
-    """What a message to every action takes: activations for a forward, their gradients for a backward."""
+    """Seconds of the message to every action: activations for a forward, their gradients for a backward."""
     whole = [network.message_s(stage.output_bytes) for stage in stages]
     half = [network.message_s(stage.output_bytes / 2) for stage in stages]
     delays = []

@@ -1,4 +1,4 @@
-"""The tables that torch.distributed.pipelining also has are the same, action by action."""
+"""Schedules equal those of torch.distributed.pipelining, action by action."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memtrace.pipeline.schedules.registry import build
+from memtrace.pipeline.schedules.registry import build_schedule
 
 pytest.importorskip("torch.distributed.pipelining.schedules")
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -16,7 +16,7 @@ CASES = [(workers, count) for workers in (2, 4, 6) for count in (2 * workers, 3 
 
 
 def torch_rows(name: str, workers: int, count: int, chunks: int) -> list[list[str]]:
-    """The rows that torch's class works out, asked without making stages and process groups."""
+    """The rows that torch's schedule class computes, without stages and process groups."""
     kind = getattr(torch_schedules, name)
     fields: dict[str, Any] = {
         "pp_group_size": workers,
@@ -35,7 +35,7 @@ def torch_rows(name: str, workers: int, count: int, chunks: int) -> list[list[st
 
 
 def _texts(action: Any) -> list[str]:
-    """The computations alone: torch's tables also say when gradients are reduced."""
+    """The text of the computations; torch's tables also contain gradient reductions."""
     computations = ("F", "B", "I", "W")
     return [
         f"{part.computation_type.value}{part.stage_index}.{part.microbatch_index}"
@@ -47,7 +47,7 @@ def _texts(action: Any) -> list[str]:
 def own_rows(name: str, workers: int, count: int) -> list[list[str]]:
     return [
         [f"{action.kind}{action.stage}.{action.microbatch}" for action in row]
-        for row in build(name, workers, count).rows
+        for row in build_schedule(name, workers, count).rows
     ]
 
 
@@ -59,17 +59,17 @@ def own_rows(name: str, workers: int, count: int) -> list[list[str]]:
         ("dualpipe-v", "ScheduleDualPipeV"),
     ],
 )
-def test_same_rows(name: str, torch_name: str) -> None:
+def test_multi_stage_schedules_equal_those_of_torch(name: str, torch_name: str) -> None:
     for workers, count in CASES:
         assert own_rows(name, workers, count) == torch_rows(torch_name, workers, count, 2)
 
 
-@pytest.mark.parametrize(("name", "torch_name"), [("gpipe", "ScheduleGPipe"), ("dapple", "Schedule1F1B")])
-def test_same_rows_single_stage(name: str, torch_name: str) -> None:
+@pytest.mark.parametrize(("name", "torch_name"), [("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")])
+def test_single_stage_schedules_equal_those_of_torch(name: str, torch_name: str) -> None:
     kind = getattr(torch_schedules, torch_name)
     for workers, count in CASES:
         rows = kind._get_pipeline_order(SimpleNamespace(_num_stages=workers, _n_microbatches=count))
         expected = [[text for a in rows[w] if a is not None for text in _texts(a)] for w in range(workers)]
-        # torch 2.13 describes the last worker of its 1F1B one forward off (F3.8 of 8), though it runs it rightly.
-        last = workers - (name == "dapple")
+        # torch 2.13 lists one forward too many for the last worker of its 1F1B (F3.8 of 8), though it runs correctly.
+        last = workers - (name == "1f1b")
         assert own_rows(name, workers, count)[:last] == expected[:last]
