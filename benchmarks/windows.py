@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -31,11 +30,12 @@ def open_trace(path: str, first: int | None, last: int | None) -> Trace:
     return trace
 
 
-def resident_mib() -> float:
+def memory_mib(field: str) -> float:
+    """VmRSS (now) or VmHWM (the most so far) of this process; ru_maxrss would include that of the parent."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
+        if line.startswith(field):
             return int(line.split()[1]) / 1024
-    raise RuntimeError("no VmRSS in /proc/self/status")
+    raise RuntimeError(f"no {field} in /proc/self/status")
 
 
 def measure_opening(path: str, first: str, last: str) -> None:
@@ -43,11 +43,11 @@ def measure_opening(path: str, first: str, last: str) -> None:
     import pyarrow.compute
     import pyarrow.parquet  # noqa: F401
 
-    before = resident_mib()
+    before = memory_mib("VmRSS")
     began = time.perf_counter()
     open_trace(path, *(None if step == "-" else int(step) for step in (first, last)))
     seconds = time.perf_counter() - began
-    print(json.dumps([seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before]))
+    print(json.dumps([seconds, memory_mib("VmHWM") - before]))
 
 
 def opened(trace: Path, first: object = "-", last: object = "-") -> tuple[float, float]:

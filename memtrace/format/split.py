@@ -10,6 +10,7 @@ import numpy as np
 
 from memtrace.format import arrays
 from memtrace.format.arrays import Array
+from memtrace.format.encode import select_rows
 from memtrace.format.decode import decode_columns, device_names
 from memtrace.format.keyframes import PartColumns
 from memtrace.format.manifest import PartRanges
@@ -71,7 +72,7 @@ def _split(
                 part[name] = table.slice(edges[number], edges[number + 1] - edges[number])
             else:
                 chosen = order[name][bounds[name][number] : bounds[name][number + 1]]
-                part[name] = table.take(chosen)
+                part[name] = select_rows(table, chosen)
             if name in columns:
                 rows[name] = {column: values[chosen] for column, values in columns[name].items()}
         empty: dict[str, Array] = {}

@@ -16,7 +16,7 @@ from memtrace.errors import TraceError
 from memtrace.format import arrays
 from memtrace.format.arrays import Array
 from memtrace.format.decode import decode_columns, device_names
-from memtrace.format.encode import encode_codes
+from memtrace.format.encode import encode_codes, select_rows
 from memtrace.format.keyframes import surviving_rows
 from memtrace.format.live_segments import LiveSegments
 from memtrace.format.manifest import Manifest
@@ -193,22 +193,21 @@ class Window:
         return parts
 
     def _filter(self, part: pa.Table, table: str, key: str) -> pa.Table:
-        import pyarrow as pa
-
         values = arrays.integers([part.column(key)], np.int64)
         if table == "counters":
-            inside = (values >= self._start_ns) & (self._end_ns is None or values < self._end_ns)
+            inside = values >= self._start_ns
+            inside &= values < (np.iinfo(np.int64).max if self._end_ns is None else self._end_ns)
         elif table == "labels":
             blocks = np.concatenate([self._block[self._live_rows], self._block[self._first : self._end]])
             inside = np.isin(values, blocks)
         else:
             inside = np.isin(values, self._ops())
-        return part.filter(pa.array(np.broadcast_to(inside, values.shape)))
+        return select_rows(part, inside)
 
     def _ops(self) -> Array:
         if self._used_ops is None:
             op = self._decode("events", "op_id")["op_id"]
-            self._used_ops = np.unique(np.concatenate([op[self._live_rows], op[self._first : self._end]]))
+            self._used_ops = arrays.distinct(np.concatenate([op[self._live_rows], op[self._first : self._end]]))
         return self._used_ops
 
     def _read_events(self, columns: tuple[str, ...]) -> list[pa.Table]:
@@ -218,7 +217,7 @@ class Window:
         if not parts:
             return []
         whole = pa.concat_tables(parts, promote_options="permissive").unify_dictionaries()
-        head = whole.take(pa.array(self._live_rows))
+        head = select_rows(whole, self._live_rows)
         time = self._decode("events", "time_ns")["time_ns"][self._live_rows]
         live = {
             "kind": np.where(self._kind[self._live_rows] == _ALLOC, _LIVE, self._kind[self._live_rows]),
