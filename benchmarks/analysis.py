@@ -22,11 +22,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from windows import measure_windows
 
-from memtrace.format.decode import decode_columns, device_names
-from memtrace.format.keyframes import PartColumns
+from memtrace.format.decode import device_names
 from memtrace.format.manifest import read_manifest, write_manifest
 from memtrace.format.part_writer import PART_ROWS, PartWriter
-from memtrace.format.schema import PHASES, TABLES, arrow_schema
+from memtrace.format.schema import arrow_schema
+from memtrace.format.split import split_tables
+
+BATCH_ROWS = 1 << 14
 
 COMMANDS = (
     "steps --from-events",
@@ -100,25 +102,20 @@ def tile(base: Path, target: Path, num_events: int) -> int:
     num_steps = len(starts) - 3
     num_tiles = -(-(num_events - len(head)) // len(body))
     devices = device_names([tables["events"]])
-    phases = phase_names(tables["names"])
     writer = PartWriter(target, devices)
 
     def append(rows: dict[str, pa.Table]) -> None:
-        columns = {
-            name: decode_columns(name, [table], [column.name for column in TABLES[name]], devices)
-            for name, table in rows.items()
-            if name != "names"
-        }
-        part = PartColumns(columns["events"], columns["ops"], columns["labels"], columns["spans"], phases)
-        writer.append(rows, part)
-        if writer.rows_in_part >= PART_ROWS:
-            writer.flush()
+        starts = range(0, rows["events"].num_rows, BATCH_ROWS)
+        for batch, columns in split_tables({**rows, "names": tables["names"]}, devices, starts):
+            names = batch.pop("names", None)
+            writer.append(batch if names is None or writer.num_events else {**batch, "names": names}, columns)
+            if writer.rows_in_part >= PART_ROWS:
+                writer.flush()
 
     append(
         {
             "events": head,
             "ops": tables["ops"].filter(pa.array(ops_start < low)),
-            "names": tables["names"],
             "spans": tables["spans"].filter(pa.array(spans_start < low)),
             "labels": tables["labels"].filter(pa.array(new_number[labels_block] < 0)),
         }
@@ -174,11 +171,6 @@ def successors(block: np.ndarray, kind: np.ndarray, size: np.ndarray, new_number
     return result
 
 
-def phase_names(names: pa.Table) -> dict[int, int]:
-    texts = zip(names["id"].to_pylist(), names["text"].to_pylist(), strict=True)
-    return {identity: PHASES.index(text) for identity, text in texts if text in PHASES}
-
-
 def measured(command: list[str]) -> tuple[float, float]:
     """Seconds and the most resident MiB of a command."""
     began = time.perf_counter()
@@ -199,7 +191,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         trace = Path(name) / "tiled.memtrace"
         result["events"] = tile(record_base(Path(name), 34), trace / "rank=0", arguments.events)
-        result["windows"] = measure_windows(trace)
+        result["windows"] = measure_windows(trace, Path(name) / "base.memtrace")
         if not arguments.only_windows:
             result |= measure_commands(trace)
     if arguments.json:

@@ -38,22 +38,23 @@ def memory_mib(field: str) -> float:
     raise RuntimeError(f"no {field} in /proc/self/status")
 
 
-def measure_opening(path: str, first: str, last: str) -> None:
-    """The measured process: prints seconds and the additional MiB of opening, the modules imported before."""
-    import pyarrow.compute
-    import pyarrow.parquet  # noqa: F401
+def measure_opening(small: str, path: str, first: str, last: str) -> None:
+    """The measured process: prints seconds, CPU seconds and the additional MiB of opening ``path``.
 
+    Imports and thread pools are not counted: a small trace is opened before.
+    """
+    open_trace(small, None, None)
     before = memory_mib("VmRSS")
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     open_trace(path, *(None if step == "-" else int(step) for step in (first, last)))
-    seconds = time.perf_counter() - began
-    print(json.dumps([seconds, memory_mib("VmHWM") - before]))
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+    print(json.dumps([seconds, cpu_seconds, memory_mib("VmHWM") - before]))
 
 
-def opened(trace: Path, first: object = "-", last: object = "-") -> tuple[float, float]:
-    command = [sys.executable, __file__, str(trace), str(first), str(last)]
-    seconds, mib = json.loads(subprocess.check_output(command, text=True))
-    return seconds, mib
+def opened(small: Path, trace: Path, first: object = "-", last: object = "-") -> list[float]:
+    command = [sys.executable, __file__, str(small), str(trace), str(first), str(last)]
+    measured: list[float] = json.loads(subprocess.check_output(command, text=True))
+    return measured
 
 
 def live_blocks(trace: Trace, row: int) -> dict[str, list[int]]:
@@ -85,8 +86,13 @@ def assert_agrees(window: Trace, whole: Trace, first: int, last: int) -> None:
             assert live_blocks(window, row - 1) == live_blocks(whole, whole_row - 1), (first, last, step)
 
 
-def measure_windows(trace: Path) -> dict[str, float]:
-    """Open random windows of 1 % of the steps; compare each with the whole trace, and their cost with its."""
+def measure_windows(trace: Path, small: Path) -> dict[str, float]:
+    """Open random windows of 1 % of the steps; compare each with the whole trace, and their cost with its.
+
+    Args:
+        trace: the large trace.
+        small: a small trace, which each measured process opens first.
+    """
     whole = open_trace(str(trace), None, None)
     steps = step_columns(whole)["step"]
     length = max(1, round(len(steps) * SHARE))
@@ -95,19 +101,26 @@ def measure_windows(trace: Path) -> dict[str, float]:
     for first, last in windows:
         assert_agrees(memtrace.load(trace).window(first, last), whole, first, last)
     del whole
-    whole_runs = [opened(trace) for _ in range(3)]
-    runs = [opened(trace, *window) for window in windows]
-    seconds, mib = (statistics.median(run[place] for run in runs) for place in (0, 1))
-    whole_seconds, whole_mib = (statistics.median(run[place] for run in whole_runs) for place in (0, 1))
+    # The whole and windows alternate: the machine may be busy at times.
+    whole_runs, runs = [], []
+    for place, window in enumerate(windows):
+        if place % 5 == 0:
+            whole_runs.append(opened(small, trace))
+        runs.append(opened(small, trace, *window))
+    seconds, cpu_seconds, mib = (statistics.median(run[place] for run in runs) for place in range(3))
+    whole_seconds, whole_cpu, whole_mib = (statistics.median(run[place] for run in whole_runs) for place in range(3))
     return {
         "windows that agree with the whole": float(len(windows)),
         "steps": float(len(steps)),
         "steps of a window": float(length),
         "whole, seconds": whole_seconds,
+        "whole, CPU seconds": whole_cpu,
         "whole, MiB": whole_mib,
         "window, seconds": seconds,
+        "window, CPU seconds": cpu_seconds,
         "window, MiB": mib,
         "share of time": seconds / whole_seconds,
+        "share of CPU time": cpu_seconds / whole_cpu,
         "share of memory": mib / whole_mib,
     }
 

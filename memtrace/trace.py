@@ -290,7 +290,7 @@ class Trace:
         """Return block ids as places in ``block_ids`` where they are sparse, so that arrays can be indexed by them."""
         if table == "events":
             largest = int(column.max(initial=-1))
-            is_sparse = largest >= len(column) + 1024
+            is_sparse = largest >= len(column) // 2 + 1024
             ids = self._block_ids = distinct(column[column >= 0]) if is_sparse else None
         else:
             ids = self.block_ids

@@ -10,8 +10,8 @@ import numpy as np
 
 from memtrace.format import arrays
 from memtrace.format.arrays import Array
-from memtrace.format.encode import select_rows
 from memtrace.format.decode import decode_columns, device_names
+from memtrace.format.encode import select_rows
 from memtrace.format.keyframes import PartColumns
 from memtrace.format.manifest import PartRanges
 from memtrace.format.part_writer import PART_ROWS, PartWriter
@@ -38,15 +38,19 @@ def write_parts(tables: Tables, folder: Path, starts: Sequence[int] | None = Non
     """
     devices = device_names(list(tables.values()))
     writer = PartWriter(folder, devices)
-    for part, columns in _split(tables, devices, starts):
+    for part, columns in split_tables(tables, devices, starts):
         writer.append(part, columns)
         writer.flush()
     return writer.parts
 
 
-def _split(
-    tables: Tables, devices: Sequence[str], starts: Sequence[int] | None
+def split_tables(
+    tables: Tables, devices: Sequence[str], starts: Sequence[int] | None = None
 ) -> Iterator[tuple[dict[str, pa.Table], PartColumns]]:
+    """Cut tables into parts; see ``write_parts``. Yields the rows of each part as tables and as numpy columns.
+
+    An operator call goes with the first event that refers to it, a label with its block, a span with its end.
+    """
     columns = {
         name: decode_columns(name, [tables[name]], [column.name for column in TABLES[name]], devices)
         for name in _SPLIT_TABLES

@@ -58,8 +58,12 @@ class WindowBounds:
         return f"{start} to {'the end' if self.end_ns is None else f'{self.end_ns} ns'}"
 
 
+# The columns of events that a window as well as its surroundings need; the others are read once.
+_SHARED_COLUMNS = ("time_ns", "kind", "device", "block_id", "op_id")
+
+
 class MemoizedSource:
-    """A source that keeps what was read: several readers share the parts around a window."""
+    """A source that keeps what a window and its surroundings both read."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -78,6 +82,8 @@ class MemoizedSource:
         """Return the parts of ``table`` in order, each with those of ``columns`` that it has."""
         import pyarrow as pa
 
+        if table == "events" and not set(columns) & set(_SHARED_COLUMNS):
+            return self._source.read(table, columns)
         missing = tuple(name for name in columns if (table, name) not in self._columns)
         if missing:
             parts, schema = self._source.read(table, missing), arrow_schema(table)

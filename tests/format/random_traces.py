@@ -91,7 +91,12 @@ class RandomTrace:
                 self._segment()
             else:
                 self._access(op)
-        call = {"op_id": op, "start_ns": start, "duration_ns": self._tick() - start, "module": self._random.choice((7, 8))}
+        call = {
+            "op_id": op,
+            "start_ns": start,
+            "duration_ns": self._tick() - start,
+            "module": self._random.choice((7, 8)),
+        }
         call |= {"name": 9, "stack": self._random.choice((None, 11)), "recompute": self._random.random() < 0.1}
         call["phase"] = phase if self._random.random() < 0.85 else self._random.choice((None, "other"))
         self.rows["ops"].append(call)

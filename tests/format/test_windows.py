@@ -8,18 +8,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import memtrace
 from memtrace.analysis.attribution import step_rows
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.coverage import compute_coverage
 from memtrace.analysis.peak import level_at, live_after, peak, requested_bytes, reserved_bytes
 from memtrace.analysis.steps import step_columns
-from memtrace.analysis.windows import step_window
-from memtrace.errors import TraceError
 from memtrace.format.schema import EVENT_KINDS, SPAN_KINDS
 from memtrace.trace import Trace
 from tests.format.random_traces import RandomTrace, in_memory, on_disk
