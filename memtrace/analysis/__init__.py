@@ -13,15 +13,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memtrace.analysis.blocks import blocks_table
-    from memtrace.analysis.coverage import compute_coverage
+    from memtrace.analysis.blocks import Blocks, blocks_table
+    from memtrace.analysis.coverage import Coverage, compute_coverage
     from memtrace.analysis.steps import steps_table
+    from memtrace.analysis.windows import step_window
 
-__all__ = ["blocks_table", "compute_coverage", "steps_table"]
+__all__ = ["Blocks", "Coverage", "blocks_table", "compute_coverage", "step_window", "steps_table"]
 
 _HOMES = {
+    "Blocks": "memtrace.analysis.blocks",
+    "Coverage": "memtrace.analysis.coverage",
     "blocks_table": "memtrace.analysis.blocks",
     "compute_coverage": "memtrace.analysis.coverage",
+    "step_window": "memtrace.analysis.windows",
     "steps_table": "memtrace.analysis.steps",
 }
 

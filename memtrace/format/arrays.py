@@ -32,7 +32,8 @@ def distinct(values: Array) -> Array:
         occurs[values - low] = True
         return np.flatnonzero(occurs) + low
     ordered = np.sort(values)
-    return ordered[np.append(True, ordered[1:] != ordered[:-1])]
+    different: Array = ordered[np.append(True, ordered[1:] != ordered[:-1])]
+    return different
 
 
 def integers(parts: Sequence[pa.ChunkedArray], dtype: type[np.signedinteger[Any]]) -> Array:

@@ -52,9 +52,9 @@ class PartRange:
         if table == "live":
             return int(self._live().num_rows)
         if not self._is_whole and table in ("ops", "spans"):
-            return sum(part.num_rows for part in self.read(table, (TABLES[table][0].name,)))
+            return sum(int(part.num_rows) for part in self.read(table, (TABLES[table][0].name,)))
         rows = sum(self._files.num_rows(table, number) for number in self._numbers(table))
-        return rows + sum(part.num_rows for part in self._from_keyframe(table, (TABLES[table][0].name,)))
+        return rows + sum(int(part.num_rows) for part in self._from_keyframe(table, (TABLES[table][0].name,)))
 
     def read(self, table: str, columns: tuple[str, ...]) -> list[pa.Table]:
         """Return the parts of ``table`` in order, each with those of ``columns`` that it has."""
@@ -241,7 +241,8 @@ def _integers(parts: list[pa.Table], name: str) -> Array:
 
 def _without(values: Array, others: Array) -> Array:
     _, present = find_rows(others, values)
-    return values[~present]
+    absent: Array = values[~present]
+    return absent
 
 
 def open_folder(path: Path) -> tuple[dict[int, RankFolder], dict[int, str]]:

@@ -82,7 +82,13 @@ def split_tables(
         empty: dict[str, Array] = {}
         yield (
             part,
-            PartColumns(*(rows.get(name, empty) for name in _SPLIT_TABLES), phase_of_name=phases),
+            PartColumns(
+                events=rows.get("events", empty),
+                ops=rows.get("ops", empty),
+                labels=rows.get("labels", empty),
+                spans=rows.get("spans", empty),
+                phase_of_name=phases,
+            ),
         )
 
 

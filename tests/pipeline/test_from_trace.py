@@ -17,6 +17,7 @@ import memtrace
 from memtrace.errors import TraceError
 from memtrace.pipeline.costs import cut_costs, stage_costs
 from memtrace.pipeline.from_trace import TraceCosts, trace_costs
+from tests.builders import with_manifest
 
 BATCH, LENGTH, WIDTH = 3, 32, 64
 

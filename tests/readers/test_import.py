@@ -139,7 +139,7 @@ def test_ranks_by_name_where_the_files_do_not_say(tmp_path: Path, files: list[Pa
     assert ranks == [2, 10]
     found = readers.read_job(renamed)
     assert found[0][0].world_size == 11
-    assert found[0][0]["coverage"]["notes"][-1] == "rank 2 is rank2_memory.pickle, by its name"
+    assert found[0][0].coverage.notes[-1] == "rank 2 is rank2_memory.pickle, by its name"
 
 
 def _chrome(path: Path, rank: int) -> Path:
