@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from memtrace.analysis.access import AccessAnalysis, analyze_access
     from memtrace.analysis.bandwidth import CopyBandwidths, CopyCost, measure_bandwidths
     from memtrace.analysis.block_signatures import BlockSignatures, assign_signatures, signatures_table
-    from memtrace.analysis.blocks import blocks_table
+    from memtrace.analysis.blocks import Blocks, blocks_table
     from memtrace.analysis.check import LimitCheck, LimitReport, MemoryLimits, check_limits, read_limits
-    from memtrace.analysis.coverage import compute_coverage
+    from memtrace.analysis.coverage import Coverage, compute_coverage
     from memtrace.analysis.detection import DetectedSteps, detect_steps
     from memtrace.analysis.diff import (
         MemoryChange,
@@ -50,14 +50,17 @@ if TYPE_CHECKING:
     from memtrace.analysis.step_analysis import StepAnalysis, analyze_steps
     from memtrace.analysis.steps import StepColumns, step_columns, steps_table
     from memtrace.analysis.swap import SwapCandidate, find_swap_candidates
+    from memtrace.analysis.windows import step_window
 
 __all__ = [
     "AccessAnalysis",
     "AccessIntervals",
     "AllocationFit",
     "BlockSignatures",
+    "Blocks",
     "CopyBandwidths",
     "CopyCost",
+    "Coverage",
     "DataStalls",
     "DetectedSteps",
     "DeviceWaste",
@@ -117,6 +120,7 @@ __all__ = [
     "read_limits",
     "signatures_table",
     "step_columns",
+    "step_window",
     "steps_table",
 ]
 
@@ -125,8 +129,10 @@ _HOMES = {
     "AccessIntervals": "memtrace.analysis.intervals",
     "AllocationFit": "memtrace.analysis.stability",
     "BlockSignatures": "memtrace.analysis.block_signatures",
+    "Blocks": "memtrace.analysis.blocks",
     "CopyBandwidths": "memtrace.analysis.bandwidth",
     "CopyCost": "memtrace.analysis.bandwidth",
+    "Coverage": "memtrace.analysis.coverage",
     "DataStalls": "memtrace.analysis.stalls",
     "DetectedSteps": "memtrace.analysis.detection",
     "DeviceWaste": "memtrace.analysis.findings",
@@ -186,6 +192,7 @@ _HOMES = {
     "read_limits": "memtrace.analysis.check",
     "signatures_table": "memtrace.analysis.block_signatures",
     "step_columns": "memtrace.analysis.steps",
+    "step_window": "memtrace.analysis.windows",
     "steps_table": "memtrace.analysis.steps",
 }
 
