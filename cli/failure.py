@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from memtrace.cli.output import console, escape, plain_table
 
-from memtrace.interpreter import run_python
 from memtrace.units import UNKNOWN, format_bytes, format_duration
 
 NO_STACK = "(no stack: older than the recording, small, or stacks were off)"
@@ -55,16 +54,8 @@ def _print_room(out: Console, room: dict[str, Any]) -> None:
     )
 
 
-def explain_failure(folder: Path) -> None:
-    """Print, on stderr, why the last allocation that failed in a rank's trace did so. Says nothing where none did.
-
-    A process of its own works it out: this one may have no memory left to do that in.
-    """
-    run_python("from memtrace.cli.failure import main; main()", str(folder), silent=False)
-
-
 def main() -> None:
-    """The work of that process: the folder is its argument."""
+    """Entry point of the process that ``memtrace.recording.out_of_memory`` starts; its argument is a rank's folder."""
     try:
         _explain(Path(sys.argv[1]))
     except Exception as trouble:

@@ -23,7 +23,7 @@ from memtrace.recording import arrow
 from memtrace.recording.observers import Observer
 
 if TYPE_CHECKING:
-    from memtrace.recording.cuda import CudaSide
+    from memtrace.recording.cuda import CudaMonitor
     from memtrace.recording.ring import Ring
 
 logger = logging.getLogger("memtrace")
@@ -174,7 +174,7 @@ class Writer:
         ring: Ring | None,
         failed: Callable[[str], None],
         flush_seconds: float = FLUSH_SECONDS,
-        cuda: CudaSide | None = None,
+        cuda: CudaMonitor | None = None,
     ) -> None:
         self._observer = observer
         self._folder = folder
