@@ -1,8 +1,8 @@
 """Records CUDA memory: existing blocks and segments, totals at every step, and the segments at the end.
 
 While the recording runs, allocations, frees, segments and out-of-memory errors come from the trace tracker of the CUDA
-allocator (``observers/native``). Without the CUDA headers the tracker cannot be built, and these events come from torch's
-own allocator history, with times in microseconds.
+allocator (``observers/native``). Without the CUDA headers the tracker cannot be built, and these events come from
+torch's own allocator history, with times in microseconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Labels blocks as parameters, gradients, optimizer state or inputs, with the qualified names of their tensors.
 
 Models do not have to be passed in: the modules that exist when the recording starts are detected, and so is the
-container of every unknown module that is called. Names are those of ``named_parameters``, prefixed with the class name of
-the root module (``GPT.blocks.0.attn.qkv.weight``). Names of a model that is passed in have no such prefix.
+container of every unknown module that is called. Names are those of ``named_parameters``, prefixed with the class name
+of the root module (``GPT.blocks.0.attn.qkv.weight``). Names of a model that is passed in have no such prefix.
 """
 
 from __future__ import annotations

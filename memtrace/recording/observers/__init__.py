@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     import torch
 
 Batch = dict[str, Any]
-"""The result of ``Observer.drain``: columns as raw little-endian bytes under "table.column", and new names under "names"
-as tuples (id, index into NAME_KINDS, text, ids of the frames)."""
+"""The result of ``Observer.drain``: columns as raw little-endian bytes under "table.column", and new names under
+"names" as tuples (id, index into NAME_KINDS, text, ids of the frames)."""
 
 COLUMN_DTYPES: Final[dict[str, dict[str, str]]] = {
     "events": {
@@ -31,11 +31,11 @@ memtrace.format.schema, ``device`` is 0 for the CPU and 1 + i for cuda:i, -1 sta
 may leave out ``pool`` and ``device_free``, which are null then, and ``allocated_size``, which is ``size``."""
 
 CudaRow = tuple[int, int, int, int, int, int, int, int]
-"""An event of the CUDA allocator from a source other than the observer: kind, device number, address, size, stream, pool,
-extra, time_ns.
+"""An event of the CUDA allocator from a source other than the observer: kind, device number, address, size, stream,
+pool, extra, time_ns.
 
-Sizes are in bytes. ``address`` of an out-of-memory event is the free memory of the device. ``extra`` is the allocated size
-of a baseline block, and 1 for an OLDER_SEGMENT that is expandable. ``time_ns`` -1 means now."""
+Sizes are in bytes. ``address`` of an out-of-memory event is the free memory of the device. ``extra`` is the allocated
+size of a baseline block, and 1 for an OLDER_SEGMENT that is expandable. ``time_ns`` -1 means now."""
 OLDER_SEGMENT: Final = 13
 """Kind of a ``CudaRow``, in addition to EVENT_KINDS: a segment older than the recording. It creates no event."""
 
@@ -43,7 +43,7 @@ OLDER_SEGMENT: Final = 13
 class Observer(Protocol):
     """Sees every allocation, free, read and write between ``start`` and ``stop``.
 
-    Hooks call the marking functions on the thread that a mark is about. Name ids come from ``name_id``; -1 means no name.
+    Hooks call the marking functions on the thread that a mark is about. Name ids come from ``name_id``; -1 is no name.
     """
 
     kind: str
@@ -64,7 +64,9 @@ class Observer(Protocol):
         """Stop observing and remove all hooks. A last ``drain`` returns the rest."""
 
     def wait(self, seconds: float) -> int:
-        """Sleep until there is much to drain, ``seconds`` have passed or the observer stops; return the record count."""
+        """Sleep until there is much to drain, ``seconds`` have passed or the observer stops; return the number of
+        records.
+        """
 
     def wake(self) -> None:
         """End a ``wait`` on another thread."""
@@ -100,8 +102,10 @@ class Observer(Protocol):
         """Record a span. ``kind`` is an index into SPAN_KINDS."""
 
     def waiting(self, on: bool) -> None:
-        """Enter (True) or leave (False) a wait for data that the caller times, so that DataLoader ranges in it do not
-        count as another wait."""
+        """Enter (True) or leave (False) a wait for data that the caller records itself.
+
+        DataLoader ranges inside are then not recorded as waits as well.
+        """
 
     def label(self, tensors: list[torch.Tensor], category: int, names: list[int], gradient_category: int) -> None:
         """Label the blocks of tensors with a category and names.

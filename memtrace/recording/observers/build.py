@@ -141,7 +141,7 @@ def _build_if_missing(cxx: str) -> Path:
         if not target.exists():
             started = time.monotonic()
             print(
-                f"memtrace: building the native observer for torch {torch.__version__} (once, takes up to a minute) ...",
+                f"memtrace: building the native observer for torch {torch.__version__} (once, up to a minute) ...",
                 end="",
                 file=sys.stderr,
                 flush=True,
