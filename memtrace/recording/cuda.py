@@ -123,16 +123,21 @@ class CudaMonitor:
         return restore
 
     def stop(self) -> None:
-        """Read the totals and segments at the end of the recording; call this before the observer stops."""
+        """Read history, totals and segments at the end of the recording; call this before the observer stops."""
         self._is_recording = False
         self.read_totals()
         if self._is_attached:
+            self._guard(self._read_last_entries)
             self._guard(self._read_segments)
         if self._num_replays:
             self._note(
                 f"{self._num_replays} replays of CUDA graphs: the memory of a graph is recorded when it is captured; "
                 "reads and writes of its kernels during replay are not recorded"
             )
+
+    def _read_last_entries(self) -> None:
+        if self._history is not None:
+            self._history.read()
 
     def _read_segments(self) -> None:
         table = final_segments(self._driver.snapshot())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -32,6 +33,7 @@ class CudaHistory:
         self._observer = observer
         self._driver = driver
         self._note = note
+        self._lock = threading.Lock()
         self._has_gaps = False
         self._is_ours = driver.enable_history(MAX_HISTORY_ENTRIES)
         self._epoch_ns = time.time_ns() - observer.now()
@@ -39,13 +41,17 @@ class CudaHistory:
         """For each device: time of the last entry that was read, and the number of entries at that time."""
 
     def read(self) -> int:
-        """Pass on the entries since the last call; return the time up to which the history is complete."""
-        until_ns = self._observer.now()
-        rows: list[CudaRow] = []
-        for device, trace in enumerate(self._driver.snapshot().get("device_traces") or []):
-            rows += self._new_rows(device, trace)
-        self._observer.cuda_events(rows)
-        return until_ns
+        """Pass on the entries since the last call; return the time up to which the history is complete.
+
+        The observer ignores entries once it is stopped.
+        """
+        with self._lock:
+            until_ns = self._observer.now()
+            rows: list[CudaRow] = []
+            for device, trace in enumerate(self._driver.snapshot().get("device_traces") or []):
+                rows += self._new_rows(device, trace)
+            self._observer.cuda_events(rows)
+            return until_ns
 
     def _new_rows(self, device: int, trace: Sequence[Mapping[str, Any]]) -> list[CudaRow]:
         entries = read_entries([trace])

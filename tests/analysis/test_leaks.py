@@ -13,12 +13,13 @@ from torch import nn
 
 from memtrace.analysis.leaks import is_growth, leaks, live_at_ends
 from tests.builders import event, step, trace_of
-from tests.programs.training import _loop, recorded
+from tests.programs.tasks import Task
+from tests.programs.training import recorded, train
 
 
 def _training(each):
     model = nn.Linear(64, 64)
-    _loop(model, lambda _: model(torch.randn(4, 64)).square().mean(), each)
+    train(Task(model, lambda _: model(torch.randn(4, 64)).square().mean()), each)
 
 
 def test_a_leak_of_one_mib_a_step_its_line_and_its_slope(tmp_path):
