@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,8 @@ from memtrace.trace import Trace
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 MIB = 1 << 20
+DATA_PARALLEL_PARAMETER_BYTES = 4 * (64 * 256 + 256 + 256 * 64 + 64)
+"""Bytes of the parameters of the model in tests/programs/ranks.py."""
 
 
 def record_steps(
@@ -35,6 +38,13 @@ def live_bytes(trace: Trace, category: str) -> int:
     table = blocks(trace)
     is_live = (table.category == CATEGORIES.index(category)) & (table.free_event < 0)
     return int(table.size[is_live].sum())
+
+
+def free_port() -> int:
+    """A TCP port that is not in use."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def wait_until(condition: Callable[[], bool], timeout_seconds: float = 60) -> None:
