@@ -55,7 +55,7 @@ def _print_room(out: Console, room: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Entry point of the process that ``memtrace.recording.out_of_memory`` starts; its argument is a rank's folder."""
+    """Explain the last out-of-memory error of the rank folder in ``sys.argv[1]``: entry point of a separate process."""
     try:
         _explain(Path(sys.argv[1]))
     except Exception as trouble:

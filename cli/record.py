@@ -51,7 +51,7 @@ def command(output: str, is_module: bool, program: str, arguments: tuple[str, ..
     recording = record(output, **options)
     with recording:
         exit_code = _run_program(program, is_module, recording)
-    _print_result(output)
+    _print_result(recording.path)
     if isinstance(exit_code, str):  # as the interpreter does for sys.exit("message")
         click.echo(exit_code, err=True)
         exit_code = 1
@@ -85,10 +85,10 @@ def _program_frames(frames: TracebackType | None, program: str) -> TracebackType
     return frames
 
 
-def _print_result(output: str) -> None:
+def _print_result(trace: Path) -> None:
     from memtrace.recording.job import rank_and_world_size
 
     rank, _ = rank_and_world_size()
     with contextlib.suppress(OSError):
-        size = sum(part.stat().st_size for part in (Path(output) / f"rank={rank}").iterdir())
-        click.echo(f"memtrace: wrote {output} ({format_bytes(size)}). Next: memtrace summary {output}", err=True)
+        size = sum(part.stat().st_size for part in (trace / f"rank={rank}").iterdir())
+        click.echo(f"memtrace: wrote {trace} ({format_bytes(size)}). Next: memtrace summary {trace}", err=True)

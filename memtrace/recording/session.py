@@ -48,7 +48,8 @@ def record(
     logged as a warning and never raised: training continues.
 
     Args:
-        path: Folder of the trace to write. If it already holds a trace, that trace is renamed to ``<name>-old1``, ....
+        path: Folder of the trace to write. A trace that is already there is renamed to ``<name>-old1`` (``-old2``,
+            and so on). Default "run.memtrace".
         model: The model, or several models by name. Its modules and parameters are then named as in
             ``named_parameters()``. Default None: models are detected, and names start with the class of the model.
         optimizer: The optimizer, or several. State that exists before the first step is then labelled as optimizer

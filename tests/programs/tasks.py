@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from gpt import GPT, compute_loss, synthetic_text
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -63,6 +62,8 @@ def checkpointed_transformer() -> Task:
 
 
 def gpt() -> Task:
+    from gpt import GPT, compute_loss, synthetic_text  # examples/gpt.py: not on the path of benchmarks/steps.py
+
     model = GPT(vocabulary=64, width=32, layers=2, heads=2, length=16)
     return Task(model, lambda _: compute_loss(model, synthetic_text(2, 16, 64)))
 

@@ -23,13 +23,13 @@ SNAPSHOTS = Path(__file__).resolve().parents[3] / "shared" / "data" / "snapshots
 
 
 def test_the_rank_with_the_largest_batch_is_pointed_out(data_parallel_job: Path) -> None:
-    found = ranks(memtrace.load(data_parallel_job))
-    assert found.missing == ()
-    assert [row.by_category["parameter"] for row in found.rows] == [DATA_PARALLEL_PARAMETER_BYTES] * 4
-    assert (found.look_at, found.slowest) == (2, 2)
-    peaks = [row.peak_bytes for row in found.rows]
+    comparison = ranks(memtrace.load(data_parallel_job))
+    assert comparison.missing == ()
+    assert [row.by_category["parameter"] for row in comparison.rows] == [DATA_PARALLEL_PARAMETER_BYTES] * 4
+    assert (comparison.look_at, comparison.slowest) == (2, 2)
+    peaks = [row.peak_bytes for row in comparison.rows]
     assert peaks[0] == peaks[1] == peaks[3] < peaks[2]
-    assert found.imbalance == pytest.approx(4 * peaks[2] / sum(peaks))
+    assert comparison.imbalance == pytest.approx(4 * peaks[2] / sum(peaks))
     shown = CliRunner().invoke(cli, ["ranks", str(data_parallel_job)])
     assert shown.exit_code == 0, shown.output
     assert "look at rank 2 first" in shown.output
@@ -40,9 +40,9 @@ def test_the_rank_with_the_largest_batch_is_pointed_out(data_parallel_job: Path)
 
 
 def job(*sources: Trace, world_size: int | None = None) -> Trace:
-    for number, one in enumerate(sources):
-        one.manifest.update(rank=number, world_size=world_size or len(sources))
-    return Trace(None, {number: one._source for number, one in enumerate(sources)})
+    for number, source in enumerate(sources):
+        source.manifest.update(rank=number, world_size=world_size or len(sources))
+    return Trace(None, {number: source._source for number, source in enumerate(sources)})
 
 
 def rank_of(peak: int, works: int = 10, **more: Any) -> Trace:
@@ -56,16 +56,16 @@ def rank_of(peak: int, works: int = 10, **more: Any) -> Trace:
 
 
 def test_ranks_with_equal_peaks_have_no_slowest_rank() -> None:
-    found = ranks(job(rank_of(100), rank_of(102), rank_of(101)))
-    assert (found.look_at, found.slowest) == (1, None)
-    assert "alike" in found.why
-    assert found.imbalance == pytest.approx(102 / 101)
+    comparison = ranks(job(rank_of(100), rank_of(102), rank_of(101)))
+    assert (comparison.look_at, comparison.slowest) == (1, None)
+    assert "alike" in comparison.why
+    assert comparison.imbalance == pytest.approx(102 / 101)
 
 
 def test_the_slowest_rank_computes_longest_per_step() -> None:
-    found = ranks(job(rank_of(100), rank_of(100, works=30), rank_of(100)))
-    assert [row.working_ns for row in found.rows] == [10, 30, 10]
-    assert found.slowest == found.look_at == 1
+    comparison = ranks(job(rank_of(100), rank_of(100, works=30), rank_of(100)))
+    assert [row.working_ns for row in comparison.rows] == [10, 30, 10]
+    assert comparison.slowest == comparison.look_at == 1
 
 
 def test_the_rank_that_ended_first_is_to_blame() -> None:
@@ -73,9 +73,9 @@ def test_the_rank_that_ended_first_is_to_blame() -> None:
     killed, culprit = rank_of(100), rank_of(100)
     for dead, begun in ((killed, 2000), (culprit, 1000)):
         dead.manifest.update(finished=False, t0_epoch_ns=begun)
-    found = ranks(job(killed, rank_of(100), culprit))
-    assert found.look_at == 2
-    assert found.rows[0].ended_epoch_ns - found.rows[2].ended_epoch_ns == 1000
+    comparison = ranks(job(killed, rank_of(100), culprit))
+    assert comparison.look_at == 2
+    assert comparison.rows[0].ended_epoch_ns - comparison.rows[2].ended_epoch_ns == 1000
 
 
 def test_out_of_memory_is_more_important_than_a_killed_rank_or_imbalance() -> None:
@@ -91,9 +91,9 @@ def test_a_rank_without_a_manifest_is_missing(data_parallel_job: Path, tmp_path:
     path = tmp_path / "job.memtrace"
     shutil.copytree(data_parallel_job, path)
     (path / "rank=2" / "manifest.json").unlink()
-    found = ranks(memtrace.load(path))
-    assert [row.rank for row in found.rows] == [0, 1, 3]
-    assert found.missing == (2,)
+    comparison = ranks(memtrace.load(path))
+    assert [row.rank for row in comparison.rows] == [0, 1, 3]
+    assert comparison.missing == (2,)
 
 
 def test_a_rank_with_a_truncated_manifest_is_left_out(data_parallel_job: Path, tmp_path: Path) -> None:
@@ -104,10 +104,10 @@ def test_a_rank_with_a_truncated_manifest_is_left_out(data_parallel_job: Path, t
     trace = memtrace.load(path)
     assert trace.ranks == (0, 1, 3)
     assert any("rank 2 is left out" in note and str(manifest) in note for note in compute_coverage(trace.rank(1)).notes)
-    found = ranks(trace)
-    assert [row.rank for row in found.rows] == [0, 1, 2, 3] and found.missing == ()
-    assert str(manifest) in (found.rows[2].problem or "") and found.rows[2].peak_bytes is None
-    assert found.look_at in trace.ranks
+    comparison = ranks(trace)
+    assert [row.rank for row in comparison.rows] == [0, 1, 2, 3] and comparison.missing == ()
+    assert str(manifest) in (comparison.rows[2].problem or "") and comparison.rows[2].peak_bytes is None
+    assert comparison.look_at in trace.ranks
     shown = " ".join(CliRunner().invoke(cli, ["ranks", str(path)]).output.split())
     assert "rank 2: " in shown and "cannot be read" in shown
     checked = CliRunner().invoke(cli, ["check", str(path), "--max-peak", "1TiB"])
@@ -133,11 +133,11 @@ def test_missing_and_damaged_ranks_are_listed() -> None:
 
     good = rank_of(100)
     good.manifest.update(world_size=4)
-    found = ranks(Trace(None, {0: good._source, 3: Damaged()}))
-    assert found.missing == (1, 2)
-    assert found.rows[0].peak_bytes == 100
-    assert found.rows[1].peak_bytes is None
-    assert "damaged" in (found.rows[1].problem or "")
+    comparison = ranks(Trace(None, {0: good._source, 3: Damaged()}))
+    assert comparison.missing == (1, 2)
+    assert comparison.rows[0].peak_bytes == 100
+    assert comparison.rows[1].peak_bytes is None
+    assert "damaged" in (comparison.rows[1].problem or "")
 
 
 def test_several_snapshots_are_compared_as_ranks() -> None:
@@ -147,7 +147,7 @@ def test_several_snapshots_are_compared_as_ranks() -> None:
         pytest.skip("the snapshots of ../shared/data are not here")
     shown = CliRunner().invoke(cli, ["ranks", *map(str, files), "--json"])
     assert shown.exit_code == 0, shown.output
-    found = json.loads(shown.output)
+    comparison = json.loads(shown.output)
     alone = [ranks(memtrace.load(file)).rows[0].peak_bytes for file in files]
-    assert [row["peak_bytes"] for row in found["ranks"]] == alone
-    assert found["look_at"]["rank"] == alone.index(max(alone))
+    assert [row["peak_bytes"] for row in comparison["ranks"]] == alone
+    assert comparison["look_at"]["rank"] == alone.index(max(alone))
