@@ -18,10 +18,10 @@ def command(files: tuple[Path, ...], output: Path, overwrite: bool) -> None:
     order of FILES.
     """
     from memtrace.readers import read_job
-    from memtrace.readers.import_job import keep
+    from memtrace.readers.import_job import write_trace
 
     ranks = read_job(files)
-    keep(ranks, output, overwrite=overwrite)
+    write_trace(ranks, output, overwrite=overwrite)
     for manifest, tables in ranks:
-        click.echo(f"rank {manifest['rank']}: {manifest['source']['file']}, {tables['events'].num_rows:,} events")
+        click.echo(f"rank {manifest.rank}: {manifest.source.file}, {tables['events'].num_rows:,} events")
     click.echo(f"{output} written.")

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,13 +69,13 @@ def open_traces(traces: Sequence[str], preload: str | None = None) -> Trace:
     """
     from memtrace.trace import load
 
-    if preload is not None and any(Path(trace).is_file() for trace in traces):
-        from memtrace.readers import isolated
+    def import_module_to_preload() -> None:
+        if preload is not None:
+            import_module(preload)
 
-        isolated.MEANWHILE.append(partial(import_module, preload))
     size_bytes = sum(Path(trace).stat().st_size for trace in traces if Path(trace).is_file())
     with working(f"reading {' '.join(traces)}") if size_bytes > _SLOW_BYTES else nullcontext():
-        return load(*traces)
+        return load(*traces, work_during_read=import_module_to_preload)
 
 
 def cannot_tell(trace: Trace) -> str | None:

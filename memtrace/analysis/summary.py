@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -45,11 +46,11 @@ def summary(trace: Trace) -> dict[str, Any]:
     """
     manifest = trace.manifest
     return {
-        "coverage": compute_coverage(trace).as_dict(),
+        "coverage": asdict(compute_coverage(trace)),
         "source": {
-            **manifest.get("source", {}),
-            "command": manifest.get("command"),
-            "rank": manifest.get("rank", 0),
+            **asdict(manifest.source),
+            "command": list(manifest.command),
+            "rank": manifest.rank,
         },
         "steps": _steps(trace),
         "devices": [_device(trace, peak(trace, device)) for device in trace.devices],

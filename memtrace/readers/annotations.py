@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from memtrace.format.encode import Known, Text, make_table
 from memtrace.format.schema import SPAN_KINDS
-from memtrace.readers.tables import Known, Names, Text, make_table
+from memtrace.readers.tables import Names
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -17,8 +17,9 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from memtrace.errors import MemtraceError, TraceError
 from memtrace.interpreter import run_python
@@ -27,18 +28,20 @@ from memtrace.readers.limits import GIB, MIB, Limits
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    Rank = tuple[dict[str, Any], dict[str, pa.Table]]
+    from memtrace.format.manifest import Manifest
+
+    Rank = tuple[Manifest, dict[str, pa.Table]]
 
 _FAULT: Final = "fault.txt"
 _RANKS: Final = "ranks.json"
 # What a reader holds is left to the end of the process: freeing a million small objects takes a third of a second.
 _UNFREED: Final[list[object]] = []
 _LEAVING: Final[list[int]] = []
-MEANWHILE: Final[list[Callable[[], object]]] = []
-"""Work for this process, done once while a child reads: importing what the tables are for, say."""
 
 
-def read_isolated(path: Path, limits: Limits | None = None) -> list[Rank]:
+def read_isolated(
+    path: Path, limits: Limits | None = None, work_during_read: Callable[[], None] | None = None
+) -> list[Rank]:
     """The ranks in a foreign file, read by a child process within ``limits`` (by default by the file's size).
 
     Raises TraceError with one sentence whatever the file does to the child.
@@ -47,7 +50,8 @@ def read_isolated(path: Path, limits: Limits | None = None) -> list[Rank]:
 
     bounds = limits or Limits.for_size(Content.of(path).size)
     with tempfile.TemporaryDirectory(prefix="memtrace-", ignore_cleanup_errors=True) as folder:
-        status = _fork(path, Path(folder), bounds) if _may_fork() else _spawn(path, Path(folder), bounds)
+        fork = partial(_fork, work_during_read=work_during_read)
+        status = fork(path, Path(folder), bounds) if _may_fork() else _spawn(path, Path(folder), bounds)
         return _collect(path, Path(folder), bounds, status)
 
 
@@ -59,7 +63,7 @@ def _may_fork() -> bool:
     return torch is None or not torch.cuda.is_initialized()
 
 
-def _fork(path: Path, folder: Path, limits: Limits) -> int:
+def _fork(path: Path, folder: Path, limits: Limits, work_during_read: Callable[[], None] | None) -> int:
     """Read in a fork of this process; its exit status, negative for a signal."""
     # Both need it: imported once, before there are two.
     import pyarrow  # noqa: F401
@@ -82,8 +86,8 @@ def _fork(path: Path, folder: Path, limits: Limits) -> int:
     os.close(tell)
     try:
         with os.fdopen(done, "rb") as answer:
-            while MEANWHILE:
-                MEANWHILE.pop()()
+            if work_during_read is not None:
+                work_during_read()
             told = answer.read(1)
         if told:
             # Its memory goes back on another core meanwhile.
@@ -184,7 +188,7 @@ def _leave(ranks: list[Rank], folder: Path) -> None:
                 pa.ipc.new_file(sink, table.schema) as out,
             ):
                 out.write_table(table)
-        listing.append({"manifest": manifest, "tables": list(tables)})
+        listing.append({"manifest": manifest.to_json(), "tables": list(tables)})
     (folder / _RANKS).write_text(json.dumps(listing), encoding="utf-8")
 
 
@@ -200,6 +204,8 @@ def _collect(path: Path, folder: Path, limits: Limits, status: int) -> list[Rank
         raise TraceError(_death_sentence(path, limits, status))
     import pyarrow as pa
 
+    from memtrace.format.manifest import parse_manifest
+
     ranks: list[Rank] = []
     for number, entry in enumerate(json.loads((folder / _RANKS).read_text(encoding="utf-8"))):
         tables = {}
@@ -207,7 +213,7 @@ def _collect(path: Path, folder: Path, limits: Limits, status: int) -> list[Rank
             # The mapping outlives the file's name.
             with pa.memory_map(str(folder / f"{number}-{name}.arrow")) as source:
                 tables[name] = _whole(name, pa.ipc.open_file(source).read_all())
-        ranks.append((entry["manifest"], tables))
+        ranks.append((parse_manifest(entry["manifest"], str(path)), tables))
     return ranks
 
 

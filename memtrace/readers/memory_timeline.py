@@ -6,16 +6,18 @@ and category is exact; in a file of totals each category is one block that is ma
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from memtrace.errors import TraceError
+from memtrace.format.encode import Known, Text, empty_tables, make_table
 from memtrace.format.schema import CATEGORIES, EVENT_KINDS
 from memtrace.readers.content import Content
 from memtrace.readers.fields import FieldError, integers
 from memtrace.readers.lifetimes import ALLOC, FREE, lifetimes, slots
-from memtrace.readers.tables import Array, Known, Names, Text, empty_tables, make_table, new_manifest
+from memtrace.readers.tables import Array, Names, new_manifest
 
 if TYPE_CHECKING:
     from memtrace.readers.registry import Rank
@@ -100,7 +102,7 @@ def _of_rows(rows: Array, content: Content) -> Rank:
         category=_CODES[category[first]],
         t0=t0,
     )
-    manifest["coverage"]["notes"].append(
+    manifest = manifest.with_notes(
         "a block here is one version of a tensor; which of several of one size and category ends is not told, and the "
         "youngest is assumed: totals by category are exact"
     )
@@ -147,19 +149,19 @@ def _of_totals(time: Array, totals: Array, content: Content) -> Rank:
         category=_CODES[category[kind == ALLOC]],
         t0=int(time[0]),
     )
-    manifest["coverage"]["has_blocks"] = False
-    manifest["coverage"]["notes"].append(
+    manifest = replace(manifest, coverage=replace(manifest.coverage, has_blocks=False))
+    manifest = manifest.with_notes(
         "it holds totals by category and no blocks: each category stands as one block, made anew whenever its total "
         "changes"
     )
     if below:
-        manifest["coverage"]["notes"].append("totals below 0 count as 0")
+        manifest = manifest.with_notes("totals below 0 count as 0")
     return manifest, tables
 
 
 def _rank(content: Content, *, time: Array, kind: Array, block: Array, size: Array, category: Array, t0: int) -> Rank:
     manifest = new_manifest("memory_timeline", content.path.name, t0 if t0 > 0 else None)
-    manifest["coverage"]["notes"] = list(_NOTES)
+    manifest = manifest.with_notes(*_NOTES)
     events: dict[str, Array | Text | Known] = {
         "time_ns": time,
         "kind": Text(kind, EVENT_KINDS),

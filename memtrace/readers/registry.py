@@ -7,7 +7,7 @@ shape of ``Reader``; it is asked after memtrace's own.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from memtrace.errors import TraceError
 from memtrace.readers.content import Content
@@ -15,7 +15,9 @@ from memtrace.readers.content import Content
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    Rank = tuple[dict[str, Any], dict[str, pa.Table]]
+    from memtrace.format.manifest import Manifest
+
+    Rank = tuple[Manifest, dict[str, pa.Table]]
 
 GROUP: Final = "memtrace.readers"
 _OWN: Final = (

@@ -17,6 +17,8 @@ from typing import Any, ClassVar, Final
 
 import torch
 
+from memtrace.format.manifest import ClockOffset
+
 NUM_PINGS: Final = 16
 POLL_SECONDS: Final = 0.02
 """Interval at which the thread checks whether it should stop and whether the process group exists."""
@@ -27,29 +29,13 @@ STOP_TIMEOUT_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True)
-class ClockOffset:
+class MeasuredOffset:
     """Difference between the clock of rank 0 and the clock of this rank."""
 
     offset_ns: int
     """Added to a time of this rank, it gives the time of rank 0."""
     error_ns: int
     """Largest possible error of ``offset_ns``: half a round trip."""
-
-
-@dataclass(frozen=True)
-class ClockAlignment:
-    """Result of the alignment of one rank. Unknown values are None."""
-
-    reference_rank: int = 0
-    """Rank whose clock is the reference."""
-    offset_ns: int | None = None
-    """Added to a time of this rank, it gives the time of the reference rank."""
-    error_ns: int | None = None
-    """Largest possible error of ``offset_ns``."""
-    drift_ns: int | None = None
-    """Change of the offset between the start and the end of the recording."""
-    note: str | None = None
-    """Why the clock could not be aligned."""
 
 
 class ClockExchange:
@@ -68,11 +54,11 @@ class ClockExchange:
         self._now = now
         self._key = key
 
-    def measure_offset(self, should_stop: Callable[[], bool]) -> ClockOffset | None:
+    def measure_offset(self, should_stop: Callable[[], bool]) -> MeasuredOffset | None:
         """The offset from the clock of rank 0; None if ``should_stop`` became true before the first answer."""
         ticket = self._store.add(f"{self._key}/tickets", 1)
         self._store.set(f"{self._key}/ticket/{ticket}", str(self._rank))
-        best: ClockOffset | None = None
+        best: MeasuredOffset | None = None
         for ping in range(NUM_PINGS):
             sent_ns = self._now()
             self._store.set(f"{self._key}/ask/{self._rank}/{ping}", "")
@@ -82,7 +68,7 @@ class ClockExchange:
                 return best
             error_ns = (received_ns - sent_ns + 1) // 2
             if best is None or error_ns < best.error_ns:
-                best = ClockOffset(int(answer) - (sent_ns + received_ns) // 2, error_ns)
+                best = MeasuredOffset(int(answer) - (sent_ns + received_ns) // 2, error_ns)
         return best
 
     def serve(self, num_ranks: int, should_stop: Callable[[], bool]) -> int:
@@ -128,19 +114,19 @@ class ClockAligner:
         self._now = now
         self._stopping = threading.Event()
         self._deadline = 0.0
-        self._alignment = ClockAlignment()
+        self._offset = ClockOffset()
         self._thread = threading.Thread(target=self._run, name="memtrace-clock", daemon=True)
 
     def start(self) -> None:
         """Start the exchange on its own thread."""
         self._thread.start()
 
-    def stop(self) -> ClockAlignment:
+    def stop(self) -> ClockOffset:
         """Measure the drift, end the thread and return the result."""
         self._deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
         self._stopping.set()
         self._thread.join(STOP_TIMEOUT_SECONDS + 1)
-        return self._alignment
+        return self._offset
 
     def _run(self) -> None:
         while not torch.distributed.is_initialized():
@@ -176,7 +162,7 @@ class ClockAligner:
             self._update(drift_ns=last.offset_ns - first.offset_ns)
 
     def _update(self, **fields: Any) -> None:
-        self._alignment = replace(self._alignment, **fields)
+        self._offset = replace(self._offset, **fields)
 
     def _is_past_deadline(self) -> bool:
         return time.monotonic() > self._deadline

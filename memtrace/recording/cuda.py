@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
+from memtrace.format.encode import Text, make_table
 from memtrace.format.schema import COUNTERS, EVENT_KINDS
 from memtrace.readers.cuda_snapshot.events import segments_table
 from memtrace.readers.cuda_snapshot.segments import LiveBlocks, Segments, read_segments
 from memtrace.readers.cuda_snapshot.settings import plain_settings
 from memtrace.readers.cuda_snapshot.sizes import rounds_by_default
-from memtrace.readers.tables import Text, make_table
 from memtrace.recording.cuda_driver import CudaDriver
 from memtrace.recording.cuda_history import CudaHistory, rows_from_columns
+from memtrace.recording.manifest import ManifestFile
 from memtrace.recording.observers import OLDER_SEGMENT, CudaRow, Observer
 
 if TYPE_CHECKING:
@@ -46,11 +47,11 @@ class CudaMonitor:
         manifest: receives the allocator settings and notes.
     """
 
-    def __init__(self, observer: Observer, driver: CudaDriver, manifest: dict[str, Any]) -> None:
+    def __init__(self, observer: Observer, driver: CudaDriver, manifest: ManifestFile) -> None:
         self._observer = observer
         self._driver = driver
         self._manifest = manifest
-        self._note = manifest["coverage"]["notes"].append
+        self._note = manifest.add_note
         self._lock = threading.Lock()
         self._is_recording = False
         self._is_attached = False
@@ -84,7 +85,7 @@ class CudaMonitor:
             self._note(NO_HEADERS_NOTE)
         snapshot = self._driver.snapshot()
         settings = plain_settings(snapshot.get("allocator_settings") or {})
-        self._manifest["allocator_settings"] = settings
+        self._manifest.update(allocator_settings=settings)
         segments, live = read_segments(snapshot["segments"])
         self._observer.cuda_settings(rounds_by_default(settings, live), int(settings.get("max_split_size", -1)))
         self._observer.cuda_events(_existing_rows(segments, live))

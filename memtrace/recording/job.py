@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from memtrace.recording.clock import ClockAligner, ClockAlignment
+from memtrace.format.manifest import ClockOffset
+from memtrace.recording.clock import ClockAligner
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -43,6 +44,6 @@ class JobMembership:
             self.rank, self.world_size = rank_and_world_size()
             self.start()
 
-    def stop(self) -> ClockAlignment | None:
+    def stop(self) -> ClockOffset | None:
         """End the alignment of the clock and return its result; None outside of a job."""
         return self._aligner.stop() if self._aligner is not None else None

@@ -7,24 +7,23 @@ import mmap
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 
 from memtrace.errors import MemtraceError
+from memtrace.format.manifest import RecordingOptions
 from memtrace.format.schema import NAME_KINDS, SPAN_KINDS
 from memtrace.recording.hooks import install_hooks
 from memtrace.recording.job import JobMembership
 from memtrace.recording.labels import Labeller
-from memtrace.recording.manifest import new_manifest
+from memtrace.recording.manifest import ManifestFile, new_manifest
 from memtrace.recording.observers import Observer
 from memtrace.recording.observers.select import select_observer
-from memtrace.recording.options import RecordingOptions
 from memtrace.recording.output_dir import OutputDir, claim_output_dir, move_output_dir
 from memtrace.recording.steps import StepTracker
-from memtrace.recording.writer import Writer, write_manifest
+from memtrace.recording.writer import Writer
 
 if TYPE_CHECKING:
     from memtrace.recording.cuda import CudaMonitor
@@ -55,15 +54,15 @@ def start_recorder(
     """
     reserve = _reserve_address_space()
     observer, notes = select_observer(options.observer)
-    if options.device_time_min_bytes is not None and not observer.times_devices():
+    if options.device_time_min_bytes >= 0 and not observer.times_devices():
         notes.append("no device times: they need the native observer built with the CUDA headers")
         logger.warning("memtrace: %s", notes[-1])
     job = JobMembership(path.name, observer.now)
-    manifest = new_manifest(observer, asdict(options), notes, job.rank, job.world_size)
+    manifest = ManifestFile(new_manifest(observer, options, notes, job.rank, job.world_size))
     output_dir: OutputDir | None = None
     try:
         output_dir = claim_output_dir(path, job.rank, job.world_size)
-        write_manifest(output_dir.folder, manifest)
+        manifest.write(output_dir.folder)
     except (OSError, MemtraceError) as error:
         logger.warning("memtrace: nothing is recorded, training continues: %s", error)
         if output_dir is not None:
@@ -84,7 +83,7 @@ def _reserve_address_space() -> mmap.mmap | None:
     return None
 
 
-def make_cuda_monitor(observer: Observer, manifest: dict[str, Any]) -> CudaMonitor | None:
+def make_cuda_monitor(observer: Observer, manifest: ManifestFile) -> CudaMonitor | None:
     """The CUDA monitor of a recording; None if torch is built for neither CUDA nor ROCm (which uses CUDA's names)."""
     if torch.version.cuda is None and torch.version.hip is None:
         return None
@@ -113,7 +112,7 @@ class Recorder:
         observer: Observer,
         job: JobMembership,
         output_dir: OutputDir,
-        manifest: dict[str, Any],
+        manifest: ManifestFile,
         reserve: mmap.mmap | None,
     ) -> None:
         self.observer = observer
@@ -166,10 +165,10 @@ class Recorder:
             accesses=options.accesses,
             stacks=options.stacks,
             stack_min_bytes=options.stack_min_bytes,
-            device_time_min_bytes=-1 if options.device_time_min_bytes is None else options.device_time_min_bytes,
+            device_time_min_bytes=options.device_time_min_bytes,
         )
         try:
-            self._manifest["t0_epoch_ns"] = time.time_ns() - self.observer.now()
+            self._manifest.update(t0_epoch_ns=time.time_ns() - self.observer.now())
             self._hooks = install_hooks(self.observer, self.labeller, self.steps.optimizer_stepped)
             if self._cuda is not None:
                 self._hooks.callback(self._cuda.watch_graphs())
@@ -223,7 +222,7 @@ class Recorder:
         # Runs on the writer's thread. The program may be inside one of our hooks, so they stay installed, without
         # effect, until the recorded block ends.
         self.is_recording = False
-        self._manifest["stop_reason"] = reason
+        self._manifest.update(stop_reason=reason)
         logger.warning("memtrace: recording stopped, training continues: %s", reason)
         self.observer.stop()
 
@@ -244,8 +243,8 @@ class Recorder:
             return
         self._is_stopped = True
         self.job.refresh()
-        if (alignment := self.job.stop()) is not None:
-            self._manifest["clock"] = asdict(alignment)
+        if (offset := self.job.stop()) is not None:
+            self._manifest.update(clock=offset)
         if self.is_recording:
             self._stop_observing()
         self._writer.stop()
@@ -264,13 +263,12 @@ class Recorder:
 
     def _finish_manifest(self, reason: str | None) -> None:
         manifest = self._manifest
-        manifest["finished"] = manifest["stop_reason"] is None
-        manifest["stop_reason"] = manifest["stop_reason"] or reason
-        manifest["num_events"] = self._writer.num_events
-        if manifest["world_size"] != self.job.world_size and self._move_to_rank():
-            manifest |= {"rank": self.job.rank, "world_size": self.job.world_size}
+        failure = manifest.current.stop_reason
+        manifest.update(finished=failure is None, stop_reason=failure or reason, num_events=self._writer.num_events)
+        if manifest.current.world_size != self.job.world_size and self._move_to_rank():
+            manifest.update(rank=self.job.rank, world_size=self.job.world_size)
         try:
-            write_manifest(self._output_dir.folder, manifest)
+            manifest.write(self._output_dir.folder)
             self.is_complete = True
         except OSError as error:
             logger.warning("memtrace: the manifest could not be written, the trace is incomplete: %s", error)

@@ -13,7 +13,8 @@ from typing import TypeVar
 import torch
 
 from memtrace.errors import MemtraceError
-from memtrace.recording.options import ObserverKind, RecordingOptions, device_time_threshold
+from memtrace.format.manifest import RecordingOptions
+from memtrace.recording.options import ObserverKind, device_time_threshold, validate_options
 from memtrace.recording.out_of_memory import explain_out_of_memory, is_out_of_memory
 from memtrace.recording.pipelining import Direction, PipelinePosition, action_text, mark_action
 from memtrace.recording.recorder import Recorder, start_recorder
@@ -84,6 +85,7 @@ def record(
         device_time_min_bytes=device_time_threshold(device_time),
         flush_seconds=flush_seconds,
     )
+    validate_options(options)
     return Recording(Path(path), options, _models_by_name(model), _optimizer_list(optimizer))
 
 

@@ -147,13 +147,13 @@ def judge(path: Path, *, whole_way: bool) -> str:
     return "trace"
 
 
-def check(manifest: dict[str, Any], tables: dict[str, Any]) -> None:
+def check(manifest: Any, tables: dict[str, Any]) -> None:
     """What every trace must hold, whatever it was read from; and it can be summarised."""
     from memtrace.analysis.summary import summary
     from memtrace.format.schema import arrow_schema
     from memtrace.trace import Trace
 
-    json.dumps(manifest, allow_nan=False)
+    json.dumps(manifest.to_json(), allow_nan=False)
     for name, table in tables.items():
         assert table.schema.equals(arrow_schema(name)), name
         table.validate(full=True)

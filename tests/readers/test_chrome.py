@@ -90,7 +90,7 @@ def test_the_window_begins_in_mid_run(tmp_path: Path) -> None:
         memory(12, 50, 9, **{"Total Allocated": 850, "Total Reserved": 6000}),
     ]
     trace = load(tmp_path, {"traceEvents": events, "baseTimeNanoseconds": 10**18})
-    assert trace.manifest["t0_epoch_ns"] == 10**18 + 10_000
+    assert trace.manifest.t0_epoch_ns == 10**18 + 10_000
     # One block that the trace frees, and the other 700 bytes that were there, as one.
     older = trace.events[trace.events["kind"] == "baseline"]
     assert older["allocated_size"].tolist() == [300, 700] and older["address"].isna().tolist() == [False, True]
@@ -237,7 +237,7 @@ def test_a_bare_array_of_events_with_a_comma_too_many(tmp_path: Path) -> None:
 
 def test_members_after_the_events_count(tmp_path: Path) -> None:
     trace = load(tmp_path, {"traceEvents": [memory(1, 8, 1)], "distributedInfo": {"rank": 3, "world_size": 8}})
-    assert trace.ranks == (3,) and trace.rank(3).manifest["world_size"] == 8
+    assert trace.ranks == (3,) and trace.rank(3).manifest.world_size == 8
 
 
 def test_out_of_memory_events(tmp_path: Path) -> None:

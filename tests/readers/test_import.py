@@ -20,11 +20,13 @@ import memtrace
 from memtrace import readers
 from memtrace.analysis.summary import summary
 from memtrace.errors import TraceError
+from memtrace.format.encode import empty_tables
+from memtrace.format.manifest import TraceSource
 from memtrace.readers import isolated, registry
 from memtrace.readers.content import Content
-from memtrace.readers.import_job import keep
+from memtrace.readers.import_job import write_trace
 from memtrace.readers.limits import Limits
-from memtrace.readers.tables import empty_tables, new_manifest
+from memtrace.readers.tables import new_manifest
 from tests.readers.making import random_life
 
 
@@ -58,7 +60,7 @@ def test_import_keeps_what_the_file_says(tmp_path: Path, files: list[Path]) -> N
         for column in columns:
             assert one.columns(table, column)[column].tolist() == other.columns(table, column)[column].tolist()
     parts = json.loads((kept / "rank=0" / "manifest.json").read_text())["parts"]
-    assert set(parts) <= set(empty_tables()) and parts["events"] == 1
+    assert set(parts) <= {*empty_tables(), "live"} and parts["events"] == [[0, 0]]
 
 
 def test_several_files_are_several_ranks(tmp_path: Path, files: list[Path]) -> None:
@@ -105,7 +107,7 @@ def test_a_failed_write_leaves_the_old_trace_and_nothing_else(
 ) -> None:
     kept = tmp_path / "run.memtrace"
     ranks = readers.read_job(files)
-    keep(ranks, kept)
+    write_trace(ranks, kept)
     before = sorted(path.relative_to(kept) for path in kept.rglob("*"))
     rename = Path.rename
 
@@ -116,7 +118,7 @@ def test_a_failed_write_leaves_the_old_trace_and_nothing_else(
 
     monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(TraceError, match="No space left"):
-        keep(ranks, kept, overwrite=True)
+        write_trace(ranks, kept, overwrite=True)
     monkeypatch.undo()
     assert sorted(path.relative_to(kept) for path in kept.rglob("*")) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["run.memtrace", *(file.name for file in files)])
@@ -133,10 +135,10 @@ def test_ranks_by_name_where_the_files_do_not_say(tmp_path: Path, files: list[Pa
     renamed = [
         file.rename(tmp_path / f"rank{number}_memory.pickle") for file, number in zip(files, (10, 2), strict=True)
     ]
-    ranks = [manifest["rank"] for manifest, _ in readers.read_job(renamed)]
+    ranks = [manifest.rank for manifest, _ in readers.read_job(renamed)]
     assert ranks == [2, 10]
     found = readers.read_job(renamed)
-    assert found[0][0]["world_size"] == 11
+    assert found[0][0].world_size == 11
     assert found[0][0]["coverage"]["notes"][-1] == "rank 2 is rank2_memory.pickle, by its name"
 
 
@@ -156,42 +158,42 @@ def _chrome(path: Path, rank: int) -> Path:
 def test_ranks_as_the_files_say(tmp_path: Path) -> None:
     paths = [_chrome(tmp_path / f"rank{9 - rank}.json", rank) for rank in (3, 1)]
     found = readers.read_job(paths)
-    assert [manifest["rank"] for manifest, _ in found] == [1, 3]
+    assert [manifest.rank for manifest, _ in found] == [1, 3]
     with pytest.raises(TraceError, match="are both of rank 1"):
         readers.read_job([paths[1], paths[1]])
 
 
 def test_a_rank_that_is_told_stays_beside_files_that_tell_none(tmp_path: Path, files: list[Path]) -> None:
     found = readers.read_job([files[0], _chrome(tmp_path / "told.json", 1), files[1]])
-    assert [(manifest["rank"], manifest["source"]["file"]) for manifest, _ in found] == [
+    assert [(manifest.rank, manifest.source.file) for manifest, _ in found] == [
         (0, files[0].name), (1, "told.json"), (2, files[1].name),
     ]  # fmt: skip
-    notes = [manifest["coverage"]["notes"][-1] for manifest, _ in found]
+    notes = [manifest.coverage.notes[-1] for manifest, _ in found]
     assert ["as it says" in note for note in notes] == [False, True, False]
     named = files[1].rename(tmp_path / "rank7.pickle")
-    assert [manifest["rank"] for manifest, _ in readers.read_job([named, tmp_path / "told.json"])] == [1, 7]
+    assert [manifest.rank for manifest, _ in readers.read_job([named, tmp_path / "told.json"])] == [1, 7]
 
 
 def test_folders_and_files_together_are_the_ranks_of_a_job(tmp_path: Path, files: list[Path]) -> None:
     kept = [tmp_path / "a.memtrace", tmp_path / "b.memtrace"]
     for file, folder in zip(files, kept, strict=True):
-        keep(readers.read_job([file]), folder)
+        write_trace(readers.read_job([file]), folder)
     for paths in ([kept[0], kept[1]], [kept[0], files[1]], [files[0], kept[1]]):
         job = memtrace.load(*paths)
         assert job.ranks == (0, 1)
         for number, file in enumerate(files):
             assert job.rank(number).events.equals(memtrace.load(file).events)
-            assert job.rank(number).manifest["world_size"] == 2
+            assert job.rank(number).manifest.world_size == 2
         assert "by the order" in job.rank(1).coverage.notes[-1]
     for number, file in enumerate(files):
-        keep(readers.read_job([file]), tmp_path / f"rank{5 - number}.memtrace")
+        write_trace(readers.read_job([file]), tmp_path / f"rank{5 - number}.memtrace")
     named = memtrace.load(tmp_path / "rank5.memtrace", tmp_path / "rank4.memtrace")
     assert named.ranks == (4, 5)
     assert named.rank(5).events.equals(memtrace.load(files[0]).events)
 
 
 def test_two_jobs_are_not_one(tmp_path: Path, files: list[Path]) -> None:
-    keep(readers.read_job(files), tmp_path / "job.memtrace")
+    write_trace(readers.read_job(files), tmp_path / "job.memtrace")
     with pytest.raises(TraceError, match=r"job.memtrace and job.memtrace are both of rank 0"):
         memtrace.load(tmp_path / "job.memtrace", tmp_path / "job.memtrace")
 
@@ -214,7 +216,7 @@ def test_other_packages_add_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point] if group == registry.GROUP else [])
     monkeypatch.setattr(isolated, "_may_fork", lambda: True)
     ((manifest, _),) = readers.read(tmp_path / "x")
-    assert manifest["source"] == {"kind": "foreign", "observer": None, "file": "x"}
+    assert manifest.source == TraceSource("foreign", None, "x")
 
 
 def test_reading_beside_other_threads_spawns(tmp_path: Path, files: list[Path]) -> None:
@@ -244,7 +246,7 @@ def test_reading_a_file_imports_neither_torch_nor_pandas(files: list[Path], tmp_
         "summary(load(sys.argv[1]))\n"
         "print(json.dumps([name for name in ('torch', 'pandas') if name in sys.modules]))"
     )
-    keep(readers.read_job(files[:1]), tmp_path / "kept.memtrace")
+    write_trace(readers.read_job(files[:1]), tmp_path / "kept.memtrace")
     for path in (files[0], tmp_path / "kept.memtrace"):
         done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
         assert json.loads(done.stdout) == []

@@ -171,7 +171,7 @@ def test_the_first_total_of_the_v100_trace(data: Path) -> None:
     trace = memtrace.load(data / "chrome" / "v100_rank1_of_2.json.gz")
     counted = counted_bytes(trace, "cuda:1", "allocated")
     assert counted is not None and counted.start == 4_121_780_224
-    assert trace.manifest["rank"] == 1 and trace.manifest["world_size"] == 2
+    assert trace.manifest.rank == 1 and trace.manifest.world_size == 2
     assert steps_table(trace)["step"].tolist() == [2, 3, 4, 5, 6]
 
 

@@ -101,13 +101,13 @@ def test_the_bare_list_of_memory_snapshot(tmp_path: Path, value: dict[str, Any])
     assert kinds == {"baseline"}
     live = sum(segment["requested_size"] for segment in value["segments"])
     assert sum(tables["events"]["size"].to_pylist()) == live
-    assert any("no history" in note for note in manifest["coverage"]["notes"])
+    assert any("no history" in note for note in manifest.coverage.notes)
 
 
 def test_an_empty_snapshot_is_a_trace_without_events(tmp_path: Path) -> None:
     manifest, tables = read(tmp_path / "a", pickle.dumps({"segments": [], "device_traces": [[], []]}))
     assert all(table.num_rows == 0 for table in tables.values())
-    assert any("no history" in note for note in manifest["coverage"]["notes"])
+    assert any("no history" in note for note in manifest.coverage.notes)
 
 
 def test_shared_and_copied_frames_are_the_same_stacks(tmp_path: Path) -> None:

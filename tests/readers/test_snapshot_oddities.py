@@ -69,7 +69,7 @@ def test_no_times_fall_back_to_the_number_of_the_entry(tmp_path: Path, maker: Ma
         del entry["time_us"]
     trace = load(tmp_path, value)
     assert trace.events["time_ns"].tolist() == list(range(len(maker.entries)))
-    assert trace.manifest["t0_epoch_ns"] is None
+    assert trace.manifest.t0_epoch_ns is None
     assert any("number of the entry stands for the time" in note for note in compute_coverage(trace).notes)
     assert any("annotations are not read" in note for note in compute_coverage(trace).notes)
 
@@ -194,7 +194,7 @@ def test_settings_are_kept_and_only_plain_values(tmp_path: Path, maker: Maker) -
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "max_split_size": -1, "garbage_collection_threshold": float("nan"),
         "odd": [1, 2], 5: 6,
     }  # fmt: skip
-    settings = load(tmp_path, value).manifest["allocator_settings"]
+    settings = load(tmp_path, value).manifest.allocator_settings
     assert settings == {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "max_split_size": -1, "expandable_segments": False,
         "roundup_power2_divisions": {"1": 0, "2": 0},

@@ -10,6 +10,7 @@ import pytest
 from memtrace.recording import recorder
 from memtrace.recording.cuda import CudaMonitor
 from memtrace.recording.cuda_driver import DeviceTotals
+from memtrace.recording.manifest import ManifestFile
 from memtrace.recording.observers import Observer
 from tests.recording.helpers import MIB
 
@@ -48,7 +49,7 @@ def use_driver(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, *, tracks_al
         tracks_allocator: whether the observer sees the events of the CUDA allocator itself.
     """
 
-    def make(observer: Observer, manifest: dict[str, Any]) -> CudaMonitor:
+    def make(observer: Observer, manifest: ManifestFile) -> CudaMonitor:
         if tracks_allocator:
             observer.attach_cuda = lambda: True  # type: ignore[method-assign]
         return CudaMonitor(observer, driver, manifest)

@@ -47,7 +47,7 @@ def test_concurrent_processes_build_the_module_once(tmp_path: Path) -> None:
 def test_the_native_observer_is_the_default(tmp_path: Path) -> None:
     with memtrace.record(tmp_path / "run.memtrace"):
         torch.ones(1000).mul(2)
-    assert memtrace.load(tmp_path / "run.memtrace").manifest["source"]["observer"] == "native"
+    assert memtrace.load(tmp_path / "run.memtrace").manifest.source.observer == "native"
 
 
 def test_without_a_compiler_the_recording_is_pure_python_with_a_warning(
@@ -60,7 +60,7 @@ def test_without_a_compiler_the_recording_is_pure_python_with_a_warning(
         torch.ones(1000).mul(2)
     assert "no C++ compiler found" in caplog.text
     trace = memtrace.load(tmp_path / "run.memtrace")
-    assert trace.manifest["source"]["observer"] == "dispatch"
+    assert trace.manifest.source.observer == "dispatch"
     assert any("no C++ compiler found" in note for note in compute_coverage(trace).notes)
 
 

@@ -183,7 +183,7 @@ def test_fake_tensors_trace_a_model_larger_than_the_machine(tmp_path: Path) -> N
         model = nn.Sequential(*(nn.Linear(65536, 65536, bias=False) for _ in range(8)))
         model(torch.randn(16, 65536)).sum().backward()
     trace = memtrace.load(recording.path)
-    assert trace.manifest["source"]["observer"] == "dispatch"
+    assert trace.manifest.source.observer == "dispatch"
     assert peak(trace, "cpu").requested.bytes > 8 * 65536**2 * 4 * 2
     assert live_bytes(trace, "parameter") == 8 * 65536**2 * 4
 

@@ -29,20 +29,20 @@ def test_every_rank_records_into_its_folder_of_one_trace(data_parallel_job: Path
     assert trace.ranks == (0, 1, 2, 3)
     for number in trace.ranks:
         manifest = trace.rank(number).manifest
-        assert (manifest["rank"], manifest["world_size"], manifest["finished"]) == (number, 4, True)
+        assert (manifest.rank, manifest.world_size, manifest.finished) == (number, 4, True)
         assert len(steps_table(trace.rank(number))) == 4
 
 
 def test_clock_offsets_are_those_of_the_wall_clock(data_parallel_job: Path) -> None:
     """On one machine all ranks have the same wall clock, which shows when each recording started."""
     trace = memtrace.load(data_parallel_job)
-    starts = [trace.rank(number).manifest["t0_epoch_ns"] for number in trace.ranks]
+    starts = [trace.rank(number).manifest.t0_epoch_ns for number in trace.ranks]
     for number in trace.ranks[1:]:
-        clock = trace.rank(number).manifest["clock"]
-        error_ns = abs(clock["offset_ns"] - (starts[number] - starts[0]))
-        assert error_ns <= clock["error_ns"] + 200_000  # t0_epoch_ns is not exact either: it is read from two clocks
-        assert clock["error_ns"] < 50_000_000
-        assert clock["drift_ns"] is not None and abs(clock["drift_ns"]) < 50_000_000
+        clock = trace.rank(number).manifest.clock
+        error_ns = abs(clock.offset_ns - (starts[number] - starts[0]))
+        assert error_ns <= clock.error_ns + 200_000  # t0_epoch_ns is not exact either: it is read from two clocks
+        assert clock.error_ns < 50_000_000
+        assert clock.drift_ns is not None and abs(clock.drift_ns) < 50_000_000
 
 
 def test_a_killed_rank_does_not_damage_the_traces_of_the_others(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_processes_that_join_a_job_while_they_record_write_one_trace(tmp_path: P
         trace = memtrace.load(folder)
         assert trace.ranks == (0, 1, 2)
         manifests = [trace.rank(number).manifest for number in trace.ranks]
-        processes = [(manifest["command"][1], manifest["rank"], manifest["world_size"]) for manifest in manifests]
+        processes = [(manifest.command[1], manifest.rank, manifest.world_size) for manifest in manifests]
         assert processes == [("0", 0, 3), ("1", 1, 3), ("2", 2, 3)]
         # The alignment has started; on a busy machine a job this short may end before it is complete.
-        assert all(manifest["finished"] and manifest["clock"]["reference_rank"] == 0 for manifest in manifests)
+        assert all(manifest.finished and manifest.clock.reference_rank == 0 for manifest in manifests)

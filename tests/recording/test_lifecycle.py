@@ -6,8 +6,8 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import memtrace
 from memtrace.analysis import compute_coverage
-from memtrace.recording.writer import PartWriter
+from memtrace.format.part_writer import PartWriter
 from tests.programs.tasks import make_step, mlp
 from tests.recording.helpers import endless_recording, part_written, record_steps, wait_until
 
@@ -26,8 +26,8 @@ def test_an_exception_leaves_the_block_and_the_trace_is_complete(tmp_path: Path)
         make_step(mlp())()
         raise ZeroDivisionError
     trace = memtrace.load(tmp_path / "run.memtrace")
-    assert trace.manifest["finished"]
-    assert trace.manifest["stop_reason"] == "ZeroDivisionError left the recorded block"
+    assert trace.manifest.finished
+    assert trace.manifest.stop_reason == "ZeroDivisionError left the recorded block"
 
 
 def test_an_exception_ends_the_module_calls_it_leaves(tmp_path: Path) -> None:
@@ -119,8 +119,8 @@ def test_a_full_disk_ends_the_recording_but_not_the_training(
     step = make_step(mlp())
     append = PartWriter.append
 
-    def append_to_full_disk(self: PartWriter, tables: Mapping[str, object]) -> None:
-        append(self, tables)  # type: ignore[arg-type]
+    def append_to_full_disk(self: PartWriter, *args: Any) -> None:
+        append(self, *args)
         raise OSError(28, "No space left on device")
 
     with memtrace.record(tmp_path / "run.memtrace", flush_seconds=0.02) as recording:

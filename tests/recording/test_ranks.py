@@ -15,8 +15,9 @@ import memtrace
 from memtrace.analysis import compute_coverage
 from memtrace.analysis.ranks import ranks, ranks_table
 from memtrace.errors import TraceError
+from memtrace.format.manifest import Manifest
 from memtrace.trace import Trace
-from tests.builders import event, op, step, trace_of
+from tests.builders import event, op, step, trace_of, with_manifest
 from tests.recording.helpers import DATA_PARALLEL_PARAMETER_BYTES
 
 SNAPSHOTS = Path(__file__).resolve().parents[3] / "shared" / "data" / "snapshots"
@@ -40,9 +41,11 @@ def test_the_rank_with_the_largest_batch_is_pointed_out(data_parallel_job: Path)
 
 
 def job(*sources: Trace, world_size: int | None = None) -> Trace:
-    for number, source in enumerate(sources):
-        source.manifest.update(rank=number, world_size=world_size or len(sources))
-    return Trace(None, {number: source._source for number, source in enumerate(sources)})
+    numbered = [
+        with_manifest(source, rank=number, world_size=world_size or len(sources))
+        for number, source in enumerate(sources)
+    ]
+    return Trace(None, {number: trace._source for number, trace in enumerate(numbered)})
 
 
 def rank_of(peak: int, works: int = 10, **more: Any) -> Trace:
@@ -70,17 +73,15 @@ def test_the_slowest_rank_computes_longest_per_step() -> None:
 
 def test_the_rank_that_ended_first_is_to_blame() -> None:
     """The agent of a job kills the other ranks when one dies."""
-    killed, culprit = rank_of(100), rank_of(100)
-    for dead, begun in ((killed, 2000), (culprit, 1000)):
-        dead.manifest.update(finished=False, t0_epoch_ns=begun)
+    killed, culprit = (with_manifest(rank_of(100), finished=False, t0_epoch_ns=start) for start in (2000, 1000))
     comparison = ranks(job(killed, rank_of(100), culprit))
     assert comparison.look_at == 2
     assert comparison.rows[0].ended_epoch_ns - comparison.rows[2].ended_epoch_ns == 1000
 
 
 def test_out_of_memory_is_more_important_than_a_killed_rank_or_imbalance() -> None:
-    dead, oom = rank_of(100), rank_of(50, events=[event("oom", None, 95, 1000)])
-    dead.manifest["finished"] = False
+    dead = with_manifest(rank_of(100), finished=False)
+    oom = rank_of(50, events=[event("oom", None, 95, 1000)])
     assert ranks(job(rank_of(100), dead, oom, rank_of(900))).look_at == 2
     assert ranks(job(rank_of(100), dead, rank_of(900))).look_at == 1
     assert ranks(job(rank_of(100), rank_of(900))).look_at == 1
@@ -120,7 +121,7 @@ def test_a_rank_with_a_truncated_manifest_is_left_out(data_parallel_job: Path, t
 def test_missing_and_damaged_ranks_are_listed() -> None:
     class Damaged:
         def __init__(self) -> None:
-            self.manifest = {"world_size": 4}
+            self.manifest = Manifest(world_size=4)
 
         def num_rows(self, table: str) -> int:
             return 1
@@ -131,8 +132,7 @@ def test_missing_and_damaged_ranks_are_listed() -> None:
         def notes(self) -> list[str]:
             return []
 
-    good = rank_of(100)
-    good.manifest.update(world_size=4)
+    good = with_manifest(rank_of(100), world_size=4)
     comparison = ranks(Trace(None, {0: good._source, 3: Damaged()}))
     assert comparison.missing == (1, 2)
     assert comparison.rows[0].peak_bytes == 100

@@ -111,7 +111,7 @@ def test_an_exception_of_the_loader_reaches_the_program(tmp_path: Path) -> None:
 def test_max_steps_ends_the_recording_but_not_the_program(tmp_path: Path) -> None:
     trace = record_steps(make_step(mlp()), tmp_path / "run.memtrace", num_steps=6, max_steps=2)
     assert len(step_columns(trace)["step"]) == 2
-    assert trace.manifest["stop_reason"] == "max_steps reached"
+    assert trace.manifest.stop_reason == "max_steps reached"
 
 
 @pytest.mark.parametrize("option", ["max_steps", "last_steps"])

@@ -7,15 +7,18 @@ and what was requested is unknown. On the CPU both are the same. The totals in t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from memtrace.errors import TraceError
+from memtrace.format.encode import empty_tables
+from memtrace.format.manifest import DeviceInfo, Manifest
 from memtrace.readers.annotations import Range, Span, spans_of, spans_table
 from memtrace.readers.chrome_trace.collect import Collector
 from memtrace.readers.chrome_trace.memory import MemoryEvents, counters_table, events_table
 from memtrace.readers.chrome_trace.operators import module_spans, operator_calls
 from memtrace.readers.content import Content
-from memtrace.readers.tables import Names, clean, empty_tables, new_manifest
+from memtrace.readers.tables import Names, clean, new_manifest
 
 if TYPE_CHECKING:
     from memtrace.readers.registry import Rank
@@ -50,8 +53,7 @@ def chrome_tables(found: Collector, about: Mapping[str, Any], content: Content) 
     ]
     events, notes = events_table(memory, calls.of_event, t0_ns=t0)
     manifest = new_manifest("chrome_trace", content.path.name, _epoch(about, t0))
-    _tell_rank(manifest, about)
-    manifest["devices"] = _devices(about, memory.devices)
+    manifest = replace(_with_rank(manifest, about), devices=_devices(about, memory.devices))
     if found.num_odd:
         notes.append(f"{found.num_odd} events without a usable time or size were left out")
     if not len(found.operators.names):
@@ -60,8 +62,7 @@ def chrome_tables(found: Collector, about: Mapping[str, Any], content: Content) 
         notes.append("it holds no Python functions (record with_stack=True): lines and modules cannot be told")
     else:
         notes.append("its lines are those on which functions begin: which line within allocated is not told")
-    manifest["coverage"]["notes"] = notes
-    return manifest, empty_tables() | {
+    return manifest.with_notes(*notes), empty_tables() | {
         "events": events,
         "ops": calls.table,
         "spans": spans_table(spans),
@@ -78,31 +79,31 @@ def _epoch(about: Mapping[str, Any], t0_ns: int) -> int | None:
     return t0_ns if t0_ns >= _EPOCH_NS else None
 
 
-def _tell_rank(manifest: dict[str, Any], about: Mapping[str, Any]) -> None:
+def _with_rank(manifest: Manifest, about: Mapping[str, Any]) -> Manifest:
     info = about.get("distributedInfo")
     if not isinstance(info, dict):
-        return
+        return manifest
     rank, size = info.get("rank"), info.get("world_size")
     if isinstance(rank, int) and 0 <= rank < 1 << 20:
-        manifest["rank"] = rank
-        manifest["rank_told"] = True
-        manifest["world_size"] = max(size, rank + 1) if isinstance(size, int) and size < 1 << 20 else rank + 1
+        world_size = max(size, rank + 1) if isinstance(size, int) and size < 1 << 20 else rank + 1
+        return replace(manifest, rank=rank, rank_is_known=True, world_size=world_size)
+    return manifest
 
 
-def _devices(about: Mapping[str, Any], seen: list[str]) -> dict[str, Any]:
+def _devices(about: Mapping[str, Any], seen: list[str]) -> dict[str, DeviceInfo]:
     """Name and memory of the devices that have events, as the file tells them."""
     properties = about.get("deviceProperties")
     told = {}
     for entry in properties if isinstance(properties, list) else []:
         if isinstance(entry, dict) and isinstance(entry.get("id"), int):
             told[entry["id"]] = entry
-    devices: dict[str, Any] = {}
+    devices: dict[str, DeviceInfo] = {}
     for device in seen:
         number = device.partition(":")[2]
         entry = told.get(int(number)) if number else None
         total = entry.get("totalGlobalMem") if entry else None
-        devices[device] = {
-            "name": clean(entry["name"]) if entry and isinstance(entry.get("name"), str) else None,
-            "total_bytes": total if isinstance(total, int) and 0 < total < 1 << 60 else None,
-        }
+        devices[device] = DeviceInfo(
+            name=clean(entry["name"]) if entry and isinstance(entry.get("name"), str) else None,
+            total_bytes=total if isinstance(total, int) and 0 < total < 1 << 60 else None,
+        )
     return devices

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from memtrace.format.encode import Known, Text, make_table
 from memtrace.format.schema import COUNTERS, EVENT_KINDS
 from memtrace.readers.chrome_trace.collect import Collector
 from memtrace.readers.lifetimes import ALLOC, FREE, Lifetimes, lifetimes, slots
-from memtrace.readers.tables import Array, Known, Text, amount, make_table
+from memtrace.readers.tables import Array, amount
 
 if TYPE_CHECKING:
     import pyarrow as pa

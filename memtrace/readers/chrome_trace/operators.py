@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from memtrace.format.encode import Known, Text, make_table
 from memtrace.format.schema import PHASES
 from memtrace.readers.chrome_trace.collect import Collector, Slices
 from memtrace.readers.chrome_trace.nesting import Nesting
-from memtrace.readers.tables import Array, Known, Names, Text, make_table
+from memtrace.readers.tables import Array, Names
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -8,10 +8,12 @@ block is given where the file tells it or its rules leave no doubt.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from memtrace.errors import TraceError
+from memtrace.format.encode import empty_tables
+from memtrace.format.manifest import FileCoverage
 from memtrace.readers.annotations import optimizer_steps, spans_of, spans_table
 from memtrace.readers.content import Content
 from memtrace.readers.cuda_snapshot.blocks import Snapshot, number_blocks
@@ -26,7 +28,7 @@ from memtrace.readers.cuda_snapshot.stacks import Stacks
 from memtrace.readers.fields import FieldError, rows_of
 from memtrace.readers.lifetimes import lifetimes
 from memtrace.readers.limits import too_large
-from memtrace.readers.tables import Names, empty_tables, new_manifest
+from memtrace.readers.tables import Names, new_manifest
 from memtrace.readers.unpickle import load_plain
 
 if TYPE_CHECKING:
@@ -116,9 +118,7 @@ def _tables(parts: _Parts, file: str) -> Rank:
     segment_table = segments_table(segments, segment_stacks(segments, stacks))
     found = Snapshot(entries, segments, live, lives, blocks, parts.settings)
     manifest = new_manifest("cuda_snapshot", file, None if t0_us is None else t0_us * NS_PER_US)
-    manifest["allocator_settings"] = plain_settings(parts.settings)
-    manifest["coverage"]["has_times"] = t0_us is not None and len(entries) > ONE_MOMENT
-    manifest["coverage"]["notes"] = [
+    notes = [
         *notes_on(found, ops, overflowed=parts.overflowed, frees_at_request=frees_at_request),
         *(["its history of pinned host memory is not read"] if parts.has_host else []),
         *(["its annotations are not read: its entries have no times"] if parts.annotations and t0_us is None else []),
@@ -131,4 +131,5 @@ def _tables(parts: _Parts, file: str) -> Rank:
         "segments": segment_table,
         "names": names.table(),
     }
-    return manifest, tables
+    coverage = FileCoverage(has_times=t0_us is not None and len(entries) > ONE_MOMENT, notes=tuple(notes))
+    return replace(manifest, allocator_settings=plain_settings(parts.settings), coverage=coverage), tables

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from memtrace.format.encode import Known, Text, make_table
 from memtrace.format.schema import CATEGORIES, EVENT_KINDS
 from memtrace.readers.cuda_snapshot.blocks import Snapshot
 from memtrace.readers.cuda_snapshot.entries import KIND
@@ -14,7 +15,7 @@ from memtrace.readers.cuda_snapshot.ops import Ops
 from memtrace.readers.cuda_snapshot.segments import Segments
 from memtrace.readers.cuda_snapshot.sizes import allocated_sizes
 from memtrace.readers.cuda_snapshot.stacks import Stacks
-from memtrace.readers.tables import Array, Known, Text, make_table
+from memtrace.readers.tables import Array
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from memtrace.format.encode import Known, Text, make_table
 from memtrace.format.schema import PHASES
 from memtrace.readers.annotations import Range
 from memtrace.readers.cuda_snapshot.entries import KIND, SAID, Entries
@@ -16,7 +17,7 @@ from memtrace.readers.cuda_snapshot.phases import without_stack
 from memtrace.readers.cuda_snapshot.stacks import Stacks
 from memtrace.readers.fields import FieldError
 from memtrace.readers.frames import BACKWARD, OPTIMIZER
-from memtrace.readers.tables import Array, Known, Names, Text, make_table
+from memtrace.readers.tables import Array, Names
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -11,9 +11,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from memtrace.format.encode import Known
 from memtrace.readers.cuda_snapshot.blocks import Snapshot
 from memtrace.readers.cuda_snapshot.segments import LiveBlocks
-from memtrace.readers.tables import Array, Known
+from memtrace.readers.tables import Array
 
 ROUNDING_BYTES: Final = 512
 SMALL_BYTES: Final = 1 << 20

@@ -61,6 +61,7 @@ class RecordBuffer:
         batch: Batch = {"names": names}
         for table, columns in COLUMN_DTYPES.items():
             values = list(zip(*rows[table], strict=True)) or [()] * len(columns)
-            for (column, dtype), data in zip(columns.items(), values, strict=True):
+            # Rows may leave out the last columns of a table, which are null then.
+            for (column, dtype), data in zip(columns.items(), values, strict=False):
                 batch[f"{table}.{column}"] = np.array(data, dtype).tobytes()
         return batch

@@ -7,13 +7,15 @@ import logging
 from memtrace.errors import MemtraceError
 from memtrace.recording.observers import Observer
 from memtrace.recording.observers.build import BuildError
-from memtrace.recording.options import ObserverKind
 
 logger = logging.getLogger("memtrace")
 
 
-def select_observer(kind: ObserverKind) -> tuple[Observer, list[str]]:
+def select_observer(kind: str) -> tuple[Observer, list[str]]:
     """The observer to use, and notes for the manifest on why it is not the native one.
+
+    Args:
+        kind: "auto", "native" or "dispatch"; see ``memtrace.record``.
 
     Raises:
         MemtraceError: ``kind`` is "native" and the native observer cannot be built or loaded.

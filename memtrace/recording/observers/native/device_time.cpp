@@ -71,7 +71,7 @@ void take_first(DeviceTimes& all, DeviceTimeColumns& out) {
   TimedCall& call = all.running.front();
   BaseEvent& base = all.bases.at(call.device);
   const int64_t start = base.time_ns + elapsed_ns(base.event, call.start);
-  out.op.push_back(call.op);
+  out.op_id.push_back(call.op);
   out.device.push_back(call.device);
   out.start_ns.push_back(start);
   out.duration_ns.push_back(elapsed_ns(call.start, call.end));
