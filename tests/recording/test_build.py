@@ -14,6 +14,7 @@ import torch
 import memtrace
 from memtrace.analysis import compute_coverage
 from memtrace.recording.observers import build
+from memtrace.recording.observers.columns_header import HEADER_NAME, columns_header
 
 EMPTY_MODULE = """#include <Python.h>
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "memtrace_native", nullptr, -1};
@@ -89,6 +90,7 @@ def test_the_cuda_part_compiles(source: str, tmp_path: Path) -> None:
     # CUDA wheels of torch contain this header and CPU wheels do not. Its content does not matter for the syntax.
     (tmp_path / "c10" / "cuda" / "impl").mkdir(parents=True)
     (tmp_path / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h").touch()
+    (tmp_path / HEADER_NAME).write_text(columns_header())
     includes = [tmp_path, Path(torch.__file__).parent / "include", toolkit, Path(sysconfig.get_paths()["include"])]
     command = [cxx, "-std=c++20", "-DNDEBUG", "-DMEMTRACE_CUDA", "-fsyntax-only", *(f"-I{path}" for path in includes)]
     result = subprocess.run([*command, str(build.SOURCES / source)], capture_output=True, text=True, check=False)
