@@ -184,7 +184,7 @@ def test_folders_and_files_together_are_the_ranks_of_a_job(tmp_path: Path, files
         for number, file in enumerate(files):
             assert job.rank(number).events.equals(memtrace.load(file).events)
             assert job.rank(number).manifest.world_size == 2
-        assert "by the order" in job.rank(1).coverage.notes[-1]
+        assert "by the order" in job.rank(1).manifest.coverage.notes[-1]
     for number, file in enumerate(files):
         write_trace(readers.read_job([file]), tmp_path / f"rank{5 - number}.memtrace")
     named = memtrace.load(tmp_path / "rank5.memtrace", tmp_path / "rank4.memtrace")

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -437,8 +438,8 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(tmp_path, monkeypat
     step = mlp()
     appended = PartWriter.append
 
-    def full(self: PartWriter, batch: dict[str, object]) -> None:
-        appended(self, batch)
+    def full(self: PartWriter, *rows: Any) -> None:
+        appended(self, *rows)
         if self.num_events > 200:
             raise OSError(28, "No space left on device")
 
