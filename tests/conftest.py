@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,15 @@ def data() -> Path:
     if not DATA.is_dir():
         pytest.skip(f"no real files: {DATA} is absent")
     return DATA
+
+
+@pytest.fixture(scope="session")
+def gpt_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trace of examples/gpt.py, recorded in a process of its own."""
+    path = tmp_path_factory.mktemp("gpt") / "run.memtrace"
+    program = Path(__file__).parents[1] / "examples" / "gpt.py"
+    subprocess.run([sys.executable, program, "--steps", "8", "--record", path], check=True, capture_output=True)
+    return path
 
 
 class DefectTraces(NamedTuple):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -19,11 +17,6 @@ from memtrace.recording.observers import COLUMN_DTYPES
 from memtrace.recording.observers.columns_header import columns_header
 
 DEVICES = ("cpu", "cuda:0")
-
-
-def test_the_committed_format_document_is_current() -> None:
-    generator = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate_format.py"))
-    assert generator["PATH"].read_text() == generator["format_document"](), "run python docs/generate_format.py"
 
 
 def test_every_table_is_described_and_every_vocabulary_fits_int8() -> None:
