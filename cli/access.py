@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.output import cannot_tell, console, plain_table, print_json
-from memtrace.cli.quantities import BYTES_OR_NONE
+from memtrace.cli.output import console, missing_blocks_reason, plain_table, print_json
+from memtrace.cli.quantities import BYTES_OR_ZERO
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
 from rich.markup import escape
@@ -28,7 +28,7 @@ CSV_COLUMNS = ("site", "category", "bytes", "num_intervals", "median_ns", "swap_
 @click.option("--bandwidths", type=click.Path(), help="What memtrace doctor --bandwidth --json printed.")
 @click.option("--out", "out_gb", type=float, help="Bandwidth out of the device in GB/s; with --in.")
 @click.option("--in", "in_gb", type=float, help="Bandwidth into the device in GB/s.")
-@click.option("--min-bytes", type=BYTES_OR_NONE, default=1 << 20, help="Smallest block to swap; default 1MiB.")
+@click.option("--min-bytes", type=BYTES_OR_ZERO, default=1 << 20, help="Smallest block to swap; default 1MiB.")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print one line an outlier.")
 def command(
@@ -45,7 +45,7 @@ def command(
         print_json(found)
     elif as_csv:
         print_csv(CSV_COLUMNS, found["outliers"])
-    elif reason := cannot_tell(one):
+    elif reason := missing_blocks_reason(one):
         console().print(f"[bold]{escape(selection.name)}[/]: access intervals {reason}")
     else:
         _print(console(), selection.name, found)

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.output import console, plain_table, print_json
-from memtrace.cli.quantities import BYTES_OR_NONE
+from memtrace.cli.quantities import BYTES_OR_ZERO
 from memtrace.cli.tabular import print_csv
 from rich.markup import escape
 
@@ -18,8 +18,8 @@ from memtrace.units import UNKNOWN, format_bytes
 
 @click.command("check")
 @selects_traces
-@click.option("--max-peak", type=BYTES_OR_NONE, help="Most requested bytes live at once, devices added.")
-@click.option("--max-growth", type=BYTES_OR_NONE, help="Most bytes by which a step may leave more live than the last.")
+@click.option("--max-peak", type=BYTES_OR_ZERO, help="Most requested bytes live at once, devices added.")
+@click.option("--max-growth", type=BYTES_OR_ZERO, help="Most bytes by which a step may leave more live than the last.")
 @click.option("--max-category", multiple=True, metavar="NAME=BYTES", help="Most held at the peak; repeat for more.")
 @click.option("--max-module", multiple=True, metavar="NAME=BYTES", help="The same of a module with all in it.")
 @click.option("--limits", type=click.Path(path_type=Path), help="The same in a JSON file.")
@@ -70,7 +70,7 @@ def command(
 
 def _bytes(value: object) -> int:
     try:
-        return BYTES_OR_NONE.convert(str(value), None, None)  # a number of JSON may be negative too
+        return BYTES_OR_ZERO.convert(str(value), None, None)  # a number of JSON may be negative too
     except click.UsageError as error:
         raise ValueError(error.message) from None
 

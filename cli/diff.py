@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 from memtrace.cli.arguments import RANK, WINDOW, Selection
-from memtrace.cli.output import cannot_tell, console, plain_table, print_json
+from memtrace.cli.output import console, missing_blocks_reason, plain_table, print_json
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
 from rich.markup import escape
@@ -40,7 +40,7 @@ def command(
     else:
         out = console()
         for name, trace in ((before, one), (after, two)):
-            if reason := cannot_tell(trace):
+            if reason := missing_blocks_reason(trace):
                 out.print(f"[bold]{escape(name)}[/]: steps, modules and lines {reason}")
         _print(out, found)
 

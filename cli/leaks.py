@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.output import cannot_tell, console, plain_table, print_json
+from memtrace.cli.output import console, missing_blocks_reason, plain_table, print_json
 from memtrace.cli.quantities import BYTES
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
@@ -34,7 +34,7 @@ def command(selection: Selection, min_steps: int, capacity: int | None, as_json:
         print_json(found)
     elif as_csv:
         print_csv(CSV_COLUMNS, found["leaks"])
-    elif reason := cannot_tell(one):
+    elif reason := missing_blocks_reason(one):
         console().print(f"[bold]{escape(selection.name)}[/]: what grows {reason}")
     else:
         _print(console(), selection.name, found)

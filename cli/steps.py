@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.output import cannot_tell, console, plain_table, print_json
+from memtrace.cli.output import console, missing_blocks_reason, plain_table, print_json
 from memtrace.cli.tabular import print_csv
 from rich.console import Console
 from rich.markup import escape
@@ -35,7 +35,7 @@ def command(selection: Selection, from_events: bool, as_json: bool, as_csv: bool
             ({"start_ns": a, "end_ns": b, **even.get(n, {}), "step": n}
              for n, (a, b) in enumerate(pairwise(bounds))),
         )  # fmt: skip
-    elif reason := cannot_tell(one):
+    elif reason := missing_blocks_reason(one):
         console().print(f"[bold]{escape(selection.name)}[/]: steps {reason}")
     else:
         _print(console(), selection.name, found)

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import plotly.graph_objects as go
-from memtrace.dashboards.palette import CATEGORY_COLORS, CATEGORY_LABELS, STACK_ORDER
+from memtrace.dashboards.palette import CATEGORY_COLORS, STACK_ORDER
 from plotly.subplots import make_subplots
 
 from memtrace.analysis.access import PUBLISHED, SIZE_CLASSES, intervals, swappable
 from memtrace.analysis.blocks import blocks
+from memtrace.categories import CATEGORY_LABELS
 from memtrace.format.schema import CATEGORIES
 from memtrace.units import format_bytes
 

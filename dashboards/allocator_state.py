@@ -10,7 +10,7 @@ from memtrace.dashboards.text import name_text
 from memtrace.analysis.fragmentation import fragmentation, pinned_segments
 from memtrace.analysis.oom import out_of_memory
 from memtrace.analysis.sites import site
-from memtrace.analysis.summary import failure_as_dict
+from memtrace.analysis.summary import summarize_failure
 from memtrace.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def fragmentation_table(trace: Trace, device: str) -> Table | None:
 
 def failures_table(trace: Trace, device: str) -> Table | None:
     """The allocations that failed on a device, each with what held the memory; None where none did."""
-    failures = [failure_as_dict(trace, found) for found in out_of_memory(trace) if found.device == device]
+    failures = [summarize_failure(trace, found) for found in out_of_memory(trace) if found.device == device]
     if not failures:
         return None
     columns = (
@@ -65,10 +65,10 @@ def failures_table(trace: Trace, device: str) -> Table | None:
         Column("what to try"),
     )
     rows = tuple(
-        Row((format_duration(told["time_ns"]), format_bytes(told["asked_bytes"]), format_bytes(told["live_bytes"]),
-             name_text(told["site"] or "–"), " ".join(told["advice"])),  # noqa: RUF001
-            tuple(f"{format_bytes(held['bytes'])} in {held['blocks']:,} blocks: {name_text(held['site'] or 'no stack')}"
-                  for held in told["holders"]))
+        Row((format_duration(told.time_ns), format_bytes(told.asked_bytes), format_bytes(told.live_bytes),
+             name_text(told.site or "–"), " ".join(told.advice)),  # noqa: RUF001
+            tuple(f"{format_bytes(held.bytes)} in {held.num_blocks:,} blocks: {name_text(held.name or 'no stack')}"
+                  for held in told.holders))
         for told in failures[:MAX_ROWS]
     )  # fmt: skip
     note = f"{len(rows)} of {len(failures)} failures."

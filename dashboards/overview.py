@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memtrace.dashboards.palette import CATEGORY_LABELS
 from memtrace.dashboards.text import name_text
 
 from memtrace.analysis import compute_coverage
 from memtrace.analysis.growth import growth
-from memtrace.analysis.peak import Peak, by_category, by_module_pattern, by_site, peak
+from memtrace.analysis.peak import Peak, find_peak, peak_by_category, peak_by_module, peak_by_site
 from memtrace.analysis.steps import step_columns
+from memtrace.categories import CATEGORY_LABELS
 from memtrace.units import format_bytes, format_count, format_duration, format_share
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _LOST = {0: "no", None: "an unknown number of"}
 
 def key_figures(trace: Trace, device: str) -> dict[str, Any]:
     """What the template shows of one device: coverage, cards, sentences and hints."""
-    found = peak(trace, device)
+    found = find_peak(trace, device)
     return {
         "coverage": _coverage(trace),
         "cards": _cards(trace, found),
@@ -93,9 +93,9 @@ def _cards(trace: Trace, found: Peak) -> list[dict[str, Any]]:
                 "hint": "taken from the device",
             }
         )
-    categories = by_category(trace, found.live)
+    categories = peak_by_category(trace, found.device)
     if categories:
-        name, size, _ = categories[0]
+        name, size = categories[0].name, categories[0].bytes
         cards.append({"label": "most of it", "value": CATEGORY_LABELS[name or "unknown"], "category": name,
                       "hint": f"{format_bytes(size)}, {format_share(size, total)} of the peak"})  # fmt: skip
     columns = step_columns(trace)
@@ -130,12 +130,12 @@ def _sentences(trace: Trace, found: Peak) -> list[str]:
     total = found.requested.bytes
     sentences = []
     for what, rows in (
-        ("line", by_site(trace, found.live)),
-        ("module", by_module_pattern(trace, found.live)),
+        ("line", peak_by_site(trace, found.device)),
+        ("module", peak_by_module(trace, found.device)),
     ):
-        known = [row for row in rows if row[0]]
+        known = [row for row in rows if row.name]
         if known:
-            name, size, number = known[0]
+            name, size, number = known[0].name, known[0].bytes, known[0].num_blocks
             sentences.append(
                 f"The {what} that holds most of the peak is {name_text(name)}: {format_bytes(size)} "
                 f"({format_share(size, total)}) in {number:,} block{'s' if number != 1 else ''}."
@@ -159,7 +159,8 @@ def _hints(trace: Trace, found: Peak) -> list[dict[str, str]]:
                 "advice": f"Something keeps tensors: a list of losses with their graphs, a cache, a hook.{where}",
             }
         )
-    for name, size, _ in by_category(trace, found.live)[:3]:
+    for group in peak_by_category(trace, found.device)[:3]:
+        name, size = group.name, group.bytes
         if total and size / total >= 0.1:
             label = CATEGORY_LABELS[name or "unknown"]
             hints.append(

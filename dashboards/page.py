@@ -1,4 +1,4 @@
-"""Puts the page together: one HTML file, no network, bounded in size whatever the trace."""
+"""Assembles the page: one HTML file that needs no network and whose size is bounded for every trace."""
 
 from __future__ import annotations
 
@@ -9,222 +9,28 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
-from memtrace.dashboards import (
-    access,
-    allocator,
-    allocator_state,
-    findings,
-    growth,
-    lifetimes,
-    overview,
-    peak_breakdown,
-    pipeline,
-    stability,
-    steps,
-    timeline,
-)
-from memtrace.dashboards.palette import (
-    CATEGORY_COLORS,
-    CATEGORY_LABELS,
-    CATEGORY_MEANINGS,
-    THEMES,
-    plotly_template,
-)
-from memtrace.dashboards.sections import Section, Table
+from memtrace.dashboards import overview
+from memtrace.dashboards.contents import DEVICE_SECTIONS, GLOSSARY, JOB_SECTIONS
+from memtrace.dashboards.palette import CATEGORY_COLORS, THEMES, plotly_template
+from memtrace.dashboards.sections import DeviceSection, JobSection, Table
 from memtrace.dashboards.text import name_text
 
 from memtrace import __version__
-from memtrace.units import format_share
+from memtrace.analysis.summary import describe_peak, summarize_peak
+from memtrace.categories import CATEGORY_LABELS, CATEGORY_MEANINGS
+from memtrace.units import format_count, format_share
 
 if TYPE_CHECKING:
+    from memtrace.pipeline.compare import Comparison
     from memtrace.trace import Trace
 
 MAX_VIEWS: Final = 4
-"""Most pairs of rank and device on one page: each carries figures of its own."""
+"""Most pairs of rank and device on one page; each has figures of its own."""
 
-# Plotly draws with inline styles and makes images in blobs; nothing is ever fetched.
+# Plotly draws with inline styles and creates images as blobs. The page fetches nothing.
 CONTENT_SECURITY_POLICY: Final = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
 )
-GLOSSARY: Final = (
-    ("block", "one lifetime of one allocation"),
-    ("requested", "bytes the program asked for"),
-    ("allocated", "bytes the allocator counts for them, rounding included; on a CPU the same"),
-    ("reserved", "bytes the CUDA allocator took from the device, used or not"),
-    ("step", "one training iteration"),
-    ("site", "your own innermost line on the stack of an allocation"),
-)
-
-SECTIONS: Final = (
-    Section(
-        "failures",
-        "Out of memory",
-        "Allocations that failed, what held the memory then, and what would have helped.",
-        allocator_state.failures_table,
-    ),
-    Section(
-        "timeline",
-        "Memory over time",
-        "Bytes in use, stacked by what they are for. The two lanes below the curve are the steps and their phases. "
-        "Drag to zoom, double-click to go back.",
-        timeline.timeline_figure,
-        "Nothing was allocated on this device.",
-        height=460,
-    ),
-    Section(
-        "modules",
-        "What holds the peak, by module",
-        "The blocks live at the peak under the module that allocated them; parameters, gradients and optimizer state "
-        "under the module that owns them. Taller is more.",
-        peak_breakdown.modules_figure,
-        "No modules were recorded.",
-        columns=2,
-        height=470,
-    ),
-    Section(
-        "categories",
-        "By category",
-        "What the blocks live at the peak are for.",
-        peak_breakdown.categories_table,
-        "Nothing was live at the peak.",
-        columns=1,
-    ),
-    Section(
-        "sites",
-        "By line of your code",
-        "The innermost line of your own that allocated what is live at the peak; for memory made in backward, the line "
-        "of its forward operator.",
-        peak_breakdown.sites_table,
-        "No stacks were recorded.",
-    ),
-    Section(
-        "blocks",
-        "Largest blocks at the peak",
-        "Each with the stack that allocated it.",
-        peak_breakdown.blocks_table,
-        "Nothing was live at the peak.",
-    ),
-    Section(
-        "needless",
-        "Memory without need",
-        "What was made too early, freed too late, never used or left behind, and the peak that would result if it were "
-        "mended: the recorded timeline, replayed without it.",
-        findings.findings_table,
-        "Nothing was found.",
-    ),
-    Section(
-        "fragmentation",
-        "Reserved without use",
-        "Memory that the allocator took from the device and no block uses. A segment goes back whole or not at all: "
-        "one live block in it keeps the rest.",
-        allocator_state.fragmentation_table,
-    ),
-    Section(
-        "segments",
-        "Segments over time",
-        "A bar is a segment, from when the allocator took it from the device to when it gave it back, as high as it is "
-        "large.",
-        allocator.segments_section,
-        height=420,
-    ),
-    Section(
-        "holes",
-        "Blocks and holes when most was reserved",
-        "A row is a segment, with its live blocks and the free holes between them.",
-        allocator.state_section,
-        height=460,
-    ),
-    Section(
-        "settings",
-        "What other settings of the allocator would reserve",
-        "The recorded requests, replayed by a model of the allocator under each setting.",
-        allocator.sweep_section,
-        height=540,
-    ),
-    Section(
-        "steps",
-        "Steps",
-        "Every step should look like the one before it: a line that climbs is memory that is never given back.",
-        steps.steps_figure,
-        "No steps were found: mark them with rec.step() or rec.steps(loader).",
-        height=440,
-    ),
-    Section(
-        "stability",
-        "Are the steps alike",
-        "How much of every step matches the usual one: the same block from the same line, as large, and accessed as "
-        "often. What is not blue differs; memtrace steps names the blocks.",
-        stability.stability_figure,
-        height=260,
-    ),
-    Section(
-        "growth",
-        "What grows",
-        "What the lines of your code keep at the end of every step. A bold line that climbs to the end is a leak; one "
-        "that levels off is not.",
-        growth.growth_figure,
-        height=360,
-    ),
-    Section(
-        "intervals",
-        "How long blocks lie untouched",
-        "Times between two accesses of one block by different operators. Long ones are memory that nobody needs "
-        "meanwhile.",
-        access.intervals_figure,
-        height=380,
-    ),
-    Section(
-        "outliers",
-        "What could be swapped out meanwhile",
-        "Below the line a block can be copied out and back before it is needed again; most intervals are too short. "
-        "memtrace access takes the bandwidths of your machine.",
-        access.outliers_figure,
-        height=440,
-    ),
-    Section(
-        "lifetimes",
-        "Lifetimes of blocks",
-        "A rectangle is a block: from its allocation to its free, at its address, as high as it is large.",
-        lifetimes.lifetimes_figure,
-        "The addresses of blocks are not known.",
-        height=520,
-    ),
-)
-
-
-JOB_SECTIONS: Final = (
-    Section(
-        "pipeline",
-        "The pipeline on one clock",
-        "What every rank did in the last complete step: the number is the micro-batch, what no bar covers is a bubble.",
-        pipeline.recorded_figure,
-    ),
-    Section(
-        "stages",
-        "Stages",
-        "What each stage takes: its state, and the activations of one micro-batch times those in flight.",
-        pipeline.stages_figure,
-    ),
-    Section(
-        "pipeline-memory",
-        "Memory of every rank",
-        "Live bytes over the same step, on the same clock.",
-        pipeline.memory_figure,
-    ),
-    Section(
-        "predicted",
-        "Predicted beside measured",
-        "The peak of every worker as the trace of one process predicts it.",
-        pipeline.predicted_figure,
-    ),
-    Section(
-        "predicted-pipeline",
-        "The pipeline as simulated",
-        "The same step with the times of one process on one machine a worker, and free messages.",
-        pipeline.predicted_schedule_figure,
-    ),
-)
-"""Sections of all ranks together, above the rest; ``build`` gets the whole trace, None leaves the section out."""
 
 
 @dataclass(frozen=True)
@@ -238,67 +44,96 @@ class Panel:
     columns: int
     height: int
     figure: Markup | None
+    """JSON of the plotly figure."""
     table: Table | None
     note: str
 
     @property
     def has_content(self) -> bool:
-        """Whether there is more to show than why there is nothing."""
+        """Whether the section has a figure or a table."""
         return self.figure is not None or self.table is not None
 
 
-def report(trace: Trace, path: str | Path) -> Path:
-    """Write the page of a trace to ``path`` and return it. Raises OSError where that cannot be written."""
-    target = Path(path)
+def report(trace: Trace, output: str | Path, *, prediction: Comparison | None = None) -> Path:
+    """Write the page of a trace.
+
+    Args:
+        trace: A trace of one or several ranks.
+        output: Path of the HTML file.
+        prediction: Predicted pipeline to show next to the recorded one.
+
+    Returns:
+        The path of the HTML file.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    target = Path(output)
     temporary = target.with_name(f".{target.name}.tmp")
-    temporary.write_text(render(trace), encoding="utf-8")
+    temporary.write_text(render(trace, prediction=prediction), encoding="utf-8")
     temporary.replace(target)
     return target
 
 
-def render(trace: Trace) -> str:
-    """The page as text."""
+def render(trace: Trace, *, prediction: Comparison | None = None) -> str:
+    """Return the page as HTML; the arguments are those of ``report``."""
     pairs = [(rank, device) for rank in trace.ranks for device in trace.rank(rank).devices]
-    views = [_view(trace.rank(rank), rank, device, len(trace.ranks)) for rank, device in pairs[:MAX_VIEWS]]
+    views = [_render_view(trace.rank(rank), rank, device, len(trace.ranks)) for rank, device in pairs[:MAX_VIEWS]]
+    job_panels = [_render_job_panel(section, trace, prediction) for section in JOB_SECTIONS]
     environment = Environment(loader=PackageLoader("memtrace.dashboards"), autoescape=True, trim_blocks=True)
     environment.globals.update(zip=zip, format_share=format_share)
-    left_out = len(pairs) - len(views)
     return environment.get_template("report.html").render(
         title=name_text(trace.path.name if trace.path else "trace"),
         version=__version__,
         views=views,
-        views_note=f"{left_out} more ranks or devices: memtrace report --rank N." if left_out > 0 else "",
-        job_panels=[panel for section in JOB_SECTIONS if (panel := _panel(section, trace, "")).figure],
+        views_note=_left_out_note(len(pairs) - len(views)),
+        job_panels=[panel for panel in job_panels if panel.has_content],
         glossary=GLOSSARY,
         category_meanings=CATEGORY_MEANINGS,
         category_labels=CATEGORY_LABELS,
         content_security_policy=CONTENT_SECURITY_POLICY,
         themes=_json({name: {"template": plotly_template(name), "colors": THEMES[name]} for name in THEMES}),
-        inline=_inline(environment),
+        inline=_inline_sources(environment),
     )
 
 
-def _view(trace: Trace, rank: int, device: str, num_ranks: int) -> dict[str, Any]:
-    panels = [_panel(section, trace, device) for section in SECTIONS]
+def _left_out_note(num_left_out: int) -> str:
+    if num_left_out <= 0:
+        return ""
+    views = format_count(num_left_out, "more pair of rank and device", "more pairs of rank and device")
+    return f"This page leaves out {views}. Write a page for one rank with memtrace report --rank N."
+
+
+def _render_view(trace: Trace, rank: int, device: str, num_ranks: int) -> dict[str, Any]:
+    panels = [_render_device_panel(section, trace, device) for section in DEVICE_SECTIONS]
     return {
         "id": f"{rank}-{device.replace(':', '-')}",
         "label": f"rank {rank}, {device}" if num_ranks > 1 else device,
         "group": f"rank {rank}",
+        "headline": describe_peak(summarize_peak(trace, device)),
         "panels": [panel for panel in panels if panel.has_content or panel.absent],
         **overview.key_figures(trace, device),
     }
 
 
-def _panel(section: Section, trace: Trace, device: str) -> Panel:
-    content = section.build(trace, device)
-    table = content if isinstance(content, Table) else None
-    figure, note = None, ""
-    if content is not None and table is None:
-        note = (content.layout.meta or {}).get("note", "")
-        content.layout.template = None
-        figure = _script_safe(content.to_json())
+def _render_device_panel(section: DeviceSection, trace: Trace, device: str) -> Panel:
+    content = _render_content(section.build(trace, device))
     return Panel(section.anchor, section.title, section.explanation, section.absent, section.columns, section.height,
-                 figure, table, note)  # fmt: skip
+                 *content)  # fmt: skip
+
+
+def _render_job_panel(section: JobSection, trace: Trace, prediction: Comparison | None) -> Panel:
+    content = _render_content(section.build(trace, prediction))
+    return Panel(section.anchor, section.title, section.explanation, "", 3, section.height, *content)
+
+
+def _render_content(content: Any) -> tuple[Markup | None, Table | None, str]:
+    """Return the figure, the table and the note of what a build function returned."""
+    if content is None or isinstance(content, Table):
+        return None, content, ""
+    note = (content.layout.meta or {}).get("note", "")
+    content.layout.template = None
+    return _script_safe(content.to_json()), None, note
 
 
 def _json(value: Any) -> Markup:
@@ -306,13 +141,14 @@ def _json(value: Any) -> Markup:
 
 
 def _script_safe(text: str) -> Markup:
-    """JSON that cannot end the script element it stands in."""
+    """Escape JSON so that it cannot end the script element that contains it."""
     for character in ("<", ">", "&", "\u2028", "\u2029"):
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)
 
 
-def _inline(environment: Environment) -> dict[str, Markup]:
+def _inline_sources(environment: Environment) -> dict[str, Markup]:
+    """Return the style sheet, our scripts and plotly.js."""
     from plotly.offline import get_plotlyjs
 
     def source(name: str) -> str:

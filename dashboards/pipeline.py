@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import plotly.graph_objects as go
-from memtrace.dashboards.palette import CATEGORY_COLORS, CATEGORY_LABELS
+from memtrace.dashboards.palette import CATEGORY_COLORS
 
 from memtrace.analysis.peak import requested_bytes
 from memtrace.analysis.ranks import fullest
-from memtrace.analysis.timeline import kept_places
+from memtrace.analysis.timeline import select_plot_points
+from memtrace.categories import CATEGORY_LABELS
 from memtrace.errors import TraceError
-from memtrace.pipeline.compare import kept_comparison
 from memtrace.pipeline.measured import Measured, measured
 from memtrace.pipeline.recorded import clock_shift_ns
 from memtrace.pipeline.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
 from memtrace.units import choose_byte_unit, choose_time_unit, format_bytes
 
 if TYPE_CHECKING:
+    from memtrace.pipeline.compare import Comparison
     from memtrace.pipeline.simulation.simulate import Simulation
     from memtrace.trace import Trace
 
@@ -52,7 +53,7 @@ def _measured_or_none(trace: Trace) -> Measured | None:
         return None
 
 
-def recorded_figure(trace: Trace, device: str) -> go.Figure | None:
+def recorded_figure(trace: Trace, prediction: Comparison | None) -> go.Figure | None:
     """What every rank did in the last complete step, on one clock."""
     found = found_pipeline(trace)
     if found is None:
@@ -65,10 +66,9 @@ def recorded_figure(trace: Trace, device: str) -> go.Figure | None:
     return _schedule_figure([(who, action, start - begin, end - begin) for who, action, start, end in rows])
 
 
-def predicted_schedule_figure(trace: Trace, device: str) -> go.Figure | None:
+def predicted_schedule_figure(trace: Trace, prediction: Comparison | None) -> go.Figure | None:
     """The same as it was simulated from the trace of one process; None without such a prediction."""
-    comparison = kept_comparison(trace)
-    return None if comparison is None else simulation_figure(comparison.simulation)
+    return None if prediction is None else simulation_figure(prediction.simulation)
 
 
 def simulation_figure(simulation: Simulation) -> go.Figure:
@@ -124,7 +124,7 @@ def _schedule_figure(rows: list[Any]) -> go.Figure:
     return figure
 
 
-def memory_figure(trace: Trace, device: str) -> go.Figure | None:
+def memory_figure(trace: Trace, prediction: Comparison | None) -> go.Figure | None:
     """Live bytes of every rank over the last complete step, on the same clock."""
     found = found_pipeline(trace)
     if found is None:
@@ -144,7 +144,7 @@ def memory_figure(trace: Trace, device: str) -> go.Figure | None:
         live = requested_bytes(single, top.device)
         time = single.columns("events", "time_ns")["time_ns"][live.rows] + clock_shift_ns(single.manifest, reference)
         inside = np.flatnonzero((time >= begin) & (time <= end))
-        inside = inside[kept_places(live.bytes[inside], MAX_POINTS)]
+        inside = inside[select_plot_points(live.bytes[inside], MAX_POINTS)]
         figure.add_trace(
             go.Scatter(
                 x=(time[inside] - begin) / nanoseconds,
@@ -161,7 +161,7 @@ def memory_figure(trace: Trace, device: str) -> go.Figure | None:
     return figure
 
 
-def stages_figure(trace: Trace, device: str) -> go.Figure | None:
+def stages_figure(trace: Trace, prediction: Comparison | None) -> go.Figure | None:
     """What each stage takes: weights, gradients, optimizer state, and activations times micro-batches in flight."""
     found = found_pipeline(trace)
     if found is None:
@@ -195,12 +195,11 @@ def stages_figure(trace: Trace, device: str) -> go.Figure | None:
     return figure
 
 
-def predicted_figure(trace: Trace, device: str) -> go.Figure | None:
+def predicted_figure(trace: Trace, prediction: Comparison | None) -> go.Figure | None:
     """The peak of every worker as predicted from one process, beside the measured one."""
-    comparison = kept_comparison(trace)
-    if comparison is None:
+    if prediction is None:
         return None
-    workers = comparison.workers[:MAX_WORKERS]
+    workers = prediction.workers[:MAX_WORKERS]
     divisor, unit = choose_byte_unit(max(one.measured_peak_bytes for one in workers))
     names = [f"rank {one.rank}" for one in workers]
     figure = go.Figure()
@@ -223,5 +222,5 @@ def predicted_figure(trace: Trace, device: str) -> go.Figure | None:
         )
     figure.update_layout(barmode="group", legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"})
     figure.update_yaxes(title_text=unit)
-    figure.update_layout(meta={"note": f"The largest error is {100 * comparison.largest_error:.1f} %."})
+    figure.update_layout(meta={"note": f"The largest error is {100 * prediction.largest_error:.1f} %."})
     return figure

@@ -46,14 +46,14 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     from memtrace.analysis.counterfactual import Absences, peak_without
     from memtrace.analysis.findings import findings
-    from memtrace.analysis.peak import peak
+    from memtrace.analysis.peak import find_peak
 
     with tempfile.TemporaryDirectory() as folder:
         train(Path(folder) / "before.memtrace", mended=False)
         train(Path(folder) / "after.memtrace", mended=True)
         trace = memtrace.load(Path(folder) / "before.memtrace")
         before = findings(trace, "cpu")
-        after = peak(memtrace.load(Path(folder) / "after.memtrace"), "cpu").requested.bytes
+        after = find_peak(memtrace.load(Path(folder) / "after.memtrace"), "cpu").requested.bytes
     for one in before.findings[:6]:
         print(f"{one.name or one.pattern:36} {one.site or 'unknown':36} saves {one.saved_bytes / 2**20:6.2f} MiB")
     planted = before.findings[:3]

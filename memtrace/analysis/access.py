@@ -13,7 +13,7 @@ import numpy as np
 from memtrace.analysis.attribution import KIND
 from memtrace.analysis.block_accesses import tells_accesses
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.peak import peak
+from memtrace.analysis.peak import find_peak
 from memtrace.analysis.sites import sites_of
 from memtrace.errors import MemtraceError
 from memtrace.format.arrays import Array
@@ -140,7 +140,7 @@ def swappable(trace: Trace, costs: Bandwidths, linear: bool = True, min_bytes: i
 def covers_peak(trace: Trace, places: Array) -> Array:
     """Whether each interval (a place in ``Intervals``) spans the peak of its block's device."""
     found, device = intervals(trace), blocks(trace).device
-    tops = np.array([peak(trace, name).requested.event for name in trace.devices], np.int64)
+    tops = np.array([find_peak(trace, name).requested.event for name in trace.devices], np.int64)
     top = tops[device[found.block[places]]]
     return (found.first_row[places] < top) & (top < found.second_row[places])
 

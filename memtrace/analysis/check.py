@@ -9,9 +9,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from memtrace.analysis.block_groups import find_owning_modules, group_by_category, group_by_site
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.growth import growth
-from memtrace.analysis.peak import by_category, by_site, owners, peak
+from memtrace.analysis.peak import find_peak
 from memtrace.errors import MemtraceError
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
@@ -85,9 +86,9 @@ def check(trace: Trace, limits: Limits) -> list[Verdict]:
     if wrong:
         raise MemtraceError(f"{wrong[0]!r} is no category; they are {', '.join(CATEGORIES)}")
     verdicts = []
-    live = [peak(trace, device).live for device in trace.devices]
+    live = [find_peak(trace, device).live for device in trace.devices]
     if limits.peak is not None:
-        found = sum(peak(trace, device).requested.bytes for device in trace.devices)
+        found = sum(find_peak(trace, device).requested.bytes for device in trace.devices)
         verdicts.append(Verdict("peak", limits.peak, found, _largest_site(trace, live)))
     if limits.growth is not None:
         grows = growth(trace)
@@ -95,14 +96,14 @@ def check(trace: Trace, limits: Limits) -> list[Verdict]:
         verdicts.append(Verdict("growth a step", limits.growth, grows.bytes_per_step if grows else None, where))
     for name, allowed in limits.categories.items():
         mine = [rows[blocks(trace).category[rows] == CATEGORIES.index(name)] for rows in live]
-        size = sum(row[1] for rows in live for row in by_category(trace, rows) if row[0] == name)
+        size = sum(group.bytes for rows in live for group in group_by_category(trace, rows) if group.name == name)
         verdicts.append(Verdict(f"category {name}", allowed, size, _largest_site(trace, mine)))
     verdicts += [_of_module(trace, name, allowed, live) for name, allowed in limits.modules.items()]
     return verdicts
 
 
 def _of_module(trace: Trace, name: str, allowed: int, live: list[Array]) -> Verdict:
-    modules, owner = owners(trace, np.arange(len(blocks(trace))))
+    modules, owner = find_owning_modules(trace, np.arange(len(blocks(trace))))
     inside = [module is not None and (module == name or module.startswith(f"{name}.")) for module in modules]
     if not any(inside):
         told = sorted({module.split(".")[0] for module in modules if module})
@@ -115,6 +116,6 @@ def _of_module(trace: Trace, name: str, allowed: int, live: list[Array]) -> Verd
 def _largest_site(trace: Trace, live: list[Array]) -> str | None:
     totals: dict[str | None, int] = {}
     for part in live:
-        for name, size, _ in by_site(trace, part):
-            totals[name] = totals.get(name, 0) + size
+        for group in group_by_site(trace, part):
+            totals[group.name] = totals.get(group.name, 0) + group.bytes
     return max(totals, key=lambda name: totals[name], default=None)

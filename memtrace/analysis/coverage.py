@@ -9,7 +9,7 @@ import numpy as np
 
 from memtrace.analysis.attribution import step_rows
 from memtrace.analysis.blocks import CATEGORY, blocks
-from memtrace.analysis.peak import peak
+from memtrace.analysis.peak import find_peak
 from memtrace.format.schema import COUNTERS
 from memtrace.trace import Trace
 
@@ -69,7 +69,7 @@ def _compute_coverage(trace: Trace) -> Coverage:
     timed = len(time) > 0 and trace.has_times
     unattributed = 0
     for device in trace.devices:
-        live = peak(trace, device).live
+        live = find_peak(trace, device).live
         unattributed += int(found.size[live[found.category[live] == CATEGORY["unknown"]]].sum())
     return Coverage(
         first_event_ns=int(time[0]) if timed else None,

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from memtrace.analysis.attribution import step_rows
+from memtrace.analysis.block_groups import group_by_category, group_by_module_pattern, group_by_site
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.growth import WARM_UP_STEPS
-from memtrace.analysis.peak import by_category, by_module_pattern, by_site, peak
+from memtrace.analysis.peak import find_peak
 from memtrace.analysis.sites import site
 from memtrace.analysis.steps import step_columns
 from memtrace.format.arrays import Array
@@ -123,13 +124,15 @@ Sums = dict[str, dict[str | None, tuple[int, float]]]
 def _held(trace: Trace) -> Sums:
     sums: Sums = {grouping: {} for grouping in GROUPINGS}
     for device in trace.devices:
-        live = peak(trace, device).live
+        live = find_peak(trace, device).live
         for grouping, rows in zip(
-            GROUPINGS, (by_category(trace, live), by_module_pattern(trace, live), by_site(trace, live)), strict=True
+            GROUPINGS,
+            (group_by_category(trace, live), group_by_module_pattern(trace, live), group_by_site(trace, live)),
+            strict=True,
         ):
-            for name, size, number in rows:
-                had = sums[grouping].get(name, (0, 0.0))
-                sums[grouping][name] = had[0] + size, had[1] + number
+            for group in rows:
+                had = sums[grouping].get(group.name, (0, 0.0))
+                sums[grouping][group.name] = had[0] + group.bytes, had[1] + group.num_blocks
     return sums
 
 
@@ -219,7 +222,7 @@ def _totals(trace: Trace, steps: Array) -> dict[str, float | None]:
         "usual_step_duration_ns": "duration_ns",
     }
     medians = {name: float(np.median(columns[of][usual])) if usual.any() else None for name, of in names.items()}
-    peaks = [peak(trace, device).requested.bytes for device in trace.devices]
+    peaks = [find_peak(trace, device).requested.bytes for device in trace.devices]
     return {"peak_bytes": sum(peaks), "num_steps": len(columns["step"]) if trace.has_blocks else None, **medians}
 
 

@@ -13,7 +13,7 @@ from memtrace.analysis.block_accesses import most_bytes_of_an_operator, tells_ac
 from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
 from memtrace.analysis.counterfactual import FOREVER, Absences, peak_without
 from memtrace.analysis.growth import MIN_STEPS, WARM_UP_STEPS
-from memtrace.analysis.peak import peak
+from memtrace.analysis.peak import find_peak
 from memtrace.analysis.sites import site
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES, NO_BLOCKS
@@ -137,7 +137,7 @@ def findings_table(trace: Trace) -> pd.DataFrame:
 
 
 def _find(trace: Trace, device: str, min_bytes: int | None) -> DeviceFindings:
-    found, top = blocks(trace), peak(trace, device)
+    found, top = blocks(trace), find_peak(trace, device)
     if not trace.has_blocks:
         reason = f"all patterns: {NO_BLOCKS}"
         return DeviceFindings(device, top.requested.bytes, None, None, (), (reason,))
@@ -264,7 +264,7 @@ def _by_line(
     if not len(absences):
         return []
     found = blocks(trace)
-    top = peak(trace, device).requested.event
+    top = find_peak(trace, device).requested.event
     covers = (absences.begin <= top) & (absences.end > top)
     size = found.size[absences.block]
     groups: dict[tuple[str | None, int], list[Array]] = {}
@@ -302,7 +302,7 @@ def _site_of_all(trace: Trace, found: Blocks, absences: Absences, name: str) -> 
 def _finding(
     trace: Trace, device: str, pattern: str, name: str | None, where: str | None, mine: Absences, *, replay: bool
 ) -> Finding:
-    found, top = blocks(trace), peak(trace, device).requested
+    found, top = blocks(trace), find_peak(trace, device).requested
     time = trace.columns("events", "time_ns")["time_ns"]
     last = max(len(time) - 1, 0)
     size = found.size[mine.block]

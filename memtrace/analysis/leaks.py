@@ -10,7 +10,7 @@ import numpy as np
 from memtrace.analysis.attribution import SPAN, rows_at, step_rows
 from memtrace.analysis.block_signatures import WARM_UP_STEPS, middle_by, role_text, roles
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.peak import peak
+from memtrace.analysis.peak import find_peak
 from memtrace.analysis.sites import sites_of
 from memtrace.analysis.steps import step_columns
 from memtrace.format.arrays import Array
@@ -95,7 +95,7 @@ def leaks(
     kept = np.flatnonzero((found.alloc_event >= 0) & (end > first) & (found.size > 0))
     rows = _growing(trace, kept, first[kept], end[kept], len(ends), min_steps, cycle)
     slope = sum(leak.bytes_per_step for leak in rows)
-    top = max((peak(trace, device).requested.bytes for device in trace.devices), default=0)
+    top = max((find_peak(trace, device).requested.bytes for device in trace.devices), default=0)
     left = None
     if capacity_bytes is not None and slope > 0:
         # What is grown by copying (torch.cat) is there twice at the peak, which then grows faster than what stays.

@@ -10,7 +10,7 @@ import numpy as np
 
 from memtrace.analysis.attribution import KIND
 from memtrace.analysis.coverage import compute_coverage
-from memtrace.analysis.peak import Peak, by_category, peak
+from memtrace.analysis.peak import Peak, find_peak, peak_by_category
 from memtrace.analysis.steps import step_columns
 from memtrace.errors import TraceError
 from memtrace.format.arrays import Array
@@ -147,7 +147,9 @@ def _summed(trace: Trace, number: int) -> RankRow:
         device=found.device,
         peak_bytes=found.requested.bytes,
         phase=found.phase,
-        by_category={name: size for name, size, _ in by_category(trace, found.live) if name is not None},
+        by_category={
+            group.name: group.bytes for group in peak_by_category(trace, found.device) if group.name is not None
+        },
         end_bytes=found.end_bytes,
         step_ns=int(np.median(duration)) if len(duration) and trace.has_times else None,
         working_ns=int(np.median(working)) if working is not None and len(working) else None,
@@ -157,7 +159,7 @@ def _summed(trace: Trace, number: int) -> RankRow:
 def fullest(trace: Trace) -> Peak | None:
     """The peak of the fullest device of a single-rank trace, accelerators before the CPU; None without events."""
     devices = [device for device in trace.devices if device != "cpu"] or list(trace.devices)
-    return max((peak(trace, device) for device in devices), key=lambda found: found.requested.bytes, default=None)
+    return max((find_peak(trace, device) for device in devices), key=lambda found: found.requested.bytes, default=None)
 
 
 def working_ns(trace: Trace) -> Array | None:

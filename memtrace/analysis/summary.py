@@ -1,158 +1,392 @@
-"""The summary of a trace: what ``memtrace summary`` prints and ``--json`` gives."""
+"""Summary of a trace: what ``memtrace summary`` prints, with and without ``--json``."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from memtrace.analysis.access import swappable_at_peak
 from memtrace.analysis.attribution import steps_are_marked
+from memtrace.analysis.block_groups import BlockGroup
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.coverage import compute_coverage
+from memtrace.analysis.coverage import Coverage, compute_coverage
 from memtrace.analysis.findings import findings
-from memtrace.analysis.fragmentation import fragmentation
+from memtrace.analysis.fragmentation import Fragmentation, fragmentation
 from memtrace.analysis.growth import growth
 from memtrace.analysis.leaks import leaks
-from memtrace.analysis.oom import OutOfMemory, out_of_memory
-from memtrace.analysis.peak import Peak, by_category, by_module_pattern, by_site, peak
+from memtrace.analysis.oom import OutOfMemory, Room, out_of_memory
+from memtrace.analysis.peak import (
+    find_peak,
+    largest_peak_blocks,
+    peak_by_category,
+    peak_by_module,
+    peak_by_site,
+)
 from memtrace.analysis.sites import site
 from memtrace.analysis.stability import stability
 from memtrace.analysis.steps import step_columns, tells_waits
+from memtrace.categories import describe_category_share
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
+from memtrace.units import format_bytes, format_duration, format_share
 
-TOP = 8
-MAX_PATTERN_EVENTS = 500_000
-"""Of larger traces ``memtrace steps`` and ``access`` tell what takes them seconds: the summary stays quick."""
+NUM_TOP_ROWS: Final = 8
+"""Number of allocation sites, modules and blocks that a summary lists."""
+MAX_PATTERN_EVENTS: Final = 500_000
+"""Largest trace, in events, for which the summary searches for patterns: the search takes seconds beyond that, and
+``memtrace steps``, ``access`` and ``findings`` do it on request."""
 
 
-def summary(trace: Trace) -> dict[str, Any]:
-    """What held the memory, when and where from, as plain JSON values; unknown is None. Bytes and ns.
+@dataclass(frozen=True)
+class TraceSource:
+    """Where a trace comes from."""
 
-    ``coverage`` (see ``Coverage``); ``source`` (kind, observer, command); ``steps``: count (None: a file of totals),
-    source ("marks", "events": found in the events alone, None: no steps), median_duration_ns, median_peak_bytes,
-    max_peak_bytes, median_allocated_bytes, data_wait_share, growth_bytes_per_step and growth_sources (None with too few
-    steps); ``devices``: a list of device, peak (requested_bytes, allocated_bytes, reserved_bytes, time_ns, event (row
-    of events; -1: the start), step, phase, by_category, top_sites, top_modules, top_blocks), baseline_requested_bytes,
-    live_requested_bytes_at_end, reserved_bytes_at_end, fragmentation (see ``Fragmentation``; None without segments);
-    ``patterns``: iterative, stability_bytes (share of a usual step's bytes that match the others),
-    swappable_bytes_at_peak, leak_bytes_per_step, leak_site, finding (the ``Finding`` whose mending would save most);
-    ``out_of_memory``: a list (see ``OutOfMemory``, with ``site`` for each stack). Requested is what the program asked
-    for, allocated what the allocator counts; each has its own maximum over time. What is grouped is live at the
-    requested peak (where requests are not told, at the peak of the blocks' own sizes, and in those).
+    kind: str | None
+    """``recording``, or the kind of the file it was read from, such as ``cuda_snapshot``."""
+    observer: str | None
+    """Observer that recorded the trace: ``native`` or ``dispatch``; None for a file of another tool."""
+    file: str | None
+    """Name of the file it was read from; None for a recording."""
+    command: tuple[str, ...] | None
+    """Command line of the recorded program; None: unknown."""
+
+
+@dataclass(frozen=True)
+class GrowthSource:
+    """An allocation site whose live bytes grow."""
+
+    site: str
+    bytes_per_step: int
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """The steps of a trace. None: unknown, or no steps."""
+
+    num_steps: int | None
+    """None for a file that holds totals and no blocks."""
+    source: str | None
+    """``marks``: marked by the program or its optimizer; ``events``: detected in the events alone; None: no steps."""
+    median_duration_ns: int | None
+    median_peak_bytes: int | None
+    max_peak_bytes: int | None
+    median_allocated_bytes: int | None
+    """Median of the bytes that a step allocates."""
+    median_num_allocations: int | None
+    data_wait_share: float | None
+    """Share of the time of all steps that they wait for data, from 0 to 1."""
+    growth_bytes_per_step: int | None
+    """Growth of the live bytes from step end to step end; None with too few steps."""
+    growth_sources: tuple[GrowthSource, ...]
+    """Allocation sites that grow, fastest first."""
+
+
+@dataclass(frozen=True)
+class BlockSummary:
+    """One block that is live at the peak."""
+
+    block_id: int
+    bytes: int
+    category: str
+    name: str | None
+    """Name of the tensor, such as ``blocks.0.weight``."""
+    module: str | None
+    operator: str | None
+    """Operator that allocated the block."""
+    site: str | None
+    """Allocation site."""
+
+
+@dataclass(frozen=True)
+class PeakSummary:
+    """The peaks of one device. Each kind of bytes has a maximum of its own; groups are those live at the requested one.
+
+    Where the trace has no requested bytes, the groups hold the sizes that the allocator counts.
     """
+
+    requested_bytes: int | None
+    """Bytes that the program requested; None: unknown."""
+    allocated_bytes: int | None
+    """Bytes that the allocator counts for the blocks, rounding included; None: unknown."""
+    reserved_bytes: int | None
+    """Bytes reserved in segments; None: unknown, or an allocator without segments (the CPU)."""
+    time_ns: int | None
+    """Time of the peak since the start of the recording; None: unknown, or at the start."""
+    event: int
+    """Row of the events table after which the peak is reached; -1: at the start of the recording."""
+    step: int | None
+    phase: str | None
+    """Phase of the peak: forward, backward, optimizer or other; None: unknown."""
+    by_category: dict[str, int]
+    """Bytes of each category."""
+    top_sites: tuple[BlockGroup, ...]
+    """The allocation sites that hold most, largest first."""
+    top_modules: tuple[BlockGroup, ...]
+    """The module patterns (``GPT.blocks.*.mlp``) that hold most, largest first."""
+    top_blocks: tuple[BlockSummary, ...]
+    """The largest blocks, largest first."""
+
+    @property
+    def bytes(self) -> int:
+        """The requested bytes; where they are unknown, the allocated bytes."""
+        return self.allocated_bytes or 0 if self.requested_bytes is None else self.requested_bytes
+
+
+@dataclass(frozen=True)
+class DeviceSummary:
+    """The memory of one device."""
+
+    device: str
+    peak: PeakSummary
+    baseline_requested_bytes: int | None
+    """Bytes that were allocated before the recording; None: unknown."""
+    live_requested_bytes_at_end: int | None
+    reserved_bytes_at_end: int | None
+    fragmentation: Fragmentation | None
+    """None where the trace has no segments."""
+
+
+@dataclass(frozen=True)
+class FindingSummary:
+    """The finding whose fix lowers the peak most; see ``memtrace.analysis.findings``."""
+
+    pattern: str
+    name: str | None
+    site: str | None
+    peak_if_fixed_bytes: int
+    saved_bytes: int
+    advice: str
+
+
+@dataclass(frozen=True)
+class PatternSummary:
+    """Patterns over time. None: unknown, or not searched for (``MAX_PATTERN_EVENTS``)."""
+
+    is_iterative: bool
+    stability_share: float | None
+    """Share of the bytes of a typical step that the other steps repeat, from 0 to 1."""
+    swappable_bytes_at_peak: int | None
+    """Bytes that are idle across the peak for long enough to be offloaded and fetched back."""
+    leak_bytes_per_step: float | None
+    leak_site: str | None
+    """Allocation site that leaks fastest."""
+    best_finding: FindingSummary | None
+    """Of the findings that need no recomputation, offloading or in-place operators."""
+
+
+@dataclass(frozen=True)
+class FailureSummary:
+    """An allocation that failed; see ``memtrace.analysis.oom.OutOfMemory``."""
+
+    device: str
+    event: int
+    time_ns: int | None
+    asked_bytes: int
+    """Size of the request that failed."""
+    site: str | None
+    """Allocation site of the request."""
+    device_free_bytes: int | None
+    """Bytes that the device had left."""
+    live_bytes: int
+    room: Room | None
+    """Where the request could look for memory; None on the CPU."""
+    holders: tuple[BlockGroup, ...]
+    """The allocation sites that hold most, largest first."""
+    advice: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a rank holds in memory, when, and where it was allocated. Bytes and nanoseconds."""
+
+    rank: int
+    coverage: Coverage
+    source: TraceSource
+    steps: StepSummary
+    devices: tuple[DeviceSummary, ...]
+    patterns: PatternSummary
+    out_of_memory: tuple[FailureSummary, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest peak of any device."""
+        return max((device.peak.bytes for device in self.devices), default=0)
+
+
+@dataclass(frozen=True)
+class JobSummary:
+    """The summaries of all ranks of a job."""
+
+    ranks: tuple[Summary, ...]
+
+    @property
+    def highest(self) -> Summary:
+        """The rank with the highest peak."""
+        return max(self.ranks, key=lambda rank: rank.peak_bytes)
+
+
+def summarize(trace: Trace) -> Summary:
+    """Summarize a single-rank trace."""
     manifest = trace.manifest
-    return {
-        "coverage": compute_coverage(trace).as_dict(),
-        "source": {
-            **manifest.get("source", {}),
-            "command": manifest.get("command"),
-            "rank": manifest.get("rank", 0),
-        },
-        "steps": _steps(trace),
-        "devices": [_device(trace, peak(trace, device)) for device in trace.devices],
-        "patterns": _patterns(trace),
-        "out_of_memory": [failure_as_dict(trace, failure) for failure in out_of_memory(trace)],
-    }
+    source, command = manifest.get("source", {}), manifest.get("command")
+    return Summary(
+        rank=int(manifest.get("rank") or 0),
+        coverage=compute_coverage(trace),
+        source=TraceSource(
+            kind=source.get("kind"),
+            observer=source.get("observer"),
+            file=source.get("file"),
+            command=None if command is None else tuple(map(str, command)),
+        ),
+        steps=_summarize_steps(trace),
+        devices=tuple(_summarize_device(trace, device) for device in trace.devices),
+        patterns=_summarize_patterns(trace),
+        out_of_memory=tuple(summarize_failure(trace, failure) for failure in out_of_memory(trace)),
+    )
 
 
-def _patterns(trace: Trace) -> dict[str, Any]:
-    small = trace.num_rows("events") <= MAX_PATTERN_EVENTS and trace.has_blocks
-    grows = leaks(trace, with_outliving=False)
-    return {
-        "iterative": bool(len(step_columns(trace)["step"])),
-        "stability_bytes": stability(trace).usual_bytes if small else None,
-        "swappable_bytes_at_peak": swappable_at_peak(trace) if small else None,
-        "leak_bytes_per_step": grows.bytes_per_step,
-        "leak_site": grows.leaks[0].site if grows.leaks else None,
-        "finding": _best_finding(trace) if small else None,
-    }
+def summarize_job(trace: Trace) -> JobSummary:
+    """Summarize every rank of a trace."""
+    return JobSummary(tuple(summarize(trace.rank(rank)) for rank in trace.ranks))
 
 
-def _best_finding(trace: Trace) -> dict[str, Any] | None:
-    """Of all devices the finding whose mending would save most, where a line mends it and anything is saved."""
-    told = [one for device in trace.devices for one in findings(trace, device).findings if not one.needs_mechanism]
-    best = max(told, key=lambda one: one.saved_bytes, default=None)
-    return best.as_dict() if best is not None and best.saved_bytes > 0 else None
+def summarize_peak(trace: Trace, device: str) -> PeakSummary:
+    """Summarize the peak of one device of a single-rank trace (cached)."""
+    return trace.cached(_summarize_peak, device)
+
+
+def describe_peak(peak: PeakSummary) -> str:
+    """Return a sentence such as ``Peak 84.3 MiB at 1.09 s (step 1, backward); activations hold 81 %``."""
+    step = None if peak.step is None else f"step {peak.step}"
+    where = ", ".join(part for part in (step, peak.phase) if part)
+    text = (
+        f"Peak {format_bytes(peak.bytes)} at {format_moment(peak.event, peak.time_ns)}{f' ({where})' if where else ''}"
+    )
+    if not peak.by_category or not peak.bytes:
+        return text
+    largest = max(peak.by_category, key=lambda category: peak.by_category[category])
+    return f"{text}; {describe_category_share(largest, format_share(peak.by_category[largest], peak.bytes))}"
+
+
+def format_moment(event: int, time_ns: int | None) -> str:
+    """Format a moment of a trace: its time; without times its event; ``the start`` for event -1."""
+    if event < 0:
+        return "the start"
+    return f"event {event:,}" if time_ns is None else format_duration(time_ns)
+
+
+def summarize_failure(trace: Trace, failure: OutOfMemory) -> FailureSummary:
+    """Summarize a failed allocation, with allocation sites in place of stacks."""
+    held: dict[str | None, BlockGroup] = {}
+    for holder in failure.holders:  # several stacks may lead to one site
+        name = site(trace, holder.stack)
+        earlier = held.get(name, BlockGroup(name, 0, 0))
+        held[name] = BlockGroup(name, earlier.bytes + holder.requested_bytes, earlier.num_blocks + holder.num_blocks)
+    return FailureSummary(
+        device=failure.device,
+        event=failure.event,
+        time_ns=failure.time_ns,
+        asked_bytes=failure.asked_bytes,
+        site=site(trace, failure.stack),
+        device_free_bytes=failure.device_free_bytes,
+        live_bytes=failure.live_bytes,
+        room=failure.room,
+        holders=tuple(sorted(held.values(), key=lambda group: -group.bytes)[:NUM_TOP_ROWS]),
+        advice=failure.advice,
+    )
+
+
+def _summarize_patterns(trace: Trace) -> PatternSummary:
+    is_searched = trace.num_rows("events") <= MAX_PATTERN_EVENTS and trace.has_blocks
+    result = leaks(trace, with_outliving=False)
+    return PatternSummary(
+        is_iterative=bool(len(step_columns(trace)["step"])),
+        stability_share=stability(trace).usual_bytes if is_searched else None,
+        swappable_bytes_at_peak=swappable_at_peak(trace) if is_searched else None,
+        leak_bytes_per_step=result.bytes_per_step,
+        leak_site=result.leaks[0].site if result.leaks else None,
+        best_finding=_best_finding(trace) if is_searched else None,
+    )
+
+
+def _best_finding(trace: Trace) -> FindingSummary | None:
+    fixable = [
+        finding
+        for device in trace.devices
+        for finding in findings(trace, device).findings
+        if not finding.needs_mechanism and finding.saved_bytes > 0
+    ]
+    best = max(fixable, key=lambda finding: finding.saved_bytes, default=None)
+    if best is None:
+        return None
+    return FindingSummary(best.pattern, best.name, best.site, best.peak_if_mended_bytes, best.saved_bytes, best.advice)
+
+
+def _summarize_steps(trace: Trace) -> StepSummary:
+    columns, result = step_columns(trace), growth(trace)
+    num_steps, total_ns = len(columns["step"]), int(columns["duration_ns"].sum())
+    return StepSummary(
+        num_steps=num_steps if trace.has_blocks else None,
+        source=("marks" if steps_are_marked(trace) else "events") if num_steps else None,
+        median_duration_ns=_median(columns["duration_ns"]) if trace.has_times else None,
+        median_peak_bytes=_median(columns["peak_bytes"]),
+        max_peak_bytes=int(columns["peak_bytes"].max()) if num_steps else None,
+        median_allocated_bytes=_median(columns["allocated_bytes"]) if trace.has_blocks else None,
+        median_num_allocations=_median(columns["num_allocs"]) if trace.has_blocks else None,
+        data_wait_share=int(columns["data_wait_ns"].sum()) / total_ns if total_ns and tells_waits(trace) else None,
+        growth_bytes_per_step=result.bytes_per_step if result else None,
+        growth_sources=tuple(GrowthSource(*source) for source in result.sources) if result else (),
+    )
 
 
 def _median(values: Array) -> int | None:
     return int(np.median(values)) if len(values) else None
 
 
-def _steps(trace: Trace) -> dict[str, Any]:
-    columns, grows = step_columns(trace), growth(trace)
-    made = {name: _median(columns[name]) if trace.has_blocks else None for name in ("allocated_bytes", "num_allocs")}
-    total = int(columns["duration_ns"].sum())
-    return {
-        "count": len(columns["step"]) if trace.has_blocks else None,
-        "source": ("marks" if steps_are_marked(trace) else "events") if len(columns["step"]) else None,
-        "median_duration_ns": _median(columns["duration_ns"]) if trace.has_times else None,
-        "median_peak_bytes": _median(columns["peak_bytes"]),
-        "max_peak_bytes": int(columns["peak_bytes"].max()) if len(columns["step"]) else None,
-        "median_allocated_bytes": made["allocated_bytes"],
-        "median_allocations": made["num_allocs"],
-        "data_wait_share": int(columns["data_wait_ns"].sum()) / total if total and tells_waits(trace) else None,
-        "growth_bytes_per_step": grows.bytes_per_step if grows else None,
-        "growth_sources": [{"site": text, "bytes_per_step": size} for text, size in grows.sources] if grows else None,
-    }
+def _summarize_device(trace: Trace, device: str) -> DeviceSummary:
+    peak = find_peak(trace, device)
+    return DeviceSummary(
+        device=device,
+        peak=summarize_peak(trace, device),
+        baseline_requested_bytes=peak.baseline_bytes if peak.is_requested else None,
+        live_requested_bytes_at_end=peak.end_bytes if peak.is_requested else None,
+        reserved_bytes_at_end=peak.reserved_end_bytes,
+        fragmentation=fragmentation(trace, device),
+    )
 
 
-def _device(trace: Trace, found: Peak) -> dict[str, Any]:
-    categories = {name: size for name, size, _ in by_category(trace, found.live)}
-    broken = fragmentation(trace, found.device)
-    return {
-        "device": found.device,
-        "peak": {
-            "requested_bytes": found.requested.bytes if found.is_requested else None,
-            "allocated_bytes": found.allocated.bytes if found.allocated else None,
-            "reserved_bytes": found.reserved.bytes if found.reserved else None,
-            "time_ns": found.time_ns,
-            "event": found.requested.event,
-            "step": found.step,
-            "phase": found.phase,
-            "by_category": {name: categories[name] for name in CATEGORIES if name in categories},
-            "top_sites": [_row("site", row) for row in by_site(trace, found.live)[:TOP]],
-            "top_modules": [_row("module", row) for row in by_module_pattern(trace, found.live)[:TOP]],
-            "top_blocks": _top_blocks(trace, found.live),
-        },
-        "baseline_requested_bytes": found.baseline_bytes if found.is_requested else None,
-        "live_requested_bytes_at_end": found.end_bytes if found.is_requested else None,
-        "reserved_bytes_at_end": found.reserved_end,
-        "fragmentation": broken.as_dict() if broken else None,
-    }
+def _summarize_peak(trace: Trace, device: str) -> PeakSummary:
+    peak = find_peak(trace, device)
+    categories = {group.name: group.bytes for group in peak_by_category(trace, device)}
+    return PeakSummary(
+        requested_bytes=peak.requested.bytes if peak.is_requested else None,
+        allocated_bytes=peak.allocated.bytes if peak.allocated else None,
+        reserved_bytes=peak.reserved.bytes if peak.reserved else None,
+        time_ns=peak.time_ns,
+        event=peak.requested.event,
+        step=peak.step,
+        phase=peak.phase,
+        by_category={name: categories[name] for name in CATEGORIES if name in categories},
+        top_sites=tuple(peak_by_site(trace, device)[:NUM_TOP_ROWS]),
+        top_modules=tuple(peak_by_module(trace, device)[:NUM_TOP_ROWS]),
+        top_blocks=tuple(
+            summarize_block(trace, int(block_id)) for block_id in largest_peak_blocks(trace, device, NUM_TOP_ROWS)
+        ),
+    )
 
 
-def failure_as_dict(trace: Trace, failure: OutOfMemory) -> dict[str, Any]:
-    """``OutOfMemory`` as plain JSON values, with ``site`` for each stack."""
-    told = failure.as_dict() | {"site": site(trace, failure.stack)}
-    held: dict[str | None, tuple[int, int]] = {}
-    for holder in failure.holders:  # several stacks may lead to one line
-        size, number = held.get(where := site(trace, holder.stack), (0, 0))
-        held[where] = size + holder.requested_bytes, number + holder.num_blocks
-    rows = sorted(((where, *both) for where, both in held.items()), key=lambda row: -row[1])
-    told["holders"] = [_row("site", row) for row in rows[:TOP]]
-    return told
-
-
-def _row(name: str, row: tuple[str | None, int, int]) -> dict[str, Any]:
-    return {name: row[0], "bytes": row[1], "blocks": row[2]}
-
-
-def _top_blocks(trace: Trace, live: Array) -> list[dict[str, Any]]:
-    found = blocks(trace)
-    largest = live[np.argsort(-found.size[live], kind="stable")][:TOP]
-    return [
-        {
-            "block_id": int(block),
-            "bytes": int(found.size[block]),
-            "category": CATEGORIES[found.category[block]],
-            "name": trace.name(int(found.name[block])),
-            "module": trace.name(int(found.module[block])),
-            "operator": trace.name(int(found.op_name[block])),
-            "site": site(trace, int(found.stack[block])),
-        }
-        for block in largest
-    ]
+def summarize_block(trace: Trace, block_id: int) -> BlockSummary:
+    """Summarize one block of a single-rank trace."""
+    table = blocks(trace)
+    return BlockSummary(
+        block_id=block_id,
+        bytes=int(table.size[block_id]),
+        category=CATEGORIES[table.category[block_id]],
+        name=trace.name(int(table.name[block_id])),
+        module=trace.name(int(table.module[block_id])),
+        operator=trace.name(int(table.op_name[block_id])),
+        site=site(trace, int(table.stack[block_id])),
+    )

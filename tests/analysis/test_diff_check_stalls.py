@@ -170,9 +170,9 @@ def test_limits_by_flag_and_by_file(runs: dict[str, Path], tmp_path: Path) -> No
         ((), "nothing to check"),
         (("--max-category", "weights=1MiB"), "'weights' is no category"),
         (("--max-category", "activation"), "is no NAME=BYTES"),
-        (("--max-category", "activation=many"), "is no number of bytes"),
+        (("--max-category", "activation=many"), "invalid size"),
         (("--max-module", "Nope=1MiB"), "no module Nope holds anything"),
-        (("--max-peak", "-5"), "is no number of bytes"),
+        (("--max-peak", "-5"), "invalid size"),
         (("--limits", "/nowhere.json"), "/nowhere.json cannot be read"),
     ],
 )
@@ -267,7 +267,7 @@ def test_waits_that_were_not_seen_are_unknown(runs: dict[str, Path]) -> None:
     assert told["share"] is None and told["steps"][0]["data_wait_ns"] is None
     said = command("stalls", runs["small"]).stdout
     assert "not seen" in said and "0.0 %" not in said
-    assert "waits for data unknown" in " ".join(command("summary", runs["small"]).stdout.split())
+    assert "waiting for data unknown" in " ".join(command("summary", runs["small"]).stdout.split())
 
 
 def test_findings_print_as_json_and_csv(runs: dict[str, Path]) -> None:

@@ -17,7 +17,7 @@ import memtrace
 from memtrace.analysis.block_accesses import most_bytes_of_an_operator
 from memtrace.analysis.counterfactual import FOREVER, Absences, merged, peak_without
 from memtrace.analysis.findings import DeviceFindings, Finding, findings, findings_table
-from memtrace.analysis.peak import peak
+from memtrace.analysis.peak import find_peak
 from memtrace.trace import Trace
 from tests.builders import event, op, step, trace_of
 
@@ -353,7 +353,7 @@ def test_merged_stretches_cover_the_same_and_never_overlap(cuts: list[tuple[int,
 def test_for_ever_is_to_the_end() -> None:
     trace = life([("alloc", 0, 0), ("alloc", 1, 1), ("alloc", 3, 2)])
     absent = Absences(np.array([0]), np.array([1]), np.array([FOREVER]))
-    assert peak(trace, "cpu").requested.bytes == 3004
+    assert find_peak(trace, "cpu").requested.bytes == 3004
     assert peak_without(trace, "cpu", absent) == 2004
 
 
@@ -374,7 +374,7 @@ def test_planted_defects_are_found_first_and_their_mending_foretold(planted: tup
     }  # fmt: skip
     assert all(one.site is not None and "defects.py" in one.site for one in first)
     predicted = peak_without(before, "cpu", Absences.joined([one.absences for one in first]))
-    measured = peak(after, "cpu").requested.bytes
+    measured = find_peak(after, "cpu").requested.bytes
     assert predicted == pytest.approx(measured, rel=0.02)
     assert told.peak_bytes > 1.5 * measured
     rest = {one.name or one.pattern for one in findings(after, "cpu").findings if one.saved_bytes > 0}

@@ -15,10 +15,11 @@ from memtrace.dashboards.page import render
 
 import memtrace
 from memtrace.analysis import blocks_table
+from memtrace.analysis.block_groups import BlockGroup
 from memtrace.analysis.device_state import DeviceState, state_at
 from memtrace.analysis.fragmentation import fragmentation, largest_fit, pinned_segments
 from memtrace.analysis.oom import out_of_memory, segment_size
-from memtrace.analysis.summary import summary
+from memtrace.analysis.summary import summarize
 from memtrace.errors import TraceError
 from tests.readers.making import MIB, START_US, Block, Maker, frame, random_life, read_here
 
@@ -164,7 +165,7 @@ def _failing(tmp_path: Path, *, expandable: bool = False) -> memtrace.Trace:
     return read_here(tmp_path / "a", value)
 
 
-def test_a_failure_by_fragmentation_is_explained(tmp_path: Path) -> None:
+def test_a_failure_by_stateis_explained(tmp_path: Path) -> None:
     (failure,) = out_of_memory(_failing(tmp_path))
     assert (failure.asked_bytes, failure.device_free_bytes, failure.live_bytes) == (12 * MIB, 3 * MIB, 4 * MIB)
     room = failure.room
@@ -225,11 +226,12 @@ def test_a_failure_looks_where_its_request_could(tmp_path: Path) -> None:
 
 
 def test_the_summary_tells_of_both(tmp_path: Path) -> None:
-    found = summary(_failing(tmp_path))
-    (failure,) = found["out_of_memory"]
-    assert failure["site"] == "me/model.py:9 forward"
-    assert failure["holders"] == [{"site": "me/train.py:3 step", "bytes": 4 * MIB, "blocks": 1}]
-    assert found["devices"][0]["fragmentation"]["reserved_bytes"] == 20 * MIB
+    result = summarize(_failing(tmp_path))
+    (failure,) = result.out_of_memory
+    assert failure.site == "me/model.py:9 forward"
+    assert failure.holders == (BlockGroup("me/train.py:3 step", 4 * MIB, 1),)
+    state = result.devices[0].fragmentation
+    assert state is not None and state.reserved_bytes == 20 * MIB
 
 
 def test_expandable_stretches_walk_back(tmp_path: Path) -> None:
@@ -274,5 +276,5 @@ def test_expandable_stretches_walk_back(tmp_path: Path) -> None:
 
 def test_the_page_tells_of_both(tmp_path: Path) -> None:
     page = render(_failing(tmp_path))
-    assert "Reserved without use" in page and "The largest request that fits is" in page
+    assert "Reserved but unused" in page and "The largest request that fits is" in page
     assert "Out of memory" in page and "expandable_segments:True" in page

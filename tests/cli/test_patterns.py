@@ -13,7 +13,7 @@ from memtrace.dashboards.stability import stability_figure
 
 from memtrace import load
 from tests.builders import event, trace_of
-from tests.cli.test_commands import memtrace
+from tests.cli.runner import run_memtrace as memtrace
 from tests.programs.training import STEPS, evaluation, not_iterative, recorded
 
 
@@ -44,7 +44,7 @@ def test_steps(trace):
 def test_what_is_not_iterative_is_said(tmp_path):
     recorded(not_iterative, tmp_path / "run.memtrace")
     assert "not iterative" in memtrace("steps", tmp_path / "run.memtrace").stdout
-    assert "nothing repeats" in memtrace("summary", tmp_path / "run.memtrace").stdout
+    assert "no repetition" in memtrace("summary", tmp_path / "run.memtrace").stdout
 
 
 def test_access_with_bandwidths_given_measured_and_published(trace, tmp_path):
@@ -73,7 +73,7 @@ def test_leaks(trace):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("leaks", "--capacity", "many"), "no number of bytes"),
+        (("leaks", "--capacity", "many"), "invalid size"),
         (("access", "--out", "5"), "give both"),
         (("access", "--out", "5", "--in", "-1"), "make no sense"),
         (("access", "--bandwidths", "/nowhere.json"), "cannot be read"),

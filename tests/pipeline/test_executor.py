@@ -14,7 +14,7 @@ from memtrace.cli import cli
 from memtrace.dashboards.page import render
 
 import memtrace
-from memtrace.pipeline.compare import compare, keep_comparison
+from memtrace.pipeline.compare import compare
 from memtrace.pipeline.costs import cut_costs
 from memtrace.pipeline.from_trace import trace_costs
 from memtrace.pipeline.measured import Measured, measured
@@ -164,11 +164,9 @@ def test_the_command_compares_with_the_recorded_order_and_cut(ran: Ran) -> None:
 
 def test_the_page_shows_the_pipeline_and_its_prediction(ran: Ran, costs: Any) -> None:
     trace = recorded(ran, "torch:interleaved")
-    assert "Predicted beside measured" not in render(trace)
-    trace = recorded(ran, "torch:interleaved")
-    keep_comparison(trace, compare(measured(trace), costs))
-    page = render(trace)
-    for title in ("The pipeline on one clock", "Stages", "Memory of every rank", "Predicted beside measured",
-                  "The pipeline as simulated"):  # fmt: skip
+    assert "Predicted and measured peak" not in render(trace)
+    page = render(trace, prediction=compare(measured(trace), costs))
+    for title in ("Pipeline timeline", "Pipeline stages", "Memory by rank", "Predicted and measured peak",
+                  "Simulated pipeline"):  # fmt: skip
         assert f">{title}<" in page
     assert "micro-batch" not in render(memtrace.load(ran[0] / "single.memtrace")).split("plotly.js v")[0]

@@ -149,7 +149,9 @@ def judge(path: Path, *, whole_way: bool) -> str:
 
 def check(manifest: dict[str, Any], tables: dict[str, Any]) -> None:
     """What every trace must hold, whatever it was read from; and it can be summarised."""
-    from memtrace.analysis.summary import summary
+    from dataclasses import asdict
+
+    from memtrace.analysis.summary import summarize
     from memtrace.format.schema import arrow_schema
     from memtrace.trace import Trace
 
@@ -161,7 +163,7 @@ def check(manifest: dict[str, Any], tables: dict[str, Any]) -> None:
     events = trace.columns("events", "time_ns", "kind", "device", "block_id", "size", "op_id")
     assert (events["device"] >= 0).all()
     assert int(events["op_id"].max(initial=-1)) < tables["ops"].num_rows
-    json.dumps(summary(trace), allow_nan=False)
+    json.dumps(asdict(summarize(trace)), allow_nan=False)
 
 
 def run_batch(jobs: list[tuple[str, bytes, bool]], folder: Path, results: Path) -> None:

@@ -39,7 +39,7 @@ def optimizer_steps(folder: Path, count: int) -> Path:
 
 def test_a_file_that_names_no_waits_for_data_is_not_said_to_have_none(tmp_path: Path) -> None:
     three_steps = optimizer_steps(tmp_path, 3)
-    assert "waits for data unknown" in " ".join(said("summary", three_steps).split())
+    assert "waiting for data unknown" in " ".join(said("summary", three_steps).split())
     assert "0.0 %" not in (text := said("stalls", three_steps)) and "3 steps" in text
     told = json.loads(said("stalls", three_steps, "--json"))
     assert told["share"] is None and told["median_wait_ns"] is None and told["median_duration_ns"] > 0
@@ -65,10 +65,10 @@ def test_totals_have_no_allocations(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     path.write_text(json.dumps([list(range(1000, 1000 + len(levels))), levels]))
     told = json.loads(said("summary", path, "--json"))
-    assert told["steps"]["count"] is None and told["devices"][0]["peak"]["requested_bytes"] == 5 << 20
-    assert told["steps"]["median_allocated_bytes"] is None and told["steps"]["median_allocations"] is None
-    assert told["patterns"]["stability_bytes"] is None
-    assert "steps: cannot be told, the file holds totals" in " ".join(said("summary", path).split())
+    assert told["steps"]["num_steps"] is None and told["devices"][0]["peak"]["requested_bytes"] == 5 << 20
+    assert told["steps"]["median_allocated_bytes"] is None and told["steps"]["median_num_allocations"] is None
+    assert told["patterns"]["stability_share"] is None
+    assert "Steps unavailable: the file holds totals" in " ".join(said("summary", path).split())
     steps = json.loads(said("steps", path, "--json"))
     assert (steps["iterative"], steps["confidence"], steps["num_steps"]) == (None, None, 0)
     assert json.loads(said("leaks", path, "--json"))["bytes_per_step"] is None
@@ -85,7 +85,7 @@ def test_totals_have_no_allocations(tmp_path: Path) -> None:
     assert [(row["grouping"], row["change_bytes"], row["after_blocks"]) for row in changes] == [
         ("category", 4 << 20, None)
     ]
-    assert "lines cannot be told: the file holds totals" in " ".join(said("diff", path, other).split())
+    assert "lines unavailable: the file holds totals" in " ".join(said("diff", path, other).split())
 
 
 def test_only_allocations_taken_for_the_backward_are_said_to_be(tmp_path: Path) -> None:
@@ -118,9 +118,9 @@ def test_segments_that_cannot_be_are_a_contradiction(tmp_path: Path) -> None:
 def test_a_single_step_is_not_said_to_match_others(tmp_path: Path) -> None:
     path = optimizer_steps(tmp_path, 1)
     told = json.loads(said("summary", path, "--json"))
-    assert told["steps"]["count"] == 1 and told["steps"]["source"] == "marks"
-    assert told["patterns"]["stability_bytes"] is None
-    assert "matches the others" not in said("summary", path) + said("steps", path)
+    assert told["steps"]["num_steps"] == 1 and told["steps"]["source"] == "marks"
+    assert told["patterns"]["stability_share"] is None
+    assert "Stability" not in said("summary", path) and "matches the others" not in said("steps", path)
 
 
 def test_steps_found_in_the_events_are_said_to_be(tmp_path: Path) -> None:
@@ -131,8 +131,8 @@ def test_steps_found_in_the_events_are_said_to_be(tmp_path: Path) -> None:
     path = tmp_path / "snapshot.pickle"
     path.write_bytes(pickle.dumps(maker.snapshot()))
     assert json.loads(said("summary", path, "--json"))["steps"]["source"] == "events"
-    assert "found in the events alone" in " ".join(said("summary", path).split())
-    assert "found in the events alone" not in said("summary", optimizer_steps(tmp_path, 3))
+    assert "detected from the events" in said("summary", path)
+    assert "detected from the events" not in said("summary", optimizer_steps(tmp_path, 3))
 
 
 def test_operators_within_ranges_and_beside_each_other_work_once(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import memtrace
 from memtrace.analysis import blocks_table, compute_coverage, steps_table
 from memtrace.analysis.peak import requested_bytes
-from memtrace.analysis.summary import summary
+from memtrace.analysis.summary import summarize
 from memtrace.errors import TraceError
 from memtrace.readers.chrome_trace.nesting import Nesting
 
@@ -95,9 +95,9 @@ def test_the_window_begins_in_mid_run(tmp_path: Path) -> None:
     older = trace.events[trace.events["kind"] == "baseline"]
     assert older["allocated_size"].tolist() == [300, 700] and older["address"].isna().tolist() == [False, True]
     assert requested_bytes(trace, "cuda:0").bytes.tolist() == [1100, 800, 850]
-    device = summary(trace)["devices"][0]
-    assert device["peak"]["allocated_bytes"] == 1100 and device["peak"]["reserved_bytes"] == 6000
-    assert device["peak"]["requested_bytes"] is None and device["reserved_bytes_at_end"] == 6000
+    device = summarize(trace).devices[0]
+    assert device.peak.allocated_bytes == 1100 and device.peak.reserved_bytes == 6000
+    assert device.peak.requested_bytes is None and device.reserved_bytes_at_end == 6000
 
 
 def test_events_out_of_order_and_at_one_time(tmp_path: Path) -> None:
@@ -206,13 +206,13 @@ def test_a_profile_of_this_torch(profiled: Path) -> None:
 
 def test_raw_rows_and_totals_of_one_profile_agree(profiled: Path) -> None:
     raw, totals = (memtrace.load(profiled / f"timeline{ending}") for ending in (".raw.json.gz", ".json"))
-    one, other = (summary(trace)["devices"][0] for trace in (raw, totals))
+    one, other = (summarize(trace).devices[0] for trace in (raw, totals))
     # Totals are told once a microsecond, so a peak within one can be missed, never exceeded.
-    assert 0.9 * one["peak"]["requested_bytes"] <= other["peak"]["requested_bytes"] <= one["peak"]["requested_bytes"]
-    assert one["live_requested_bytes_at_end"] == other["live_requested_bytes_at_end"]
+    assert 0.9 * one.peak.bytes <= other.peak.bytes <= one.peak.bytes
+    assert one.live_requested_bytes_at_end == other.live_requested_bytes_at_end
     times, rows = json.loads((profiled / "timeline.json").read_text())
-    assert other["peak"]["requested_bytes"] == max(sum(row[1:]) for row in rows) and len(times) == len(rows)
-    assert other["live_requested_bytes_at_end"] == sum(rows[-1][1:])
+    assert other.peak.requested_bytes == max(sum(row[1:]) for row in rows) and len(times) == len(rows)
+    assert other.live_requested_bytes_at_end == sum(rows[-1][1:])
 
 
 @pytest.mark.parametrize("number", ["NaN", "nan", "-nan", "Infinity", "-inf", "inf"])

@@ -14,7 +14,7 @@ import pytest
 import memtrace
 from memtrace.analysis import blocks_table, compute_coverage, steps_table
 from memtrace.analysis.peak import counted_bytes, requested_bytes
-from memtrace.analysis.summary import summary
+from memtrace.analysis.summary import summarize
 
 MIB = 1 << 20
 
@@ -181,7 +181,7 @@ def test_the_2021_form_gives_relative_curves_and_says_so(data: Path) -> None:
     assert any("no addresses" in note for note in notes) and any("no totals for cuda:0" in note for note in notes)
     devices = {device["device"]: device["peak"] for device in found["devices"]}
     assert devices["cuda:0"]["reserved_bytes"] is None and devices["cuda:0"]["requested_bytes"] is None
-    assert found["steps"]["count"] == 6
+    assert found["steps"]["num_steps"] == 6
 
 
 def test_the_raw_timeline_has_the_reference_peak(data: Path) -> None:
@@ -206,4 +206,4 @@ def test_timeline_categories_are_exact_at_the_peak(data: Path) -> None:
     for name, size in zip(names, at_best, strict=True):
         want[name] = want.get(name, 0) + size
     trace = memtrace.load(data / "timeline" / "memory_timeline.raw.json.gz")
-    assert summary(trace)["devices"][0]["peak"]["by_category"] == {name: size for name, size in want.items() if size}
+    assert summarize(trace).devices[0].peak.by_category == {name: size for name, size in want.items() if size}

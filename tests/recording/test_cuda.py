@@ -17,7 +17,7 @@ import memtrace
 from memtrace.analysis import compute_coverage
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.oom import out_of_memory
-from memtrace.analysis.peak import peak, reserved_bytes
+from memtrace.analysis.peak import find_peak, reserved_bytes
 from memtrace.analysis.sites import site
 from memtrace.format.schema import EVENT_KINDS
 from memtrace.readers.cuda_snapshot.entries import read_entries
@@ -131,10 +131,10 @@ def test_a_whole_history_told_live_gives_the_allocators_own_sizes(
     }
     assert live == told
     assert (found.allocated_size[here] > 0).all()
-    mine, theirs = peak(trace, device), peak(memtrace.load(path), device)
+    mine, theirs = find_peak(trace, device), find_peak(memtrace.load(path), device)
     assert (mine.requested.bytes, mine.end_bytes) == (theirs.requested.bytes, theirs.end_bytes)
     assert mine.reserved is not None and theirs.reserved is not None
-    assert (mine.reserved.bytes, mine.reserved_end) == (theirs.reserved.bytes, theirs.reserved_end)
+    assert (mine.reserved.bytes, mine.reserved_end_bytes) == (theirs.reserved.bytes, theirs.reserved_end_bytes)
     assert mine.allocated is not None and mine.allocated.bytes >= mine.requested.bytes
 
 
@@ -165,10 +165,10 @@ def test_what_is_older_than_the_recording_is_known_and_sized(tmp_path: Path, mon
     here = found.device == trace.devices.index("cuda:0")
     assert found.allocated_size[here].tolist() == [3 * MIB, 512, 15 * MIB, 2 * MIB]
     assert found.alloc_event[here].tolist()[:2] == [-1, -1]
-    top = peak(trace, "cuda:0")
+    top = find_peak(trace, "cuda:0")
     assert top.baseline_bytes == 3 * MIB - 7 + 5
     assert top.allocated is not None and top.allocated.bytes == 20 * MIB + 512
-    assert top.reserved is not None and (top.reserved.bytes, top.reserved_end) == (22 * MIB, 22 * MIB)
+    assert top.reserved is not None and (top.reserved.bytes, top.reserved_end_bytes) == (22 * MIB, 22 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -214,8 +214,8 @@ def test_torchs_own_history_serves_where_headers_are_missing(
     assert not driver.keeps_history
     trace, theirs = memtrace.load(tmp_path / "run.memtrace"), memtrace.load(path)
     assert any("CUDA's headers are missing" in note for note in compute_coverage(trace).notes)
-    mine = peak(trace, "cuda:0")
-    assert mine.requested.bytes == peak(theirs, "cuda:0").requested.bytes == 682_735_240
+    mine = find_peak(trace, "cuda:0")
+    assert mine.requested.bytes == find_peak(theirs, "cuda:0").requested.bytes == 682_735_240
     assert mine.end_bytes == 420_190_612
     assert (blocks(trace).device == trace.devices.index("cuda:0")).sum() == len(blocks(theirs).size)
 
@@ -375,7 +375,7 @@ def test_a_program_that_survives_running_out_of_memory_goes_on(
     trace = memtrace.load(tmp_path / "run.memtrace")
     assert compute_coverage(trace).finished
     assert len(out_of_memory(trace)) == 1
-    assert peak(trace, "cpu").requested.bytes == 4000 + compute_coverage(trace).baseline_bytes
+    assert find_peak(trace, "cpu").requested.bytes == 4000 + compute_coverage(trace).baseline_bytes
 
 
 def test_another_exception_is_not_explained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -413,12 +413,12 @@ def test_a_recording_agrees_with_the_allocators_counters(tmp_path: Path, gpu: to
         train(gpu, 5)
         stats = torch.cuda.memory_stats()
     trace = memtrace.load(tmp_path / "run.memtrace")
-    found = peak(trace, "cuda:0")
+    found = find_peak(trace, "cuda:0")
     assert found.requested.bytes == stats["requested_bytes.all.peak"]
     assert found.end_bytes == stats["requested_bytes.all.current"]
     assert found.allocated is not None and found.allocated.bytes == stats["allocated_bytes.all.peak"]
     assert found.reserved is not None and found.reserved.bytes == stats["reserved_bytes.all.peak"]
-    assert found.reserved_end == stats["reserved_bytes.all.current"]
+    assert found.reserved_end_bytes == stats["reserved_bytes.all.current"]
     assert (compute_coverage(trace).outside_allocator_bytes or 0) > 0
     del kept
 

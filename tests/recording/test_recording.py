@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import memtrace
 from memtrace.analysis import compute_coverage
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.peak import peak
+from memtrace.analysis.peak import find_peak
 from memtrace.analysis.steps import step_columns
 from memtrace.format.schema import CATEGORIES
 from memtrace.recording.writer import PartWriter
@@ -361,7 +361,7 @@ def test_fake_tensors_trace_a_model_larger_than_the_machine(tmp_path):
         model(torch.randn(16, 65536)).sum().backward()
     trace = memtrace.load(rec.path)
     assert trace.manifest["source"]["observer"] == "dispatch"
-    assert peak(trace, "cpu").requested.bytes > 8 * 65536**2 * 4 * 2
+    assert find_peak(trace, "cpu").requested.bytes > 8 * 65536**2 * 4 * 2
     assert bytes_of(trace, "parameter") == 8 * 65536**2 * 4
 
 
