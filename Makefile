@@ -1,16 +1,20 @@
-# Each target is enough on a bare clone: it makes its own virtual environment and installs what it needs.
+# Each target works from a bare clone: it makes its own virtual environment in .venv and installs what it needs.
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
+CONSTRAINTS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+PIP := $(BIN)/python -m pip install -q $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+# One process per core; tests of one file stay together, so that what a file records is recorded once.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-all lint mypy docs docs-serve dist check-dist bench clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q "$(TORCH)"
-	$(BIN)/python -m pip install -q -e ".[dev]"
+	$(PIP) $(TORCH)
+	$(PIP) -e ".[dev]"
 	touch $@
 
 demo: $(READY)
@@ -20,14 +24,35 @@ demo: $(READY)
 	$(BIN)/memtrace report out/gpt.memtrace -o out/report.html
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not slow"
+
+test-all: $(READY)
+	$(PYTEST)
+
+lint: $(READY) mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 # mypy does not follow the mapping of cli/ and dashboards/ in an editable install: it gets a plain one.
-lint: $(READY)
-	$(BIN)/ruff check .
+mypy: $(READY)
 	rm -rf build
 	$(BIN)/python -m pip install -q --no-deps --target build/typecheck .
 	MYPYPATH=build/typecheck $(BIN)/mypy -p memtrace
+
+docs: $(READY)
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(READY)
+	$(BIN)/mkdocs serve
+
+dist: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build --quiet --outdir dist .
+
+# The demo with nothing but the wheel, then with nothing but the sdist, each in an empty environment away from here.
+check-dist: dist
+	PYTHON=$(PYTHON) TORCH="$(TORCH)" bash tests/check_dist.sh
 
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
@@ -39,4 +64,4 @@ bench: $(READY)
 	$(BIN)/python benchmarks/pipeline_measured.py
 
 clean:
-	rm -rf $(VENV) build out
+	rm -rf $(VENV) build dist out site
