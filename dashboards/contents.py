@@ -12,12 +12,11 @@ from memtrace.dashboards import (
     growth,
     lifetimes,
     peak_breakdown,
-    pipeline,
     stability,
     steps,
     timeline,
 )
-from memtrace.dashboards.sections import DeviceSection, JobSection
+from memtrace.dashboards.sections import Section
 
 GLOSSARY: Final = (
     ("block", "one lifetime of one allocation, from allocation to free"),
@@ -32,13 +31,13 @@ GLOSSARY: Final = (
 )
 
 DEVICE_SECTIONS: Final = (
-    DeviceSection(
+    Section(
         "failures",
         "Out-of-memory errors",
         "Allocations that failed, the allocation sites that held memory at that moment, and possible fixes.",
         allocator_state.failures_table,
     ),
-    DeviceSection(
+    Section(
         "timeline",
         "Memory over time",
         "Live bytes, stacked by category. The two lanes below the curve show the steps and their phases. "
@@ -47,7 +46,7 @@ DEVICE_SECTIONS: Final = (
         "The trace has no allocations on this device.",
         height=460,
     ),
-    DeviceSection(
+    Section(
         "modules",
         "Peak memory by module",
         "Blocks that are live at the peak, below the module that allocated them. Parameters, gradients and optimizer "
@@ -57,7 +56,7 @@ DEVICE_SECTIONS: Final = (
         columns=2,
         height=470,
     ),
-    DeviceSection(
+    Section(
         "categories",
         "Peak memory by category",
         "Blocks that are live at the peak, by what the program uses them for.",
@@ -65,7 +64,7 @@ DEVICE_SECTIONS: Final = (
         "No block is live at the peak.",
         columns=1,
     ),
-    DeviceSection(
+    Section(
         "sites",
         "Peak memory by allocation site",
         "Blocks that are live at the peak, by the innermost frame of your own code that allocated them. Blocks that "
@@ -73,14 +72,14 @@ DEVICE_SECTIONS: Final = (
         peak_breakdown.sites_table,
         "The trace has no call stacks.",
     ),
-    DeviceSection(
+    Section(
         "blocks",
         "Largest blocks at the peak",
         "The largest blocks that are live at the peak, with the call stack of each allocation.",
         peak_breakdown.blocks_table,
         "No block is live at the peak.",
     ),
-    DeviceSection(
+    Section(
         "wasted",
         "Wasted memory",
         "Blocks that are allocated early, freed late, never used or leaked. The peak after each fix comes from "
@@ -88,28 +87,28 @@ DEVICE_SECTIONS: Final = (
         findings.findings_table,
         "No wasted memory detected.",
     ),
-    DeviceSection(
+    Section(
         "fragmentation",
         "Reserved but unused",
         "Memory that the allocator reserved and no block uses. The allocator can release only whole segments: one "
         "live block keeps the rest of its segment reserved.",
         allocator_state.fragmentation_table,
     ),
-    DeviceSection(
+    Section(
         "segments",
         "Segments over time",
         "Each bar is a segment, from its reservation to its release. Bar height shows the size of the segment.",
         allocator.segments_section,
         height=420,
     ),
-    DeviceSection(
+    Section(
         "holes",
         "Allocator state at the reserved peak",
         "Each row is a segment, with its live blocks and the free ranges between them.",
         allocator.state_section,
         height=460,
     ),
-    DeviceSection(
+    Section(
         "settings",
         "Allocator settings",
         "Reserved memory under other allocator settings, predicted by replaying the recorded requests in a model of "
@@ -117,7 +116,7 @@ DEVICE_SECTIONS: Final = (
         allocator.sweep_section,
         height=540,
     ),
-    DeviceSection(
+    Section(
         "steps",
         "Memory and time per step",
         "The steps of a stable training loop look alike. A rising curve means that memory is not freed.",
@@ -125,7 +124,7 @@ DEVICE_SECTIONS: Final = (
         "No steps detected. Mark them with rec.step() or rec.steps(loader).",
         height=440,
     ),
-    DeviceSection(
+    Section(
         "stability",
         "Step-to-step stability",
         "Share of each step that matches the typical step: blocks of the same allocation site, size and number of "
@@ -133,7 +132,7 @@ DEVICE_SECTIONS: Final = (
         stability.stability_figure,
         height=260,
     ),
-    DeviceSection(
+    Section(
         "growth",
         "Memory growth",
         "Live bytes at the end of each step, by allocation site. A bold line that rises until the last step is a "
@@ -141,14 +140,14 @@ DEVICE_SECTIONS: Final = (
         growth.growth_figure,
         height=360,
     ),
-    DeviceSection(
+    Section(
         "intervals",
         "Access intervals",
         "Times between two accesses of a block by different operators. The block is idle during the interval.",
         access.intervals_figure,
         height=380,
     ),
-    DeviceSection(
+    Section(
         "outliers",
         "Swap candidates",
         "An interval below the line is long enough to copy the block to the host and back before its next access. "
@@ -156,7 +155,7 @@ DEVICE_SECTIONS: Final = (
         access.outliers_figure,
         height=440,
     ),
-    DeviceSection(
+    Section(
         "lifetimes",
         "Block lifetimes",
         "Each rectangle is a block, from its allocation to its free, at its address. Height shows its size.",
@@ -165,40 +164,4 @@ DEVICE_SECTIONS: Final = (
         height=520,
     ),
 )
-"""Sections of one rank and device."""
-
-JOB_SECTIONS: Final = (
-    JobSection(
-        "pipeline",
-        "Pipeline timeline",
-        "Work of every rank in the last complete step, on one clock. The number is the micro-batch; gaps are bubbles.",
-        pipeline.recorded_figure,
-    ),
-    JobSection(
-        "stages",
-        "Pipeline stages",
-        "Memory of each stage: its parameters, gradients and optimizer state, and the activations of one micro-batch "
-        "times the micro-batches in flight.",
-        pipeline.stages_figure,
-    ),
-    JobSection(
-        "pipeline-memory",
-        "Memory by rank",
-        "Live bytes of every rank over the same step, on the same clock.",
-        pipeline.memory_figure,
-    ),
-    JobSection(
-        "predicted",
-        "Predicted and measured peak",
-        "Peak of every worker, measured and as predicted from the trace of a single process.",
-        pipeline.predicted_figure,
-    ),
-    JobSection(
-        "predicted-pipeline",
-        "Simulated pipeline",
-        "The same step as simulated: one machine per worker, operator times of a single process, and no "
-        "communication cost.",
-        pipeline.predicted_schedule_figure,
-    ),
-)
-"""Sections of all ranks together; they stand above the others."""
+"""Sections of one rank and device; those of a whole job are in ``memtrace.dashboards.pipeline``."""

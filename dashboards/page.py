@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
-from memtrace.dashboards import overview
-from memtrace.dashboards.contents import DEVICE_SECTIONS, GLOSSARY, JOB_SECTIONS
+from memtrace.dashboards import overview, pipeline
+from memtrace.dashboards.contents import DEVICE_SECTIONS, GLOSSARY
 from memtrace.dashboards.palette import CATEGORY_COLORS, THEMES, plotly_template
-from memtrace.dashboards.sections import DeviceSection, JobSection, Table
+from memtrace.dashboards.sections import Section, Table
 from memtrace.dashboards.text import name_text
 
 from memtrace import __version__
@@ -79,7 +79,9 @@ def render(trace: Trace, *, prediction: Comparison | None = None) -> str:
     """Return the page as HTML; the arguments are those of ``report``."""
     pairs = [(rank, device) for rank in trace.ranks for device in trace.rank(rank).devices]
     views = [_render_view(trace.rank(rank), rank, device, len(trace.ranks)) for rank, device in pairs[:MAX_VIEWS]]
-    job_panels = [_render_job_panel(section, trace, prediction) for section in JOB_SECTIONS]
+    job_panels = [_render_panel(section, trace) for section in pipeline.SECTIONS]
+    if prediction is not None:
+        job_panels += [_render_panel(section, prediction) for section in pipeline.PREDICTION_SECTIONS]
     environment = Environment(loader=PackageLoader("memtrace.dashboards"), autoescape=True, trim_blocks=True)
     environment.globals.update(zip=zip, format_share=format_share)
     return environment.get_template("report.html").render(
@@ -105,7 +107,7 @@ def _left_out_note(num_left_out: int) -> str:
 
 
 def _render_view(trace: Trace, rank: int, device: str, num_ranks: int) -> dict[str, Any]:
-    panels = [_render_device_panel(section, trace, device) for section in DEVICE_SECTIONS]
+    panels = [_render_panel(section, trace, device) for section in DEVICE_SECTIONS]
     return {
         "id": f"{rank}-{device.replace(':', '-')}",
         "label": f"rank {rank}, {device}" if num_ranks > 1 else device,
@@ -116,24 +118,17 @@ def _render_view(trace: Trace, rank: int, device: str, num_ranks: int) -> dict[s
     }
 
 
-def _render_device_panel(section: DeviceSection, trace: Trace, device: str) -> Panel:
-    content = _render_content(section.build(trace, device))
+def _render_panel(section: Section, *arguments: Any) -> Panel:
+    """Render a section; the arguments are those of its build function."""
+    content = section.build(*arguments)
+    table = content if isinstance(content, Table) else None
+    figure, note = None, ""
+    if content is not None and table is None:
+        note = (content.layout.meta or {}).get("note", "")
+        content.layout.template = None
+        figure = _script_safe(content.to_json())
     return Panel(section.anchor, section.title, section.explanation, section.absent, section.columns, section.height,
-                 *content)  # fmt: skip
-
-
-def _render_job_panel(section: JobSection, trace: Trace, prediction: Comparison | None) -> Panel:
-    content = _render_content(section.build(trace, prediction))
-    return Panel(section.anchor, section.title, section.explanation, "", 3, section.height, *content)
-
-
-def _render_content(content: Any) -> tuple[Markup | None, Table | None, str]:
-    """Return the figure, the table and the note of what a build function returned."""
-    if content is None or isinstance(content, Table):
-        return None, content, ""
-    note = (content.layout.meta or {}).get("note", "")
-    content.layout.template = None
-    return _script_safe(content.to_json()), None, note
+                 figure, table, note)  # fmt: skip
 
 
 def _json(value: Any) -> Markup:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import plotly.graph_objects as go
 from memtrace.dashboards.palette import CATEGORY_COLORS
+from memtrace.dashboards.sections import Section
 
 from memtrace.analysis.peak import requested_bytes
 from memtrace.analysis.ranks import fullest
@@ -53,7 +54,7 @@ def _measured_or_none(trace: Trace) -> Measured | None:
         return None
 
 
-def recorded_figure(trace: Trace, prediction: Comparison | None) -> go.Figure | None:
+def recorded_figure(trace: Trace) -> go.Figure | None:
     """What every rank did in the last complete step, on one clock."""
     found = found_pipeline(trace)
     if found is None:
@@ -66,9 +67,9 @@ def recorded_figure(trace: Trace, prediction: Comparison | None) -> go.Figure | 
     return _schedule_figure([(who, action, start - begin, end - begin) for who, action, start, end in rows])
 
 
-def predicted_schedule_figure(trace: Trace, prediction: Comparison | None) -> go.Figure | None:
-    """The same as it was simulated from the trace of one process; None without such a prediction."""
-    return None if prediction is None else simulation_figure(prediction.simulation)
+def predicted_schedule_figure(prediction: Comparison) -> go.Figure:
+    """The same as it was simulated from the trace of one process."""
+    return simulation_figure(prediction.simulation)
 
 
 def simulation_figure(simulation: Simulation) -> go.Figure:
@@ -124,7 +125,7 @@ def _schedule_figure(rows: list[Any]) -> go.Figure:
     return figure
 
 
-def memory_figure(trace: Trace, prediction: Comparison | None) -> go.Figure | None:
+def memory_figure(trace: Trace) -> go.Figure | None:
     """Live bytes of every rank over the last complete step, on the same clock."""
     found = found_pipeline(trace)
     if found is None:
@@ -161,7 +162,7 @@ def memory_figure(trace: Trace, prediction: Comparison | None) -> go.Figure | No
     return figure
 
 
-def stages_figure(trace: Trace, prediction: Comparison | None) -> go.Figure | None:
+def stages_figure(trace: Trace) -> go.Figure | None:
     """What each stage takes: weights, gradients, optimizer state, and activations times micro-batches in flight."""
     found = found_pipeline(trace)
     if found is None:
@@ -195,10 +196,8 @@ def stages_figure(trace: Trace, prediction: Comparison | None) -> go.Figure | No
     return figure
 
 
-def predicted_figure(trace: Trace, prediction: Comparison | None) -> go.Figure | None:
+def predicted_figure(prediction: Comparison) -> go.Figure:
     """The peak of every worker as predicted from one process, beside the measured one."""
-    if prediction is None:
-        return None
     workers = prediction.workers[:MAX_WORKERS]
     divisor, unit = choose_byte_unit(max(one.measured_peak_bytes for one in workers))
     names = [f"rank {one.rank}" for one in workers]
@@ -224,3 +223,42 @@ def predicted_figure(trace: Trace, prediction: Comparison | None) -> go.Figure |
     figure.update_yaxes(title_text=unit)
     figure.update_layout(meta={"note": f"The largest error is {100 * prediction.largest_error:.1f} %."})
     return figure
+
+
+SECTIONS: Final = (
+    Section(
+        "pipeline",
+        "Pipeline schedule",
+        "The last complete step of the pipeline. Each bar is the forward or backward of one micro-batch, numbered if "
+        "there is room; gray areas are bubbles, in which the rank is idle. All ranks share one clock.",
+        recorded_figure,
+    ),
+    Section(
+        "stages",
+        "Memory by pipeline stage",
+        "Parameters, gradients, optimizer state, and the activations of all micro-batches in flight.",
+        stages_figure,
+    ),
+    Section(
+        "pipeline-memory",
+        "Memory over time by rank",
+        "Live bytes of every rank over the same step and on the same clock.",
+        memory_figure,
+    ),
+)
+"""Sections of all ranks together; each ``build`` gets the whole trace. Left out without a recorded pipeline."""
+PREDICTION_SECTIONS: Final = (
+    Section(
+        "predicted",
+        "Predicted and measured peaks",
+        "The peak of every worker, and its prediction from a trace of one process that trained the whole model.",
+        predicted_figure,
+    ),
+    Section(
+        "predicted-pipeline",
+        "Simulated pipeline schedule",
+        "The same step simulated with the layer times of one process. Messages between workers take no time.",
+        predicted_schedule_figure,
+    ),
+)
+"""Sections of a prediction; each ``build`` gets the prediction."""

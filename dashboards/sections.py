@@ -1,7 +1,7 @@
 """What a section of the page consists of.
 
-To extend the page, write a build function in a module of its own and add a :class:`DeviceSection` or a
-:class:`JobSection` to :mod:`memtrace.dashboards.contents`. A build function returns
+To extend the page, write a build function in a module of its own and add a :class:`Section` to
+:mod:`memtrace.dashboards.contents`. A build function returns
 
 - a plotly ``Figure`` (colors from :mod:`memtrace.dashboards.palette`, no template, names passed through
   :func:`memtrace.dashboards.text.figure_text`, arrays as NumPy arrays); the page prints ``layout.meta["note"]``, if
@@ -16,11 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from memtrace.pipeline.compare import Comparison
-    from memtrace.trace import Trace
+from typing import Any, Literal
 
 CellKind = Literal["text", "code", "number", "category", "share"]
 
@@ -62,40 +58,26 @@ class Table:
         return any(row.detail for row in self.rows)
 
 
-DeviceBuild = Callable[["Trace", str], Any]
-"""``(single-rank trace, device) -> plotly Figure | Table | None``; plotly ships no types, hence Any."""
-JobBuild = Callable[["Trace", "Comparison | None"], Any]
-"""``(trace of all ranks, predicted pipeline or None) -> plotly Figure | Table | None``."""
+Build = Callable[..., Any]
+"""``(single-rank trace, device) -> plotly Figure | Table | None``; plotly ships no types, hence Any.
+
+Sections of a whole job get the trace of all ranks, and sections of a prediction get the prediction.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What sections of all kinds have."""
+    """A section of the page."""
 
     anchor: str
     """Unique part of the address: ``report.html#anchor``."""
     title: str
     explanation: str
     """How to read the section, for a newcomer."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceSection(Section):
-    """A section about one device of one rank."""
-
-    build: DeviceBuild
+    build: Build
     absent: str = ""
     """Text for a section without content; the page leaves out the section where the text is empty."""
     columns: int = 3
     """Number of the page's three columns that the section takes on a wide screen."""
-    height: int = 420
-    """Height of the figure in pixels."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobSection(Section):
-    """A section about all ranks of a job; the page leaves it out where it has no content."""
-
-    build: JobBuild
     height: int = 420
     """Height of the figure in pixels."""

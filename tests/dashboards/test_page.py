@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from memtrace.dashboards.contents import DEVICE_SECTIONS, JOB_SECTIONS
+from memtrace.dashboards.contents import DEVICE_SECTIONS
 from memtrace.dashboards.delta_encoding import encode_columns
 from memtrace.dashboards.page import render, report
+from memtrace.dashboards.pipeline import PREDICTION_SECTIONS, SECTIONS
 
 from memtrace.analysis.block_lifetimes import close_address_gaps
 from memtrace.analysis.summary import describe_peak, summarize_peak
@@ -81,7 +82,7 @@ def test_the_page_explains_every_category_and_term(page: str) -> None:
 
 
 def test_sections_have_unique_anchors_and_explanations_in_sentences() -> None:
-    sections = [*DEVICE_SECTIONS, *JOB_SECTIONS]
+    sections = [*DEVICE_SECTIONS, *SECTIONS, *PREDICTION_SECTIONS]
     assert len({section.anchor for section in sections}) == len(sections)
     for section in sections:
         assert section.title[0].isupper() and section.title[-1] not in ".?"

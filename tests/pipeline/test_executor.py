@@ -164,9 +164,9 @@ def test_the_command_compares_with_the_recorded_order_and_cut(ran: Ran) -> None:
 
 def test_the_page_shows_the_pipeline_and_its_prediction(ran: Ran, costs: Any) -> None:
     trace = recorded(ran, "torch:interleaved")
-    assert "Predicted and measured peak" not in render(trace)
+    assert "Predicted and measured peaks" not in render(trace)
     page = render(trace, prediction=compare(measured(trace), costs))
-    for title in ("Pipeline timeline", "Pipeline stages", "Memory by rank", "Predicted and measured peak",
-                  "Simulated pipeline"):  # fmt: skip
+    for title in ("Pipeline schedule", "Memory by pipeline stage", "Memory over time by rank",
+                  "Predicted and measured peaks", "Simulated pipeline schedule"):  # fmt: skip
         assert f">{title}<" in page
     assert "micro-batch" not in render(memtrace.load(ran[0] / "single.memtrace")).split("plotly.js v")[0]

@@ -189,7 +189,7 @@ def test_what_is_no_pipeline_or_not_all_of_one_is_refused(tmp_path) -> None:
     nonsense = job(rank_trace([("F0.0", 0, 1), ("sideways", 2, 3)]))
     with pytest.raises(TraceError, match="sideways"):
         measured(nonsense)
-    assert "Pipeline timeline" not in render(nonsense)
+    assert "Pipeline schedule" not in render(nonsense)
     shown = CliRunner().invoke(cli, ["pipeline", str(tmp_path / "nothing")])
     assert isinstance(shown.exception, TraceError)
 
