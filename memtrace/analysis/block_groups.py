@@ -29,6 +29,7 @@ class BlockGroup:
     bytes: int
     """Sum of the sizes of the blocks (requested bytes where the trace has them)."""
     num_blocks: int
+    """Number of blocks in the group."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,11 @@ class ModuleCategoryGroup:
     module: str | None
     """Fully qualified name of the module; None: outside any module."""
     category: str
+    """One of ``schema.CATEGORIES``."""
     bytes: int
     """Sum of the sizes of the blocks (requested bytes where the trace has them)."""
     num_blocks: int
+    """Number of blocks in the group."""
 
 
 def group_by_category(trace: Trace, block_ids: Array) -> list[BlockGroup]:
@@ -144,6 +147,7 @@ class ModuleTreeNode:
     largest_category: str
     """The category that holds most of the bytes."""
     bytes: int
+    """Sum of the sizes of the blocks of the node and of the nodes below it."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,9 @@ class GrowthSource:
     """An allocation site whose live bytes grow."""
 
     site: str
+    """Allocation site and category."""
     bytes_per_step: int
+    """Bytes by which its live bytes grow per step."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,15 @@ class StepSummary:
     source: str | None
     """``marks``: marked by the program or its optimizer; ``events``: detected in the events alone; None: no steps."""
     median_duration_ns: int | None
+    """Median duration of a step."""
     median_peak_bytes: int | None
+    """Median of the peaks of the steps."""
     max_peak_bytes: int | None
+    """Highest peak of a step."""
     median_allocated_bytes: int | None
     """Median of the bytes that a step allocates."""
     median_num_allocations: int | None
+    """Median of the number of allocations of a step."""
     data_wait_share: float | None
     """Share of the time of all steps that they wait for data, from 0 to 1."""
     growth_bytes_per_step: int | None
@@ -89,11 +95,15 @@ class BlockSummary:
     """One block that is live at the peak."""
 
     block_id: int
+    """Number of the block in the trace."""
     bytes: int
+    """Size of the block (requested bytes where the trace has them)."""
     category: str
+    """One of ``schema.CATEGORIES``."""
     name: str | None
     """Name of the tensor, such as ``blocks.0.weight``."""
     module: str | None
+    """Fully qualified name of the module that allocated the block."""
     operator: str | None
     """Operator that allocated the block."""
     site: str | None
@@ -118,6 +128,7 @@ class PeakSummary:
     event: int
     """Row of the events table after which the peak is reached; -1: at the start of the recording."""
     step: int | None
+    """Step of the peak; None: outside every step."""
     phase: str | None
     """Phase of the peak: forward, backward, optimizer or other; None: unknown."""
     by_category: dict[str, int]
@@ -140,11 +151,15 @@ class DeviceSummary:
     """The memory of one device."""
 
     device: str
+    """Name of the device, such as ``cuda:0``."""
     peak: PeakSummary
+    """The peak and the blocks that are live at it."""
     baseline_requested_bytes: int | None
     """Bytes that were allocated before the recording; None: unknown."""
     live_requested_bytes_at_end: int | None
+    """Requested bytes that are live at the end of the trace; None: unknown."""
     reserved_bytes_at_end: int | None
+    """Bytes reserved at the end of the trace; None: unknown."""
     fragmentation: Fragmentation | None
     """None where the trace has no segments."""
 
@@ -154,11 +169,17 @@ class FindingSummary:
     """The finding whose fix lowers the peak most; see ``memtrace.analysis.findings``."""
 
     pattern: str
+    """Pattern of waste, such as ``late_deallocation``."""
     name: str | None
+    """Name of the defect, where the evidence for it is there; None: only the pattern is known."""
     site: str | None
+    """Allocation site of the wasted memory."""
     peak_if_fixed_bytes: int
+    """Peak after the fix."""
     saved_bytes: int
+    """Bytes by which the fix lowers the peak."""
     advice: str
+    """How to fix it."""
 
 
 @dataclass(frozen=True)
@@ -166,15 +187,17 @@ class PatternSummary:
     """Patterns over time. None: unknown, or not searched for (``MAX_PATTERN_EVENTS``)."""
 
     is_iterative: bool
+    """Whether the trace has steps."""
     stability_share: float | None
     """Share of the bytes of a typical step that the other steps repeat, from 0 to 1."""
     swappable_bytes_at_peak: int | None
     """Bytes that are idle across the peak for long enough to be offloaded and fetched back."""
     leak_bytes_per_step: float | None
+    """Growth of all leaks together."""
     leak_site: str | None
     """Allocation site that leaks fastest."""
     best_finding: FindingSummary | None
-    """Of the findings that need no recomputation, offloading or in-place operators."""
+    """The best of the findings that need no recomputation, offloading or in-place operators."""
 
 
 @dataclass(frozen=True)
@@ -182,8 +205,11 @@ class FailureSummary:
     """An allocation that failed; see ``memtrace.analysis.oom.OutOfMemory``."""
 
     device: str
+    """Name of the device, such as ``cuda:0``."""
     event: int
+    """Row of the events table."""
     time_ns: int | None
+    """Time of the failure since the start of the recording; None: unknown."""
     asked_bytes: int
     """Size of the request that failed."""
     site: str | None
@@ -191,11 +217,13 @@ class FailureSummary:
     device_free_bytes: int | None
     """Bytes that the device had left."""
     live_bytes: int
+    """Bytes that were live on the device."""
     room: Room | None
     """Where the request could look for memory; None on the CPU."""
     holders: tuple[BlockGroup, ...]
     """The allocation sites that hold most, largest first."""
     advice: tuple[str, ...]
+    """What to try, most promising first."""
 
 
 @dataclass(frozen=True)
@@ -203,12 +231,19 @@ class Summary:
     """What a rank holds in memory, when, and where it was allocated. Bytes and nanoseconds."""
 
     rank: int
+    """Number of the rank in its job; 0 for a single process."""
     coverage: Coverage
+    """Which part of the run the trace covers."""
     source: TraceSource
+    """Where the trace comes from."""
     steps: StepSummary
+    """The training steps."""
     devices: tuple[DeviceSummary, ...]
+    """The devices with memory events."""
     patterns: PatternSummary
+    """Stability, leaks, swap candidates and the best fix."""
     out_of_memory: tuple[FailureSummary, ...]
+    """The allocations that failed, in order of time."""
 
     @property
     def peak_bytes(self) -> int:
@@ -221,6 +256,7 @@ class JobSummary:
     """The summaries of all ranks of a job."""
 
     ranks: tuple[Summary, ...]
+    """One summary per rank, in order of rank."""
 
     @property
     def highest(self) -> Summary:
