@@ -86,7 +86,7 @@ def draw_timeline(table: pd.DataFrame) -> go.Figure:
         # The lanes of steps and phases lie between the curve and the time axis.
         xaxis={
             "title": {"text": f"time since the start of the recording ({time_name})"},
-            "hoverformat": ",.4~f",
+            "unifiedhovertitle": {"text": f"%{{x:,.4~f}} {time_name}"},
             "anchor": "free",
             "position": 0,
         },

@@ -1,5 +1,5 @@
 // Behavior of the page: themes, lazy drawing, selection of rank and device, rows that unfold.
-// The script formats no numbers: every number arrives as text, formatted by memtrace.units, or is an axis tick of plotly.
+// Numbers arrive as text, formatted by memtrace.units; only timeline.js formats bytes, for its hover texts.
 // Text from a trace is only in the JSON of the figures, and enters the document only through textContent.
 (() => {
   "use strict";

@@ -1,6 +1,17 @@
 // The timeline: decodes the fine curve, and at every zoom draws the visible window in the resolution of the screen.
 // Times are microseconds since the start of the recording, curves are bytes.
 
+// The twin of memtrace.units.format_bytes, for hover texts at every zoom; tests/dashboards/test_page.py compares them.
+function memtraceFormatBytes(bytes) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  let power = 0;
+  // 1023.96 KiB would round to 1,024 KiB.
+  while (power + 1 < units.length && Number((Math.abs(bytes) / 1024 ** power).toFixed(1)) >= 1024) power++;
+  const scaled = bytes / 1024 ** power, size = Math.abs(scaled);
+  const digits = power === 0 || size >= 99.95 ? 0 : size >= 9.995 ? 1 : 2;
+  return `${scaled.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })} ${units[power]}`;
+}
+
 async function memtraceDecode({ length, columns, data }) { // inverse of memtrace.dashboards.delta_encoding.encode_columns
   const deflated = Uint8Array.from(atob(data), (character) => character.charCodeAt(0));
   const stream = new Blob([deflated]).stream().pipeThrough(new DecompressionStream("deflate"));
@@ -143,11 +154,13 @@ async function memtraceTimeline(figure, meta, colors) {
     const places = memtraceDecimate(x, total, low, high, Math.max(200, Math.round(pixels() / 1.5)));
     const xs = Float64Array.from(places, (i) => x[i] / unit);
     const ys = categories.map((name) => Float64Array.from(places, (i) => curve[name][i] / meta.bytes_per_unit));
+    const texts = categories.map((name) => Array.from(places, (i) => memtraceFormatBytes(curve[name][i])));
     const drawnBands = bands(window);
     figure.dataset.points = String(places.length);
-    return Plotly.update(figure, { x: categories.map(() => xs), y: ys }, {
+    return Plotly.update(figure, { x: categories.map(() => xs), y: ys, customdata: texts, hovertemplate: "%{customdata}" }, {
       "xaxis.range": [...window],
       "xaxis.autorange": false,
+      "xaxis.unifiedhovertitle.text": byEvent ? "event %{x:,.0f}" : `%{x:,.4~f} ${meta.time_unit}`,
       "xaxis.title.text": byEvent ? "event number" : `time since the start of the recording (${meta.time_unit})`,
       "yaxis.range": heights(places),
       shapes: drawnBands.shapes,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 import shutil
+import subprocess
 import zlib
 from pathlib import Path
 
@@ -18,9 +20,11 @@ from memtrace.dashboards.pipeline import PREDICTION_SECTIONS, SECTIONS
 from memtrace.analysis.block_lifetimes import close_address_gaps
 from memtrace.analysis.summary import describe_peak, summarize_peak
 from memtrace.trace import Trace
+from memtrace.units import format_bytes
 from tests.builders import event, op, step, trace_of
 
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>\u2028'\"`<b>x</b>"
+TEMPLATES = Path(__file__).parents[2] / "dashboards" / "templates"
 CHROMIUM = next(
     (path for name in ("chromium-headless-shell", "chromium") if (path := shutil.which(name)) is not None), None
 )
@@ -31,6 +35,8 @@ CHROMIUM_FLAGS = [
     "--disable-sync",
     "--no-first-run",
 ]
+
+VISIBLE_RANGE = "document.querySelector('#timeline .figure').layout.xaxis.range"
 
 
 def hostile_trace(num_blocks: int = 60) -> Trace:
@@ -117,6 +123,17 @@ def test_closing_address_gaps_keeps_order_sizes_and_overlaps() -> None:
     assert close_address_gaps(address, size).tolist() == [50, 0, 20, 60]
 
 
+@pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is missing")
+def test_the_page_formats_bytes_as_the_terminal_does() -> None:
+    sizes = [0, 1, 999, 1023, 1024, 1536, 10_234, 102_348, (1 << 20) - 1, 12_999_999, 123 << 20, (1 << 30) - 1,
+             1022 << 30, (1 << 40) - 60 * (1 << 20), 5 << 60]  # fmt: skip
+    script = (
+        TEMPLATES / "timeline.js"
+    ).read_text() + f"\nconsole.log(JSON.stringify({sizes}.map(memtraceFormatBytes)))"
+    result = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True)
+    assert json.loads(result.stdout) == [format_bytes(size) for size in sizes]
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is missing: apt-get install chromium-headless-shell")
 def test_the_page_draws_offline_and_runs_no_script_of_a_trace(tmp_path: Path) -> None:
     from playwright.sync_api import sync_playwright
@@ -135,7 +152,10 @@ def test_the_page_draws_offline_and_runs_no_script_of_a_trace(tmp_path: Path) ->
             page.wait_for_function("element => element.dataset.drawn === 'true'", arg=figure, timeout=20_000)
         page.click("button[aria-controls]")
         page.click("#theme")
-        page.click("text=Peak step")
+        page.get_by_role("button", name="Peak step").click()
+        page.wait_for_function(f"() => {VISIBLE_RANGE}[0] > 0", timeout=20_000)
+        page.get_by_role("button", name="Full range").click()
+        page.wait_for_function(f"() => {VISIBLE_RANGE}[0] === 0", timeout=20_000)
         assert page.evaluate("window.hacked") is None
         assert page.evaluate("document.querySelectorAll('.figure .main-svg').length") >= 4
         browser.close()
