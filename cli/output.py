@@ -35,14 +35,29 @@ def escape(text: str) -> str:
 
 
 def shorten(text: str, max_chars: int) -> str:
-    """Return text with its middle replaced by an ellipsis where it is longer than ``max_chars``.
-
-    The end stays whole: it holds the line and the function of an allocation site.
-    """
+    """Return text with its middle replaced by an ellipsis where it is longer than ``max_chars``."""
     if len(text) <= max_chars:
         return text
-    num_head = max(0, (max_chars - 1) // 3)
+    num_head = max(0, (max_chars - 1) // 2)
     return f"{text[:num_head]}…{text[len(text) - (max_chars - 1 - num_head) :]}"
+
+
+def shorten_site(site: str, max_chars: int) -> str:
+    """Return an allocation site in at most ``max_chars``; the number of the line always stays whole.
+
+    Args:
+        site: Such as ``package/module.py:12 Class.method``; text of another form is shortened in the middle.
+        max_chars: Width of the column.
+    """
+    path, colon, rest = site.rpartition(":")
+    line, _, function = rest.partition(" ")
+    if len(site) <= max_chars or not (colon and line.isdigit()):
+        return shorten(site, max_chars)
+    # The path and the function share what the number leaves; a short one leaves its part to the other.
+    room = max_chars - len(line) - 2
+    path_chars = max(room // 2, room - len(function))
+    path = shorten(path, path_chars)
+    return f"{path}:{line} {shorten(function, room - len(path))}"
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import click
 from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.failure import print_failure
-from memtrace.cli.output import console, escape, fact_table, plain_table, print_json, shorten, working
+from memtrace.cli.output import console, escape, fact_table, plain_table, print_json, shorten_site, working
 
 from memtrace.analysis.summary import (
     DeviceSummary,
@@ -33,6 +33,8 @@ RESULT: Final = Summary | JobSummary
 """What --json prints: ``JobSummary`` where the traces hold several ranks."""
 NUM_ROWS: Final = 6
 """Most rows of a table of allocation sites or modules."""
+FILE_KINDS: Final = {"cuda_snapshot": "CUDA memory snapshot", "chrome_trace": "Chrome trace"}
+"""Names of file kinds that have proper nouns in them."""
 BAR_CHARS: Final = 30
 NUMBER_CHARS: Final = 28
 """Width of the numbers in front of an allocation site."""
@@ -101,7 +103,7 @@ def _print_coverage(out: Console, name: str, summary: Summary) -> None:
     if source.kind == "recording":
         origin = f"recorded by the {source.observer or UNKNOWN} observer"
     else:
-        origin = (source.kind or UNKNOWN).replace("_", " ")
+        origin = FILE_KINDS.get(source.kind or "", (source.kind or UNKNOWN).replace("_", " "))
     out.print(f"[bold]{escape(name)}[/]", soft_wrap=True)
     out.print(f"{coverage.num_events:,} events{span}, {format_count(coverage.num_steps, 'step')}, {origin}")
     lost = UNKNOWN if coverage.lost_events is None else f"{coverage.lost_events:,}"
@@ -155,13 +157,13 @@ def _print_group_tables(out: Console, peak: PeakSummary) -> None:
             continue
         table = plain_table("size", "share", "blocks", f"Peak by {noun}")
         for group in groups[:NUM_ROWS]:
-            name = escape(shorten(group.name or absent, out.width - NUMBER_CHARS))
+            name = escape(shorten_site(group.name or absent, out.width - NUMBER_CHARS))
             share = format_share(group.bytes, peak.bytes)
             table.add_row(format_bytes(group.bytes), share, f"{group.num_blocks:,}", name)
         out.print()
         out.print(table)
     if missing:
-        out.print(f"\nThe trace has no {' and no '.join(missing)} for the blocks at the peak.")
+        out.print(f"\nNo {' and no '.join(missing)} is known for the blocks at the peak.")
 
 
 def _fragmentation_sentence(fragmentation: Fragmentation) -> str:
@@ -178,7 +180,7 @@ def _step_facts(steps: StepSummary) -> list[tuple[str, str]]:
     if steps.num_steps is None:
         return [("Steps", f"unavailable: {NO_BLOCKS}")]
     if steps.num_steps == 0:
-        return [("Steps", "none marked, and no repetition in the events; mark them with rec.step() or "
+        return [("Steps", "none marked and none detected; mark them with rec.step() or "
                  "rec.steps(loader)")]  # fmt: skip
     source = "detected from the events" if steps.source == "events" else "marked"
     share = steps.data_wait_share

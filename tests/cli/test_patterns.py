@@ -44,7 +44,7 @@ def test_steps(trace):
 def test_what_is_not_iterative_is_said(tmp_path):
     recorded(not_iterative, tmp_path / "run.memtrace")
     assert "not iterative" in memtrace("steps", tmp_path / "run.memtrace").stdout
-    assert "no repetition" in memtrace("summary", tmp_path / "run.memtrace").stdout
+    assert "none detected" in memtrace("summary", tmp_path / "run.memtrace").stdout
 
 
 def test_access_with_bandwidths_given_measured_and_published(trace, tmp_path):

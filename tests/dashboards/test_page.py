@@ -50,12 +50,16 @@ def hostile_trace(num_blocks: int = 60) -> Trace:
     ]
     events = []
     for number in range(num_blocks):
-        events.append(event("alloc", number, 10 * number, 1000 + number, address=4096 * (1 + number % 7), op_id=number))
+        events.append(
+            event("alloc", number, 10_000 * number, 1000 + number, address=4096 * (1 + number % 7), op_id=number)
+        )
         if number % 3:
-            events.append(event("free", number, 10 * number + 9, 1000 + number))
+            events.append(event("free", number, 10_000 * number + 9000, 1000 + number))
     ops = [op(number, "forward", name=0, module=1, stack=3) for number in range(num_blocks)]
     labels = [{"block_id": 0, "category": "parameter", "name": 4}]
-    return trace_of(events=events, ops=ops, names=names, labels=labels, spans=[step(n, n * 100, 100) for n in range(6)])
+    return trace_of(
+        events=events, ops=ops, names=names, labels=labels, spans=[step(n, n * 100_000, 100_000) for n in range(6)]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +82,7 @@ def test_the_page_leaves_out_sections_without_content(page: str) -> None:
 
 def test_the_headline_of_the_page_is_the_sentence_of_the_summary(page: str) -> None:
     sentence = describe_peak(summarize_peak(hostile_trace(), "cpu"))
-    assert sentence == "Peak 21.1 KiB at 590 ns (step 5, forward); blocks of unknown category hold 95 %"
+    assert sentence == "Peak 21.1 KiB at 590 µs (step 5, forward); blocks of unknown category hold 95 %"
     assert f">{sentence}</h2>" in page
 
 
