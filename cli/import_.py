@@ -1,4 +1,4 @@
-"""``memtrace import``: keep the memory files of other tools as a trace."""
+"""``memtrace import``: convert the memory files of other tools to a trace."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ import click
 
 @click.command("import")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The trace to write (*.memtrace).")
-@click.option("--overwrite", is_flag=True, help="Replace the trace that is there.")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="New trace (*.memtrace).")
+@click.option("--overwrite", is_flag=True, help="Replace the trace in the output folder.")
 def command(files: tuple[Path, ...], output: Path, overwrite: bool) -> None:
-    """Keep FILES as one trace: CUDA snapshots, Chrome traces, memory timelines.
+    """Convert FILES of other tools to one trace.
 
-    Several files are the ranks of one job. A file's rank is what it says; else what the names say (rank3); else the
-    order of FILES.
+    The files can be CUDA memory snapshots, Chrome traces of torch.profiler and memory timelines. Several files are the
+    ranks of one job: the rank of a file is the one that the file states, otherwise the one in its name (rank3),
+    otherwise its position among FILES.
     """
     from memtrace.readers import read_job
-    from memtrace.readers.import_job import keep
+    from memtrace.readers.import_job import write_trace
+    from memtrace.units import format_count
 
     ranks = read_job(files)
-    keep(ranks, output, overwrite=overwrite)
-    for manifest, tables in ranks:
-        click.echo(f"rank {manifest['rank']}: {manifest['source']['file']}, {tables['events'].num_rows:,} events")
-    click.echo(f"{output} written.")
+    write_trace(ranks, output, overwrite=overwrite)
+    for rank in ranks:
+        events = format_count(rank.tables["events"].num_rows, "event")
+        click.echo(f"Rank {rank.manifest.rank}: {rank.manifest.source.file}, {events}")
+    click.echo(f"Wrote {output}.")

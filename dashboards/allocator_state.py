@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 from memtrace.dashboards.sections import Column, Row, Table
 from memtrace.dashboards.text import name_text
 
+from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.fragmentation import fragmentation, pinned_segments
 from memtrace.analysis.oom import out_of_memory
-from memtrace.analysis.sites import site
 from memtrace.analysis.summary import summarize_failure
 from memtrace.units import format_bytes, format_duration
 
@@ -35,7 +35,7 @@ def fragmentation_table(trace: Trace, device: str) -> Table | None:
     )
     rows = tuple(
         Row((format_bytes(int(row.size)), format_bytes(int(row.free_bytes)), format_bytes(int(row.largest_free_bytes)),
-             f"{row.num_blocks:,}", format_bytes(int(row.pin_bytes)), name_text(site(trace,
+             f"{row.num_blocks:,}", format_bytes(int(row.pin_bytes)), name_text(allocation_site(trace,
              int(row.pin_stack)) or "–")))  # noqa: RUF001
         for row in segments.head(MAX_ROWS).itertuples(index=False)
     )  # fmt: skip

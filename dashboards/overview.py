@@ -47,20 +47,20 @@ def _coverage(trace: Trace) -> dict[str, Any]:
     told, manifest = compute_coverage(trace), trace.manifest
     first, last = told.first_event_ns, told.last_event_ns
     span = format_duration(last - first) if first is not None and last is not None else "an unknown time"
-    source = manifest.get("source", {})
+    source = manifest.source
     warnings = list(told.notes)
     if not told.finished:
         warnings.insert(0, f"unfinished: {told.stop_reason or 'the process died while recording'}.")
     if told.lost_events:
         warnings.insert(0, f"{told.lost_events:,} events were lost: what follows is not complete.")
-    versions = {name: version for name, version in manifest.get("versions", {}).items() if version}
+    versions = {name: version for name, version in manifest.versions.items() if version}
     facts = [
         (
             "recorded by",
-            f"memtrace {manifest.get('memtrace_version', '?')}, {source.get('observer') or source.get('kind', '?')}",
+            f"memtrace {manifest.memtrace_version}, {source.observer or source.kind}",
         ),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
-        ("command", name_text(" ".join(map(str, manifest.get("command") or ["unknown"])))),
+        ("command", name_text(" ".join(map(str, manifest.command or ["unknown"])))),
         ("events", f"{told.num_events:,}"),
         ("lost events", "unknown" if told.lost_events is None else f"{told.lost_events:,}"),
         ("older than the recording", format_bytes(told.baseline_bytes)),
@@ -144,7 +144,7 @@ def _sentences(trace: Trace, found: Peak) -> list[str]:
 
 
 def _advice(trace: Trace, category: str) -> str:
-    recorded = trace.manifest.get("source", {}).get("kind") == "recording"
+    recorded = trace.manifest.source.kind == "recording"
     return ADVICE[category] if recorded or category != "unknown" else _OF_A_FILE
 
 

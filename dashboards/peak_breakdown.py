@@ -13,9 +13,9 @@ from memtrace.dashboards.text import NO_VALUE, figure_text, name_text
 from memtrace.analysis.block_groups import ModuleTreeNode, build_module_tree
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import find_peak, largest_peak_blocks, peak_by_category, peak_by_site
-from memtrace.analysis.sites import own_frame
 from memtrace.analysis.summary import summarize_block
 from memtrace.categories import CATEGORY_LABELS
+from memtrace.frames import innermost_user_frame
 from memtrace.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def blocks_table(trace: Trace, device: str) -> Table | None:
 def _stack_lines(trace: Trace, block_id: int) -> tuple[str, ...]:
     """Return the frames of the stack that allocated a block, with a mark at the allocation site."""
     frames = trace.frames(int(blocks(trace).stack[block_id]))
-    own = own_frame(frames)
+    own = innermost_user_frame(frames)
     return tuple(
         name_text(f"{frame.file}:{frame.line} {frame.function}{'   <- your code' if frame is own else ''}")
         for frame in frames[:MAX_FRAMES]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 
 from memtrace.format import schema
+from memtrace.format.manifest import FileCoverage, Manifest
 from memtrace.trace import Trace
 
 
@@ -22,7 +24,13 @@ def trace_of(**tables: list[dict[str, Any]]) -> Trace:
         )
         for name, rows in tables.items()
     }
-    return Trace.from_tables({"rank": 0, "finished": True, "coverage": {"lost_events": 0}}, made)
+    return Trace.from_tables(Manifest(coverage=FileCoverage(lost_events=0)), made)
+
+
+def with_manifest(trace: Trace, **changes: Any) -> Trace:
+    """Return a single-rank trace in memory with another manifest."""
+    manifest = replace(trace.manifest, **changes)
+    return Trace(trace.path, {manifest.rank: trace._source.with_manifest(manifest)}, trace.unreadable)
 
 
 def event(kind: str, block: int | None, time: int, size: int | None = None, **more: Any) -> dict[str, Any]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from memtrace.trace import Trace
 
 BASELINE: Final = EVENT_KINDS.index("baseline")
+LIVE: Final = EVENT_KINDS.index("live")
 _SEGMENT_KINDS: Final = (SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP)
 _HISTORY_KINDS: Final = (ALLOC, FREE, FREE_REQUESTED, OOM, *_SEGMENT_KINDS)
 _EVENT_COLUMNS: Final = (
@@ -80,7 +81,7 @@ def read_device(trace: Trace, device: str) -> History | Requests:
 def _history(trace: Trace, device: str, events: dict[str, Any], segments: Segments) -> History:
     kept = {name: column[np.isin(events["kind"], _HISTORY_KINDS)] for name, column in events.items()}
     manifest = trace.manifest
-    told = dict(manifest.get("devices") or {}).get(device) or {}
+    told = manifest.devices.get(device)
     return History(
         device=device,
         kind=kept["kind"],
@@ -91,11 +92,11 @@ def _history(trace: Trace, device: str, events: dict[str, Any], segments: Segmen
         by_program=_released_by_program(trace, kept["kind"], kept["op_id"]),
         device_free=kept["device_free"].astype(np.int64),
         time_ns=kept["time_ns"].astype(np.int64),
-        settings=Settings.from_snapshot(manifest.get("allocator_settings")),
+        settings=Settings.from_snapshot(manifest.allocator_settings),
         segments=segments,
         blocks=_live_at_end(events),
-        device_bytes=told.get("total_bytes"),
-        torch=dict(manifest.get("versions") or {}).get("torch"),
+        device_bytes=told.total_bytes if told else None,
+        torch=manifest.versions.get("torch"),
     )
 
 
@@ -114,7 +115,7 @@ def _segments(trace: Trace, device: str) -> Segments:
 
 def _live_at_end(events: dict[str, Any]) -> Blocks:
     kind, block = events["kind"], events["block_id"]
-    begun = np.flatnonzero((kind == ALLOC) | (kind == BASELINE))
+    begun = np.flatnonzero((kind == ALLOC) | (kind == BASELINE) | (kind == LIVE))
     live = begun[~np.isin(block[begun], block[kind == FREE])]
     return Blocks(
         address=events["address"][live].astype(np.int64),
@@ -149,8 +150,8 @@ def _requests(device: str, events: dict[str, Any]) -> Requests:
     """
     kind, block = events["kind"], events["block_id"]
     size = np.where(events["size"] >= 0, events["size"], events["allocated_size"])
-    begun = np.flatnonzero(((kind == ALLOC) | (kind == BASELINE)) & (size > 0))
-    born, older = begun[kind[begun] == ALLOC], begun[kind[begun] == BASELINE]
+    begun = np.flatnonzero(((kind == ALLOC) | (kind == BASELINE) | (kind == LIVE)) & (size > 0))
+    born, older = begun[kind[begun] == ALLOC], begun[kind[begun] != ALLOC]
     order = np.concatenate([older, born])
     number = np.full(int(block.max(initial=-1)) + 1, -1, np.int64)
     number[block[order]] = np.arange(len(order))

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from memtrace.analysis.allocation_sites import allocation_sites
 from memtrace.analysis.attribution import KIND
 from memtrace.analysis.block_accesses import tells_accesses
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import find_peak
-from memtrace.analysis.sites import sites_of
 from memtrace.errors import MemtraceError
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
@@ -160,7 +160,7 @@ def intervals_table(trace: Trace) -> pd.DataFrame:
     import pandas as pd
 
     found, told = intervals(trace), blocks(trace)
-    sites, place = sites_of(trace, told.stack[found.block])
+    sites, place = allocation_sites(trace, told.stack[found.block])
     frame: pd.DataFrame = pd.DataFrame({
         "block_id": found.block,
         "bytes": told.size[found.block],
@@ -236,7 +236,7 @@ def _outliers(trace: Trace, costs: Bandwidths, places: Array) -> list[dict[str, 
     found, told = intervals(trace), blocks(trace)
     block = found.block[places]
     spans_peak = covers_peak(trace, places)
-    sites, line = sites_of(trace, told.stack[block])
+    sites, line = allocation_sites(trace, told.stack[block])
     group = combined(line, told.category[block], told.size[block])
     _, sample, number = np.unique(group, return_index=True, return_counts=True)
     held = np.zeros(len(number), np.int64)

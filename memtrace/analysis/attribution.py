@@ -1,7 +1,7 @@
-"""Which operator call, phase and step an event belongs to.
+"""The operator call, phase and step of an event.
 
-The order of the rows of ``events`` is the truth; times follow it except for small disorder between threads. An
-instant therefore cuts the rows at the first row whose time is at or past it: what comes before it is before.
+The order of the rows of ``events`` is authoritative; times follow it except for small disorder between threads. A time
+therefore cuts the rows at the first row whose time is at or past it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memtrace.format.arrays import Array
+from memtrace.format.keyframes import find_sorted
 from memtrace.format.schema import EVENT_KINDS, PHASES, SPAN_KINDS
 from memtrace.trace import Trace
 
@@ -20,7 +21,7 @@ SPAN = {kind: np.int8(code) for code, kind in enumerate(SPAN_KINDS)}
 
 
 def rows_at(trace: Trace, times: Array) -> Array:
-    """For each time the first row of events at or past it; the number of rows where there is none."""
+    """Return for each time the first row of events at or past it; the number of rows where there is none."""
     return np.searchsorted(trace.cached(_rising_times), times, side="left")
 
 
@@ -31,32 +32,41 @@ def _rising_times(trace: Trace) -> Array:
 
 @dataclass(frozen=True)
 class StepRows:
-    """The steps of a trace in order of time: which rows of events each holds, as ``first_row`` to ``end_row``."""
+    """The steps of a trace in order of time."""
 
     number: Array
     start_ns: Array
     duration_ns: Array
     first_row: Array
+    """First row of events of the step."""
     end_row: Array
+    """Row after the last one."""
 
     def of_rows(self, rows: Array) -> Array:
-        """The step's number for each row of events, -1 outside of all steps."""
+        """Return the step's number for each row of events, -1 outside all steps."""
+        return self._find(self.first_row, self.end_row, rows)
+
+    def of_times(self, times: Array) -> Array:
+        """Return the step's number for each time (the largest time of all events up to a row), -1 outside all steps."""
+        return self._find(self.start_ns, self.start_ns + self.duration_ns, times)
+
+    def _find(self, first: Array, end: Array, positions: Array) -> Array:
         if not len(self.number):
-            return np.full(len(rows), -1, np.int64)
-        place = np.searchsorted(self.first_row, rows, side="right") - 1
-        inside = (place >= 0) & (rows < self.end_row[place])
+            return np.full(len(positions), -1, np.int64)
+        place = np.searchsorted(first, positions, side="right") - 1
+        inside = (place >= 0) & (positions < end[place])
         return np.where(inside, self.number[place], -1)
 
 
 def steps_are_marked(trace: Trace) -> bool:
-    """Whether the trace tells its steps; if not, they are those found in the events."""
+    """Return whether the trace has marked steps; if not, they are detected in the events."""
     return bool((trace.columns("spans", "kind")["kind"] == SPAN["step"]).any())
 
 
 def step_rows(trace: Trace) -> StepRows:
-    """The steps, half-open [start, start + duration): the spans of kind step, else those found in the events.
+    """Return the steps, half-open [start, start + duration): the spans of kind step, else those detected in the events.
 
-    See ``memtrace.analysis.detection``; empty where there are no spans and nothing repeats.
+    Empty where no step is marked and nothing repeats (see ``memtrace.analysis.detection``).
     """
     return trace.cached(_step_rows)
 
@@ -72,7 +82,7 @@ def _step_rows(trace: Trace) -> StepRows:
 
 
 def detected_step_rows(trace: Trace) -> StepRows:
-    """The steps found in the events alone, whatever was marked."""
+    """Return the steps detected in the events, whether steps are marked or not."""
     from memtrace.analysis.detection import detect
 
     rows = detect(trace).rows
@@ -82,60 +92,77 @@ def detected_step_rows(trace: Trace) -> StepRows:
 
 
 @dataclass(frozen=True)
-class Ops:
-    """The operator calls by their identity. Rows that were never written (a killed process) are row -1."""
+class OpRows:
+    """Finds the row of an operator call by its id."""
 
     first: int
     row_of: Array
+    """Row by id - ``first``; -1 for calls whose row was never written (a killed process)."""
+    far_ids: Array
+    """Ids far below ``first``, ascending: a window has calls from long before it, which allocated blocks that live."""
+    far_rows: Array
 
     def rows(self, ops: Array) -> Array:
-        """The row of ``ops`` for each operator call, -1 where there is none."""
-        if not len(self.row_of):
-            return np.full(len(ops), -1, np.int32)
-        place = ops - self.first
-        known = (ops >= 0) & (place >= 0) & (place < len(self.row_of))
-        return np.where(known, self.row_of[np.where(known, place, 0)], np.int32(-1))
+        """Return the row of ``ops`` for each operator call, -1 where there is none."""
+        rows = np.full(len(ops), -1, np.int32)
+        if len(self.row_of):
+            place = ops - self.first
+            near = (place >= 0) & (place < len(self.row_of))
+            rows = np.where(near, self.row_of[np.where(near, place, 0)], np.int32(-1))
+        if len(self.far_ids):
+            places, found = find_sorted(self.far_ids, ops)
+            rows = np.where(found, self.far_rows[places], rows)
+        return rows
 
 
-def ops_lookup(trace: Trace) -> Ops:
-    """A lookup from operator call to its row."""
-    return trace.cached(_ops_lookup)
+def op_rows(trace: Trace) -> OpRows:
+    """Return the lookup from operator call to its row, computed once."""
+    return trace.cached(_op_rows)
 
 
-def _ops_lookup(trace: Trace) -> Ops:
-    identity = trace.columns("ops", "op_id")["op_id"]
-    if not len(identity):
-        return Ops(0, np.empty(0, np.int32))
-    first, last = int(identity.min()), int(identity.max())
-    row_of = np.full(last - first + 1, -1, np.int32)
-    row_of[identity - first] = np.arange(len(identity), dtype=np.int32)
-    return Ops(first, row_of)
+def _op_rows(trace: Trace) -> OpRows:
+    ids = trace.columns("ops", "op_id")["op_id"]
+    rows = np.arange(len(ids), dtype=np.int32)
+    # A table over the range of ids is quickest, but must not be larger than the trace.
+    last = int(ids.max(initial=-1))
+    is_near = ids > last - 4 * len(ids) - 1024
+    far = rows[~is_near][np.argsort(ids[~is_near], kind="stable")]
+    first = int(ids[is_near].min()) if len(ids) else 0
+    row_of = np.full(last - first + 1 if len(ids) else 0, -1, np.int32)
+    row_of[ids[is_near] - first] = rows[is_near]
+    return OpRows(first, row_of, ids[far], far)
 
 
 def op_column(trace: Trace, ops: Array, name: str) -> Array:
-    """A column of the table ops for each operator call, -1 (False) where the call is not known."""
+    """Return a column of the table ops for each operator call, -1 (False) where the call is not known."""
     column = trace.columns("ops", name)[name]
     missing = column.dtype.type(False) if column.dtype == bool else column.dtype.type(-1)
     if not len(column):
         return np.full(len(ops), missing, column.dtype)
-    rows = ops_lookup(trace).rows(ops)
+    rows = op_rows(trace).rows(ops)
     return np.where(rows >= 0, column[rows], missing)
 
 
 @dataclass(frozen=True)
 class PhaseRows:
-    """The rows of events cut wherever a phase or a step begins or ends; one phase a piece."""
+    """The rows of events, cut wherever a phase or a step begins or ends; each piece lies in one phase."""
 
     first_row: Array
     phase: Array
+    cut_ns: Array
+    """Times of the cuts: one less than there are pieces."""
 
     def pieces(self, rows: Array) -> Array:
-        """The piece of each row."""
+        """Return the piece of each row."""
         return np.searchsorted(self.first_row, rows, side="right") - 1
+
+    def of_times(self, times: Array) -> Array:
+        """Return the phase at each time (the largest time of all events up to a row)."""
+        return self.phase[np.searchsorted(self.cut_ns, times, side="right")]
 
 
 def phase_rows(trace: Trace) -> PhaseRows | None:
-    """The phases by the spans of kind phase: innermost span, ``other`` between them; None without such spans."""
+    """Return the phases by the spans of kind phase: the innermost span, ``other`` between spans; None without spans."""
     return trace.cached(_phase_rows)
 
 
@@ -155,4 +182,4 @@ def _phase_rows(trace: Trace) -> PhaseRows | None:
     # Spans in order of start, so an inner one overwrites its part of the outer one.
     for first, last, code in zip(np.searchsorted(times, start), np.searchsorted(times, end), phase, strict=True):
         piece_phase[first + 1 : last + 1] = code
-    return PhaseRows(np.concatenate([[0], rows_at(trace, times)]), piece_phase)
+    return PhaseRows(np.concatenate([[0], rows_at(trace, times)]), piece_phase, times)

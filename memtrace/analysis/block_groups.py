@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.sites import site
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
@@ -53,7 +53,7 @@ def group_by_category(trace: Trace, block_ids: Array) -> list[BlockGroup]:
 
 def group_by_site(trace: Trace, block_ids: Array) -> list[BlockGroup]:
     """Group blocks by allocation site (the innermost frame of the user's own code), largest group first."""
-    return _group_by_column(trace, block_ids, "stack", lambda stack: site(trace, stack))
+    return _group_by_column(trace, block_ids, "stack", lambda stack: allocation_site(trace, stack))
 
 
 def group_by_module_and_category(trace: Trace, block_ids: Array) -> list[ModuleCategoryGroup]:

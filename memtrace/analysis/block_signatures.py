@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.attribution import step_rows
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.sites import site
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
@@ -125,7 +125,7 @@ def middle_by(group: Array, values: Array, count: int) -> Array:
 def role_text(trace: Trace, role: int) -> str:
     """'file:line function, operator' of a role, as far as they are known."""
     found = roles(trace)
-    where = site(trace, int(found.stack[role])) or trace.name(int(found.module[role]))
+    where = allocation_site(trace, int(found.stack[role])) or trace.name(int(found.module[role]))
     parts = [part for part in (where, trace.name(int(found.op_name[role]))) if part]
     return ", ".join(parts) or "no site"
 
@@ -144,7 +144,7 @@ def roles_table(trace: Trace) -> pd.DataFrame:
     lifetime = np.where(told.free_ns[mine] >= 0, told.free_ns[mine] - told.alloc_ns[mine], np.nan)
     between = (told.last_access_ns - told.first_access_ns)[mine] / np.maximum(accesses - 1, 1)
     table: dict[str, object] = {
-        "site": [site(trace, int(stack)) for stack in found.stack],
+        "site": [allocation_site(trace, int(stack)) for stack in found.stack],
         "operator": [trace.name(int(name)) for name in found.op_name],
         "module": [trace.name(int(name)) for name in found.module],
         "size": pd.arrays.IntegerArray(found.size.astype(np.int64), found.size < 0),

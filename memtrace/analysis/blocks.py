@@ -1,14 +1,15 @@
-"""Blocks: one lifetime of one allocation each, with what was done to it and what it was for."""
+"""Blocks: one lifetime of one allocation each, with its accesses, its origin and its category."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from memtrace.analysis.attribution import KIND, PHASE, op_column, phase_rows, step_rows
 from memtrace.format.arrays import Array
+from memtrace.format.keyframes import find_sorted, strongest_labels
 from memtrace.format.schema import CATEGORIES, PHASES
 from memtrace.trace import Trace
 
@@ -16,94 +17,89 @@ if TYPE_CHECKING:
     import pandas as pd
 
 CATEGORY = {name: np.int8(code) for code, name in enumerate(CATEGORIES)}
-# A block can carry several labels (a parameter that is also an input): the first of these that it has wins.
-LABEL_PRIORITY = (
-    "parameter",
-    "gradient",
-    "optimizer_state",
-    "activation",
-    "input",
-    "temporary",
-    "workspace",
-    "unknown",
-)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Columns indexed by block; -1 stands for none or unknown. Bytes, ns, and rows of the table events.
+    """Columns indexed by block; -1 is none or unknown. Bytes, ns, and rows of the table events.
 
-    ``alloc_event`` is -1 for a baseline block: it is live from the start. ``free_event`` is -1 for one that is live at
-    the end. ``category`` and ``phase`` are codes into the tuples of ``schema``, ``device`` into ``Trace.devices``,
-    ``name``, ``module``, ``stack`` and ``op_name`` are ids of the table names; ``step`` is that of the allocation.
-    ``size`` is what was requested; where only the allocator's own size is told (a Chrome trace of a GPU) it is that,
-    and ``size_is_requested`` is False.
+    ``category`` and ``phase`` are codes into the tuples of ``schema``, ``device`` into ``Trace.devices``; ``name``,
+    ``module``, ``stack`` and ``op_name`` are ids of the table names.
     """
 
     device: Array
     size: Array
+    """Requested bytes; the allocator's size where only that is known (a Chrome trace of a GPU)."""
     size_is_requested: Array
+    """Whether ``size`` is requested bytes."""
     allocated_size: Array
     address: Array
     stream: Array
     alloc_ns: Array
+    """Time of the allocation; -1 for a block older than the recording."""
     free_ns: Array
     alloc_event: Array
+    """Row of the allocation; -1 for a block that is live from the start: older than the recording or the window."""
     free_event: Array
+    """Row of the free; -1 for a block that is live at the end."""
     first_access_ns: Array
     last_access_ns: Array
     num_reads: Array
     num_writes: Array
     category: Array
     name: Array
+    """Name that the program gives the tensor."""
     module: Array
+    """Module whose forward call allocated the block (of a backward operator: that of its forward operator)."""
     stack: Array
     op_name: Array
     phase: Array
+    """Phase of the allocation."""
     step: Array
+    """Step of the allocation; -1 outside all steps and for a block that is live from the start."""
 
     def __len__(self) -> int:
         return len(self.size)
 
 
 def blocks(trace: Trace) -> Blocks:
-    """The blocks of a single-rank trace, worked out once.
+    """Return the blocks of a single-rank trace, computed once.
 
-    Categories: labels of the program win, in the order of LABEL_PRIORITY. The rest is told by use. A *workspace* is
-    born and dead within one operator call. An *activation* is made in forward (or by a recomputed forward operator)
-    and read in backward; where accesses were not recorded, freed in backward or later. An *input* is made outside of
-    the phases and read in forward. A *temporary* dies in the phase and step that made it. What fits none is *unknown*.
+    A block's category is its strongest label, if the program gave it one. Otherwise it follows from the accesses, by
+    the first rule that fits: *workspace*: allocated and freed within one operator call. *activation*: allocated in
+    forward (or by a recomputed forward operator) and read in backward; without recorded accesses, freed in backward.
+    *input*: allocated outside the phases and read in forward. *temporary*: freed in the phase and step that allocated
+    it. Everything else is *unknown*.
+
+    The blocks of a window are judged by the parts around it (``Trace.surroundings``), so a window and the whole trace
+    agree unless a block is first read, labeled or freed after the part in which the window ends.
     """
-    return trace.cached(_compute)
+    return trace.cached(_compute_blocks)
 
 
-def _compute(trace: Trace) -> Blocks:
+def _compute_blocks(trace: Trace) -> Blocks:
+    around = trace.surroundings
+    lifetimes = _lifetimes(trace)
+    return _judged_by_use(trace, lifetimes) if around is None else _judged_by(trace, lifetimes, around)
+
+
+def _lifetimes(trace: Trace) -> Blocks:
+    """Return the columns that follow from the events of the block alone; the others are -1."""
     events = trace.columns(
-        "events", "time_ns", "kind", "device", "block_id", "size", "allocated_size", "address", "op_id", "stream"
+        "events", "time_ns", "kind", "device", "block_id", "size", "allocated_size", "address", "stream"
     )
     kind, block, time = events["kind"], events["block_id"], events["time_ns"]
     count = int(block.max(initial=-1)) + 1
-    begin = np.flatnonzero(((kind == KIND["alloc"]) | (kind == KIND["baseline"])) & (block >= 0))
-    end = np.flatnonzero((kind == KIND["free"]) & (block >= 0))
+    begin, end = _begin_rows(kind, block), np.flatnonzero((kind == KIND["free"]) & (block >= 0))
     reads = np.flatnonzero(kind == KIND["read"])
     writes = np.flatnonzero(kind == KIND["write"])
+    accesses = np.flatnonzero((kind == KIND["read"]) | (kind == KIND["write"]))
 
     def scatter(rows: Array, values: Array, dtype: type[np.signedinteger] = np.int64) -> Array:
         column = np.full(count, -1, dtype)
         column[block[rows]] = values
         return column
 
-    is_alloc = kind[begin] == KIND["alloc"]
-    op = scatter(begin, events["op_id"][begin])
-    accesses = np.flatnonzero((kind == KIND["read"]) | (kind == KIND["write"]))
-    alloc_event = scatter(begin, np.where(is_alloc, begin, -1))
-    free_event = scatter(end, end)
-    phase = _phases(trace, op, alloc_event)
-    step = np.where(alloc_event >= 0, step_rows(trace).of_rows(alloc_event), -1)
-    label_category, label_name = _labels(trace, count)
-    category = label_category
-    unlabelled = category < 0
-    category[unlabelled] = _by_use(trace, op, phase, alloc_event, free_event, step, reads, block, count)[unlabelled]
     requested = scatter(begin, events["size"][begin])
     allocated_size = scatter(begin, events["allocated_size"][begin])
     return Blocks(
@@ -113,94 +109,182 @@ def _compute(trace: Trace) -> Blocks:
         allocated_size=allocated_size,
         address=scatter(begin, events["address"][begin]),
         stream=scatter(begin, events["stream"][begin]),
-        alloc_ns=scatter(begin, np.where(is_alloc, time[begin], -1)),
+        alloc_ns=scatter(begin, np.where(kind[begin] != KIND["baseline"], time[begin], -1)),
         free_ns=scatter(end, time[end]),
-        alloc_event=alloc_event,
-        free_event=free_event,
+        alloc_event=scatter(begin, np.where(kind[begin] == KIND["alloc"], begin, -1)),
+        free_event=scatter(end, end),
         # Fancy assignment keeps the last value: backwards for the first access.
         first_access_ns=scatter(accesses[::-1], time[accesses[::-1]]),
         last_access_ns=scatter(accesses, time[accesses]),
         num_reads=np.bincount(block[reads], minlength=count).astype(np.int32),
         num_writes=np.bincount(block[writes], minlength=count).astype(np.int32),
-        category=category,
-        name=label_name,
+        category=np.full(count, -1, np.int8),
+        name=np.full(count, -1, np.int32),
+        module=np.full(count, -1, np.int32),
+        stack=np.full(count, -1, np.int32),
+        op_name=np.full(count, -1, np.int32),
+        phase=np.full(count, -1, np.int8),
+        step=np.full(count, -1, np.int64),
+    )
+
+
+def _begin_rows(kind: Array, block: Array) -> Array:
+    begins = (kind == KIND["alloc"]) | (kind == KIND["baseline"]) | (kind == KIND["live"])
+    return np.flatnonzero(begins & (block >= 0))
+
+
+def _judged_by(trace: Trace, lifetimes: Blocks, around: Trace) -> Blocks:
+    """Return the blocks of a window with the facts that its surroundings know of them."""
+    judged = blocks(around)
+    ids = trace.block_ids if trace.block_ids is not None else np.arange(len(lifetimes))
+    # Without rows in ``around`` there are no blocks in its window either.
+    places = ids if around.block_ids is None else find_sorted(around.block_ids, ids)[0]
+    facts = {
+        name: getattr(judged, name)[places] for name in ("category", "name", "module", "stack", "op_name", "phase")
+    }
+    step = np.where(lifetimes.alloc_event >= 0, judged.step[places], -1)
+    return replace(lifetimes, **facts, step=step)
+
+
+@dataclass(frozen=True)
+class _Keyframe:
+    """What the keyframe at the start of a trace says of its blocks, indexed by block."""
+
+    is_live: Array
+    """Whether the block was allocated before the trace begins, within the recording."""
+    order_ns: Array
+    step: Array
+    span_phase: Array
+    read_in_forward: Array
+    read_in_backward: Array
+
+
+def _keyframe(trace: Trace, count: int) -> _Keyframe:
+    is_live = np.zeros(count, bool)
+    events = trace.columns("events", "kind", "block_id")
+    is_live[events["block_id"][(events["kind"] == KIND["live"]) & (events["block_id"] >= 0)]] = True
+    names = ("order_ns", "step", "span_phase", "read_in_forward", "read_in_backward")
+    live = trace.columns("live", "block_id", *names)
+    rows = np.flatnonzero(live["block_id"] >= 0)
+    columns = {}
+    for name in names:
+        columns[name] = np.full(count, False if live[name].dtype == bool else -1, live[name].dtype)
+        columns[name][live["block_id"][rows]] = live[name][rows]
+    return _Keyframe(is_live, **columns)
+
+
+def _judged_by_use(trace: Trace, lifetimes: Blocks) -> Blocks:
+    """Return the blocks with what operators, labels and accesses say of them."""
+    events = trace.columns("events", "kind", "block_id", "op_id")
+    begin = _begin_rows(events["kind"], events["block_id"])
+    op = np.full(len(lifetimes), -1, np.int64)
+    op[events["block_id"][begin]] = events["op_id"][begin]
+    keyframe = _keyframe(trace, len(lifetimes))
+    category, name = _labels(trace, len(lifetimes))
+    allocated = replace(
+        lifetimes,
+        name=name,
         module=op_column(trace, op, "module"),
         stack=op_column(trace, op, "stack"),
         op_name=op_column(trace, op, "name"),
-        phase=phase,
-        step=step,
+        phase=_alloc_phases(trace, op, lifetimes.alloc_event, keyframe),
+        step=_alloc_steps(trace, lifetimes.alloc_event, keyframe),
+    )
+    by_use = _categories_by_use(trace, allocated, op, keyframe)
+    is_outside = keyframe.is_live | (lifetimes.alloc_event < 0)
+    return replace(
+        allocated,
+        category=np.where(category >= 0, category, by_use),
+        step=np.where(is_outside, -1, allocated.step),
     )
 
 
 def _labels(trace: Trace, count: int) -> tuple[Array, Array]:
+    """Return the category and the name of each block by its labels."""
     labels = trace.columns("labels", "block_id", "category", "name")
-    category, name = np.full(count, -1, np.int8), np.full(count, -1, np.int32)
-    order = {CATEGORY[text]: place for place, text in enumerate(LABEL_PRIORITY)}
-    rank = np.array([order.get(np.int8(code), len(order)) for code in range(-1, len(CATEGORIES))])
-    known = (labels["block_id"] >= 0) & (labels["block_id"] < count)
-    rows = np.flatnonzero(known)
-    # The strongest label is written last, and stays.
-    rows = rows[np.argsort(-rank[labels["category"][rows] + 1], kind="stable")]
-    category[labels["block_id"][rows]] = labels["category"][rows]
-    named = rows[labels["name"][rows] >= 0]
-    name[labels["block_id"][named]] = labels["name"][named]
+    rows = np.flatnonzero((labels["block_id"] >= 0) & (labels["block_id"] < count))
+    category, name, _ = strongest_labels(
+        labels["block_id"][rows], labels["category"][rows], labels["name"][rows], count
+    )
     return category, name
 
 
-def _phases(trace: Trace, op: Array, alloc_event: Array) -> Array:
-    phase = op_column(trace, op, "phase")
+def _alloc_steps(trace: Trace, alloc_event: Array, keyframe: _Keyframe) -> Array:
+    """Return the step of each allocation, also of those before the trace begins."""
+    steps = step_rows(trace)
+    step = np.where(alloc_event >= 0, steps.of_rows(alloc_event), keyframe.step)
+    is_open = keyframe.is_live & (step < 0)
+    if len(steps.number) and is_open.any():
+        step[is_open] = steps.of_times(keyframe.order_ns[is_open])
+    return step
+
+
+def _alloc_phases(trace: Trace, op: Array, alloc_event: Array, keyframe: _Keyframe) -> Array:
+    """Return the phase of each allocation by its operator, else by the spans of kind phase."""
+    phase = _phases_of_rows(trace, op, alloc_event)
+    phase = np.where((phase < 0) & keyframe.is_live, keyframe.span_phase, phase)
+    is_open = keyframe.is_live & (phase < 0)
     spans = phase_rows(trace)
-    missing = (phase < 0) & (alloc_event >= 0)
-    if spans is not None and missing.any():
-        phase = phase.copy()
-        phase[missing] = spans.phase[spans.pieces(alloc_event[missing])]
+    if spans is not None and is_open.any():
+        phase[is_open] = spans.of_times(keyframe.order_ns[is_open])
     return phase
 
 
-def _by_use(
-    trace: Trace, op: Array, phase: Array, alloc_event: Array, free_event: Array, step: Array, reads: Array,
-    block: Array, count: int,
-) -> Array:  # fmt: skip
+def _phases_of_rows(trace: Trace, op: Array, rows: Array) -> Array:
+    """Return the phase of each operator call, else of its row of events by the spans; -1 where neither says."""
+    phase = op_column(trace, op, "phase")
+    spans = phase_rows(trace)
+    missing = (phase < 0) & (rows >= 0)
+    if spans is not None and missing.any():
+        phase = phase.copy()
+        phase[missing] = spans.phase[spans.pieces(rows[missing])]
+    return phase
+
+
+def _categories_by_use(trace: Trace, allocated: Blocks, op: Array, keyframe: _Keyframe) -> Array:
     events_op = trace.columns("events", "op_id")["op_id"]
-    made_in_forward = (phase == PHASE["forward"]) | op_column(trace, op, "recompute")
+    phase, free_event = allocated.phase, allocated.free_event
     free_op = np.where(free_event >= 0, events_op[free_event], -1)
-    freed_phase = _event_phase(trace, free_event)
-    if len(reads):
-        read_phase = op_column(trace, events_op[reads], "phase")
-        recompute = op_column(trace, events_op[reads], "recompute")
-        in_backward = np.zeros(count, bool)
-        in_backward[block[reads[(read_phase == PHASE["backward"]) & ~recompute]]] = True
-        in_forward = np.zeros(count, bool)
-        in_forward[block[reads[read_phase == PHASE["forward"]]]] = True
-    else:
-        in_backward = freed_phase == PHASE["backward"]
-        in_forward = np.zeros(count, bool)
+    freed_phase = np.where(free_event >= 0, _phases_of_rows(trace, free_op, free_event), np.int8(-1))
     freed_step = np.where(free_event >= 0, step_rows(trace).of_rows(np.maximum(free_event, 0)), -2)
-    category = np.full(count, CATEGORY["unknown"])
-    allocated = alloc_event >= 0
-    same_phase = (freed_phase == phase) & (phase >= 0) & (freed_step == step)
-    category[allocated & same_phase] = CATEGORY["temporary"]
-    category[allocated & (phase == PHASE["other"]) & in_forward] = CATEGORY["input"]
-    category[allocated & (op < 0) & in_forward & ~same_phase] = CATEGORY["input"]
-    category[allocated & made_in_forward & in_backward] = CATEGORY["activation"]
-    category[allocated & (op >= 0) & (free_op == op)] = CATEGORY["workspace"]
+    reads = _read_phases(trace, keyframe)
+    in_forward, in_backward = reads if reads else (np.zeros(len(op), bool), freed_phase == PHASE["backward"])
+    made_in_forward = (phase == PHASE["forward"]) | op_column(trace, op, "recompute")
+    category = np.full(len(op), CATEGORY["unknown"])
+    in_recording = (allocated.alloc_event >= 0) | keyframe.is_live
+    same_phase = (freed_phase == phase) & (phase >= 0) & (freed_step == allocated.step)
+    # Weakest rule first.
+    category[in_recording & same_phase] = CATEGORY["temporary"]
+    category[in_recording & (phase == PHASE["other"]) & in_forward] = CATEGORY["input"]
+    category[in_recording & (op < 0) & in_forward & ~same_phase] = CATEGORY["input"]
+    category[in_recording & made_in_forward & in_backward] = CATEGORY["activation"]
+    category[in_recording & (op >= 0) & (free_op == op)] = CATEGORY["workspace"]
     return category
 
 
-def _event_phase(trace: Trace, rows: Array) -> Array:
-    """The phase in which each row of events lies, by its operator, else by the spans; -1 for row -1."""
-    op = np.where(rows >= 0, trace.columns("events", "op_id")["op_id"][rows], -1)
-    return np.where(rows >= 0, _phases(trace, op, rows), np.int8(-1))
+def _read_phases(trace: Trace, keyframe: _Keyframe) -> tuple[Array, Array] | None:
+    """Return which blocks operators of forward and of backward read; None where accesses were not recorded."""
+    events = trace.columns("events", "kind", "block_id", "op_id")
+    reads = np.flatnonzero((events["kind"] == KIND["read"]) & (events["block_id"] >= 0))
+    has_accesses = trace.manifest.coverage.has_accesses
+    if not (len(reads) if has_accesses is None else has_accesses):
+        return None
+    phase = op_column(trace, events["op_id"][reads], "phase")
+    recompute = op_column(trace, events["op_id"][reads], "recompute")
+    in_forward, in_backward = keyframe.read_in_forward.copy(), keyframe.read_in_backward.copy()
+    in_forward[events["block_id"][reads[phase == PHASE["forward"]]]] = True
+    in_backward[events["block_id"][reads[(phase == PHASE["backward"]) & ~recompute]]] = True
+    return in_forward, in_backward
 
 
 def blocks_table(trace: Trace) -> pd.DataFrame:
-    """One row a block: the columns of ``Blocks``, codes and ids as text, unknown as NA. Bytes and ns."""
+    """Return one row per block: the columns of ``Blocks``, codes and ids as text, unknown as NA. Bytes and ns."""
     import pandas as pd
 
-    found = blocks(trace)
+    columns = blocks(trace)
     table: dict[str, object] = {}
-    for field in fields(found):
-        values = getattr(found, field.name)
+    for field in fields(columns):
+        values = getattr(columns, field.name)
         if field.name in ("category", "phase", "device"):
             words = {"category": CATEGORIES, "phase": PHASES, "device": trace.devices}[field.name]
             table[field.name] = pd.Categorical.from_codes(values.tolist(), pd.Index(words))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from memtrace.analysis.attribution import KIND, PHASE, op_column
-from memtrace.analysis.optimizers import bursts, ends_of_rounds
+from memtrace.analysis.optimizers import find_optimizer_bursts, find_step_ends
 from memtrace.analysis.periodicity import MIN_TICKS, Clock, clocks
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
@@ -87,7 +87,7 @@ def _detect(trace: Trace) -> Detection:
     tried: list[Detection] = []
     # Where accesses are told, the updates say better where an optimizer ends that has no beat of its own.
     by_stacks = [_by_optimizers, _by_updates]
-    for way in by_stacks if bursts(trace).has_beat or not likeness.accesses else by_stacks[::-1]:
+    for way in by_stacks if find_optimizer_bursts(trace).is_periodic or not likeness.accesses else by_stacks[::-1]:
         if not tried or tried[-1].confidence < MIN_CONFIDENCE:
             tried.append(way(trace, lives, likeness))
     if tried[-1].confidence < MIN_CONFIDENCE:
@@ -140,7 +140,7 @@ def _with_cut(ends: Array, total: int, least: bool) -> Array:
 
 def _by_optimizers(trace: Trace, _: _Lives, likeness: _Likeness) -> Detection:
     """The steps by what optimizers allocate, where stacks tell it."""
-    ends = ends_of_rounds(bursts(trace))
+    ends = find_step_ends(find_optimizer_bursts(trace))
     if len(ends) < MIN_TICKS:
         return _NOTHING
     return _rated(likeness, ends, 1.0, "updates" if likeness.accesses else "allocations")
@@ -260,7 +260,7 @@ class _Phases:
 
     def __init__(self, trace: Trace, rows: Array, site: Array) -> None:
         op = trace.columns("events", "op_id")["op_id"][rows]
-        self._rows, self._bursts = rows, bursts(trace)
+        self._rows, self._bursts = rows, find_optimizer_bursts(trace)
         in_backward = op_column(trace, op, "phase") == PHASE["backward"]
         self._backward = rows[in_backward]
         self._in_module = op_column(trace, op, "module") >= 0

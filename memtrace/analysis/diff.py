@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.attribution import step_rows
 from memtrace.analysis.block_groups import group_by_category, group_by_module_pattern, group_by_site
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.growth import WARM_UP_STEPS
 from memtrace.analysis.peak import find_peak
-from memtrace.analysis.sites import site
 from memtrace.analysis.steps import step_columns
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
@@ -144,7 +144,7 @@ def _allocated(trace: Trace, steps: Array) -> Sums:
     names: dict[str, tuple[Array, list[str | None]]] = {
         "category": (found.category.astype(np.int64), [*CATEGORIES, None]),
         "module": _coded(found.module, lambda code: _pattern(trace.name(code))),
-        "site": _coded(found.stack, lambda code: site(trace, code)),
+        "site": _coded(found.stack, lambda code: allocation_site(trace, code)),
     }
     sums: Sums = {}
     for grouping, (codes, texts) in names.items():

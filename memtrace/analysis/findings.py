@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from memtrace.analysis import patterns
+from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.attribution import PHASE, op_column, step_rows
 from memtrace.analysis.block_accesses import most_bytes_of_an_operator, tells_accesses, uses
 from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
 from memtrace.analysis.counterfactual import FOREVER, Absences, peak_without
 from memtrace.analysis.growth import MIN_STEPS, WARM_UP_STEPS
 from memtrace.analysis.peak import find_peak
-from memtrace.analysis.sites import site
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES, NO_BLOCKS
 from memtrace.trace import Trace
@@ -287,16 +287,16 @@ def _split(trace: Trace, found: Blocks, absences: Absences, groups: dict[tuple[s
     values, first = np.unique(keys[order], return_index=True)
     for key, members in zip(values.tolist(), np.split(order, first[1:]), strict=True):
         # Several stacks may lead to one line.
-        where = site(trace, key // len(CATEGORIES)), key % len(CATEGORIES)
+        where = allocation_site(trace, key // len(CATEGORIES)), key % len(CATEGORIES)
         groups.setdefault(where, []).append(members)
 
 
 def _site_of_all(trace: Trace, found: Blocks, absences: Absences, name: str) -> str | None:
     """The line to name for many: of a kept graph that of its last block, the loss; else of the most bytes."""
     if name == "loss kept with its graph":
-        return site(trace, int(found.stack[absences.block[np.argmax(found.alloc_event[absences.block])]]))
+        return allocation_site(trace, int(found.stack[absences.block[np.argmax(found.alloc_event[absences.block])]]))
     stacks, place = np.unique(found.stack[absences.block], return_inverse=True)
-    return site(trace, int(stacks[np.argmax(np.bincount(place, weights=found.size[absences.block]))]))
+    return allocation_site(trace, int(stacks[np.argmax(np.bincount(place, weights=found.size[absences.block]))]))
 
 
 def _finding(

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from memtrace.analysis.allocation_sites import allocation_sites
 from memtrace.analysis.attribution import SPAN, rows_at, step_rows
 from memtrace.analysis.block_signatures import WARM_UP_STEPS, middle_by, role_text, roles
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import find_peak
-from memtrace.analysis.sites import sites_of
 from memtrace.analysis.steps import step_columns
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
@@ -146,7 +146,7 @@ def growth_curves(trace: Trace, top: int = TOP) -> list[tuple[str, Array, bool]]
     kept = np.flatnonzero((found.alloc_event >= 0) & (end > first))
     if not len(ends) or not len(kept):
         return []
-    sites, group = sites_of(trace, found.stack[kept])
+    sites, group = allocation_sites(trace, found.stack[kept])
     live = live_at_ends(group, found.size[kept], first[kept], end[kept], len(sites), len(ends))
     grows = np.array([is_growth(row[WARM_UP_STEPS:], MIN_STEPS) for row in live])
     order = np.lexsort((-live[:, -1], ~grows))[:top]
@@ -160,7 +160,7 @@ def _growing(
         return []
     found = blocks(trace)
     # By site alone: a leaked block and the one that is still in use may differ in category.
-    sites, group = sites_of(trace, found.stack[kept])
+    sites, group = allocation_sites(trace, found.stack[kept])
     live = live_at_ends(group, found.size[kept], first, end, len(sites), num_steps)
     freed_by_gc = np.zeros(len(found), bool)
     if cycle is not None:

@@ -146,7 +146,7 @@ def _advice(trace: Trace, asked: int, room: Room | None, device_free: int) -> li
     """What would have helped, by the numbers."""
     if room is None:
         return [HOLD_LESS]
-    settings = trace.manifest.get("allocator_settings") or {}
+    settings = trace.manifest.allocator_settings or {}
     expandable = bool(settings.get("expandable_segments"))
     state = room.state
     advice = []

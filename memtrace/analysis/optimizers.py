@@ -1,4 +1,7 @@
-"""Steps of optimizers told by the stacks of what they allocate: where each ends, without marks or ranges."""
+"""Finds the steps of optimizers by the call stacks of the operators that they run.
+
+The results show where training steps end in traces without step marks and without ranges.
+"""
 
 from __future__ import annotations
 
@@ -7,101 +10,120 @@ from dataclasses import dataclass
 import numpy as np
 
 from memtrace.analysis.attribution import KIND, PHASE, op_column
-from memtrace.analysis.sites import is_internal
 from memtrace.format.arrays import Array
-from memtrace.trace import Frame, Trace
+from memtrace.frames import Frame, is_library_frame, is_optimizer_base_frame, is_optimizer_frame
+from memtrace.trace import Trace
 
 _OTHER, _UNKNOWN, _OPTIMIZER = 0, -1, 1
-_BEAT = 1.25
-_NOT_STEPS = ("lr_scheduler.py", "swa_utils.py")
+_MIN_REPEATS_PER_STEP = 1.25
 
 
 @dataclass(frozen=True)
-class Bursts:
-    """What an optimizer allocates in one call of ``step``: rows [first[k], end[k]) of events.
-
-    ``caller`` numbers the line that calls it: by it several optimizers are told apart. ``inside``: a
-    backward goes on behind it, whose hooks step parameter by parameter. ``has_beat``: they repeat what
-    they do for parameter after parameter, which tells the end of those whose last operators have no stack.
-    """
+class OptimizerBursts:
+    """The calls of ``Optimizer.step``, in the order of the trace; each array has one element per call."""
 
     first: Array
+    """Row of the first event of the call."""
     end: Array
+    """Row after the last event of the call."""
     caller: Array
-    inside: Array
-    has_beat: bool
+    """Number of the call stack that calls ``step``, which distinguishes several optimizers."""
+    in_backward: Array
+    """Whether a backward pass continues after the call: hooks of the backward pass step parameter by parameter."""
+    is_periodic: bool
+    """Whether the optimizers repeat the same operators for one parameter after another. Then the end of a call can be
+    found even if its last operators have no call stack."""
 
     def __len__(self) -> int:
         return len(self.first)
 
 
-def bursts(trace: Trace) -> Bursts:
-    """The calls of optimizers' steps, worked out once; empty without stacks, and where they allocate nothing."""
-    return trace.cached(_bursts)
+def find_optimizer_bursts(trace: Trace) -> OptimizerBursts:
+    """Find the calls of ``Optimizer.step``; none without call stacks, and none where optimizers allocate nothing."""
+    return trace.cached(_find_bursts)
 
 
-def ends_of_rounds(found: Bursts) -> Array:
-    """The rows at which steps end: where an optimizer begins that has stepped since the last end, the one before it
-    ended a step, so that several optimizers that take turns make one. No step ends inside a backward."""
-    ends, seen = [], set[int]()
-    for place, caller in enumerate(found.caller.tolist()):
-        if caller in seen and not found.inside[place - 1]:
-            ends.append(int(found.end[place - 1]))
-            seen.clear()
-        seen.add(caller)
-    if len(found):
-        ends.append(int(found.end[-1]))
+def find_step_ends(bursts: OptimizerBursts) -> Array:
+    """Return the rows of events at which training steps end.
+
+    A step contains one call of each optimizer: it ends before an optimizer that has already stepped in it steps again.
+    No step ends within a backward pass.
+    """
+    ends, callers_in_step = [], set[int]()
+    for index, caller in enumerate(bursts.caller.tolist()):
+        if caller in callers_in_step and not bursts.in_backward[index - 1]:
+            ends.append(int(bursts.end[index - 1]))
+            callers_in_step.clear()
+        callers_in_step.add(caller)
+    if len(bursts):
+        ends.append(int(bursts.end[-1]))
     return np.array(ends, np.int64)
 
 
-def _bursts(trace: Trace) -> Bursts:
+def _find_bursts(trace: Trace) -> OptimizerBursts:
     events = trace.columns("events", "kind", "op_id")
-    acts = np.isin(events["kind"], [KIND["alloc"], KIND["read"], KIND["write"]]) & (events["op_id"] >= 0)
-    rows = np.flatnonzero(acts)
+    of_operator = np.isin(events["kind"], [KIND["alloc"], KIND["read"], KIND["write"]]) & (events["op_id"] >= 0)
+    rows = np.flatnonzero(of_operator)
     op = events["op_id"][rows]
     begins = np.flatnonzero(np.append(True, op[1:] != op[:-1])) if len(op) else np.empty(0, np.int64)
     first, last, op = rows[begins], rows[np.append(begins[1:], len(rows))[: len(begins)] - 1], op[begins]
-    kind, caller, entry = _of_calls(trace, op)
-    told = np.flatnonzero(kind != _UNKNOWN)
-    starts = _starts(kind[told], entry[told])
-    ends = np.append(starts[1:], len(told))
-    mine = kind[told[starts]] == _OPTIMIZER if len(starts) else np.empty(0, bool)
-    burst_first, burst_last = told[starts[mine]], told[ends[mine] - 1]
-    # The steps of small parameters have no stacks: what comes in the middle of the others' may come behind the last.
-    limit = np.append(told, len(op))[ends[mine]]
-    since = np.append(0, told + 1)[starts[mine]]
-    name, at_once = _operators(trace, op)
-    by_parameter = 2 * int(at_once[kind == _OPTIMIZER].sum()) <= int((kind == _OPTIMIZER).sum())
-    burst_last, has_beat = _extended(name, since, burst_last, limit, None if by_parameter else at_once)
+    origin = _classify_calls(trace, op)
+    known = np.flatnonzero(origin.kind != _UNKNOWN)
+    starts = _run_starts(origin.kind[known], origin.entry[known])
+    ends = np.append(starts[1:], len(known))
+    is_optimizer = origin.kind[known[starts]] == _OPTIMIZER if len(starts) else np.empty(0, bool)
+    burst_first, burst_last = known[starts[is_optimizer]], known[ends[is_optimizer] - 1]
+    # Operators on small parameters have no call stacks. What occurs within bursts can also occur after the last call.
+    limit = np.append(known, len(op))[ends[is_optimizer]]
+    previous_end = np.append(0, known + 1)[starts[is_optimizer]]
+    name, is_foreach = _operator_names(trace, op)
+    of_optimizer = origin.kind == _OPTIMIZER
+    by_parameter = 2 * int(is_foreach[of_optimizer].sum()) <= int(of_optimizer.sum())
+    burst_last, is_periodic = _extend(name, previous_end, burst_last, limit, None if by_parameter else is_foreach)
     backward = np.append(op_column(trace, op, "phase") == PHASE["backward"], False)
-    inside = backward[np.append(told, -1)[ends[mine]]]
-    return Bursts(first[burst_first], last[burst_last] + 1, caller[told[ends[mine] - 1]], inside, has_beat)
+    in_backward = backward[np.append(known, -1)[ends[is_optimizer]]]
+    caller = origin.caller[known[ends[is_optimizer] - 1]]
+    return OptimizerBursts(first[burst_first], last[burst_last] + 1, caller, in_backward, is_periodic)
 
 
-def _operators(trace: Trace, op: Array) -> tuple[Array, Array]:
-    """Of each operator call a number for its name without the overload (-1: unknown), and whether it is one of many
-    parameters at once, which comes as often as an optimizer needs it and not for every parameter."""
-    ids, place = np.unique(op_column(trace, op, "name"), return_inverse=True)
+def _operator_names(trace: Trace, op: Array) -> tuple[Array, Array]:
+    """Return for each operator call a number for its name without the overload, and whether it is a foreach operator.
+
+    The number is -1 for an unknown name. A foreach operator updates many parameters, so it does not run once per
+    parameter.
+    """
+    ids, index = np.unique(op_column(trace, op, "name"), return_inverse=True)
     texts = [(trace.name(identity) or "").partition(".")[0] for identity in ids.tolist()]
     numbers: dict[str, int] = {"": -1}
     code = np.array([numbers.setdefault(text, len(numbers)) for text in texts], np.int64)
-    at_once = np.array([text.startswith("aten::_foreach_") for text in texts], bool)
-    return code[place], at_once[place]
+    is_foreach = np.array([text.startswith("aten::_foreach_") for text in texts], bool)
+    return code[index], is_foreach[index]
 
 
-def _starts(kind: Array, entry: Array) -> Array:
-    """Where a run of calls begins: of another kind, or of an optimizer with a closure that is entered anew."""
+def _run_starts(kind: Array, entry: Array) -> Array:
+    """Return where runs of calls begin: at a change of kind, and where an optimizer with a closure is entered again."""
     if not len(kind):
         return np.empty(0, np.int64)
     again = (entry[1:] == 1) & (entry[:-1] == 0)
     return np.flatnonzero(np.append(True, (kind[1:] != kind[:-1]) | again))
 
 
-def _extended(name: Array, first: Array, last: Array, limit: Array, at_once: Array | None) -> tuple[Array, bool]:
-    """The last call of each burst (and ``has_beat``), with those behind it that go on as in the middle of bursts: each
-    operator has the same two before it, or where bursts have no beat of their own, it comes in them.
+def _extend(name: Array, first: Array, last: Array, limit: Array, is_foreach: Array | None) -> tuple[Array, bool]:
+    """Extend each burst by the calls after it that continue it, although they have no call stack.
 
-    ``at_once``: of optimizers that work on many parameters at once the calls that do: they have no beat and are theirs.
+    In periodic bursts, a call continues the burst if the sequence of its name and the two names before it occurs within
+    bursts. In other bursts, it continues the burst if its name occurs within bursts.
+
+    Args:
+        name: number of the operator name of each call, -1 where it is unknown.
+        first: index of the first call that can belong to each burst.
+        last: index of the last call of each burst that has a call stack.
+        limit: index of the call at which each burst must end.
+        is_foreach: whether each call is a foreach operator, for optimizers that update many parameters with one call;
+            None for the others.
+
+    Returns:
+        The index of the last call of each burst, and ``OptimizerBursts.is_periodic``.
     """
     if not len(first) or len(name) < 3:
         return last, False
@@ -113,50 +135,57 @@ def _extended(name: Array, first: Array, last: Array, limit: Array, at_once: Arr
     np.add.at(inside, last + 1, -1)
     inner = np.cumsum(inside)[:-1] > 0
     kinds, number = np.unique(triple[inner], return_counts=True)
-    usual = number[2 * number >= len(first)]  # the first step makes the state as well
-    has_beat = at_once is None and bool(usual.sum() >= _BEAT * len(first) * max(len(usual), 1))
-    if not has_beat:
-        triple, kinds = code, np.setdiff1d(code[inner if at_once is None else inner | at_once], [0])
-    odd = np.append(np.flatnonzero(~np.isin(triple, kinds[kinds >= 0])), len(name))
-    extended: Array = np.minimum(odd[np.searchsorted(odd, last + 1)], limit) - 1
-    return extended, has_beat
+    # The first step also allocates the state of the optimizer; what occurs in fewer than half of the steps is ignored.
+    frequent = number[2 * number >= len(first)]
+    min_repeats = _MIN_REPEATS_PER_STEP * len(first) * max(len(frequent), 1)
+    is_periodic = is_foreach is None and bool(frequent.sum() >= min_repeats)
+    if not is_periodic:
+        triple, kinds = code, np.setdiff1d(code[inner if is_foreach is None else inner | is_foreach], [0])
+    unrelated = np.append(np.flatnonzero(~np.isin(triple, kinds[kinds >= 0])), len(name))
+    extended: Array = np.minimum(unrelated[np.searchsorted(unrelated, last + 1)], limit) - 1
+    return extended, is_periodic
 
 
-def _of_calls(trace: Trace, op: Array) -> tuple[Array, Array, Array]:
-    """Of each operator call whether an optimizer's step made it, from which line (numbered), and for one that runs a
-    closure whether it is at its entry (1), further on (0), or has none (-1)."""
+@dataclass(frozen=True)
+class _CallOrigin:
+    """Where each operator call comes from."""
+
+    kind: Array
+    """_OPTIMIZER, _OTHER, or _UNKNOWN without a call stack."""
+    caller: Array
+    """Number of the call stack that calls ``Optimizer.step``, -1 for other calls."""
+    entry: Array
+    """For an optimizer with a closure 1 at the entry of ``step`` and 0 after it; -1 for other calls."""
+
+
+def _classify_calls(trace: Trace, op: Array) -> _CallOrigin:
     stack = op_column(trace, op, "stack")
-    ids, place = np.unique(stack, return_inverse=True)
+    ids, index = np.unique(stack, return_inverse=True)
     callers: dict[tuple[Frame, ...], int] = {}
-    lines: dict[tuple[int, str], set[int]] = {}
-    told = []
+    closure_lines: dict[tuple[int, str], set[int]] = {}
+    rows = []
     for identity in ids.tolist():
         frames = trace.frames(identity) if identity >= 0 else []
-        outer = next((n for n in range(len(frames) - 1, -1, -1) if _is_step(frames[n])), None)
+        outer = next((n for n in range(len(frames) - 1, -1, -1) if is_optimizer_frame(frames[n])), None)
         if outer is None:
-            told.append((_OTHER if frames else _UNKNOWN, -1, "", 0))
+            rows.append((_OTHER if frames else _UNKNOWN, -1, "", 0))
             continue
         caller = callers.setdefault(tuple(frames[outer + 1 :]), len(callers))
-        step = next(n for n in range(outer, -1, -1) if _is_own_step(frames[n]) or n == 0)
-        closure = any(not is_internal(frame) for frame in frames[:step])
-        if closure:
-            lines.setdefault((caller, frames[step].file), set()).add(frames[step].line)
-        told.append((_OPTIMIZER, caller, frames[step].file, frames[step].line))
+        step = next(n for n in range(outer, -1, -1) if _is_subclass_frame(frames[n]) or n == 0)
+        runs_closure = any(not is_library_frame(frame) for frame in frames[:step])
+        if runs_closure:
+            closure_lines.setdefault((caller, frames[step].file), set()).add(frames[step].line)
+        rows.append((_OPTIMIZER, caller, frames[step].file, frames[step].line))
     entry = [
-        -1 if (where := lines.get((caller, file))) is None else int(line == min(where))
-        for _, caller, file, line in told
+        -1 if (lines := closure_lines.get((caller, file))) is None else int(line == min(lines))
+        for _, caller, file, line in rows
     ]
-    kind = np.array([row[0] for row in told], np.int8)[place]
-    if not lines:  # a closure's forward and backward are part of the step
+    kind = np.array([row[0] for row in rows], np.int8)[index]
+    if not closure_lines:  # the forward and backward passes of a closure are part of the step
         elsewhere = (op_column(trace, op, "module") >= 0) | (op_column(trace, op, "phase") == PHASE["backward"])
         kind = np.where((kind == _UNKNOWN) & elsewhere, np.int8(_OTHER), kind)
-    return kind, np.array([row[1] for row in told], np.int64)[place], np.array(entry, np.int8)[place]
+    return _CallOrigin(kind, np.array([row[1] for row in rows], np.int64)[index], np.array(entry, np.int8)[index])
 
 
-def _is_step(frame: Frame) -> bool:
-    file = frame.file.replace("\\", "/")
-    return "torch/optim/" in file and not file.endswith(_NOT_STEPS)
-
-
-def _is_own_step(frame: Frame) -> bool:
-    return _is_step(frame) and not frame.file.replace("\\", "/").endswith("torch/optim/optimizer.py")
+def _is_subclass_frame(frame: Frame) -> bool:
+    return is_optimizer_frame(frame) and not is_optimizer_base_frame(frame)

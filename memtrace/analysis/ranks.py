@@ -102,7 +102,7 @@ def ranks(trace: Trace) -> Ranks:
 def missing_ranks(trace: Trace) -> tuple[int, ...]:
     """Ranks of the job (its world size) that the trace does not have."""
     manifests = [trace.rank(number).manifest for number in trace.ranks]
-    world = max((int(manifest.get("world_size") or 1) for manifest in manifests), default=0)
+    world = max((manifest.world_size for manifest in manifests), default=0)
     return tuple(sorted(set(range(world)) - set(trace.ranks))) if len(manifests) < world else ()
 
 
@@ -124,14 +124,14 @@ def _row(trace: Trace, number: int) -> RankRow:
 
 def _summed(trace: Trace, number: int) -> RankRow:
     covered = compute_coverage(trace)
-    clock = trace.manifest.get("clock") or {}
+    clock = trace.manifest.clock
     problem = covered.stop_reason if covered.stop_reason or covered.finished else "died while recording"
-    begin, last = trace.manifest.get("t0_epoch_ns"), covered.last_event_ns
+    begin, last = trace.manifest.t0_epoch_ns, covered.last_event_ns
     common: dict[str, Any] = {
         "rank": number,
         "num_steps": covered.num_steps,
-        "clock_error_ns": clock.get("error_ns"),
-        "clock_drift_ns": clock.get("drift_ns"),
+        "clock_error_ns": clock.error_ns if clock else None,
+        "clock_drift_ns": clock.drift_ns if clock else None,
         "num_oom": int((trace.columns("events", "kind")["kind"] == KIND["oom"]).sum()),
         "finished": covered.finished,
         "ended_epoch_ns": None if begin is None or last is None else begin + last,

@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 
 from memtrace.analysis.access import swappable_at_peak
+from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.attribution import steps_are_marked
 from memtrace.analysis.block_groups import BlockGroup
 from memtrace.analysis.blocks import blocks
@@ -24,11 +25,11 @@ from memtrace.analysis.peak import (
     peak_by_module,
     peak_by_site,
 )
-from memtrace.analysis.sites import site
 from memtrace.analysis.stability import stability
 from memtrace.analysis.steps import step_columns, tells_waits
 from memtrace.categories import describe_category_share
 from memtrace.format.arrays import Array
+from memtrace.format.manifest import TraceSource
 from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
 from memtrace.units import format_bytes, format_duration, format_share
@@ -38,20 +39,6 @@ NUM_TOP_ROWS: Final = 8
 MAX_PATTERN_EVENTS: Final = 500_000
 """Largest trace, in events, for which the summary searches for patterns: the search takes seconds beyond that, and
 ``memtrace steps``, ``access`` and ``findings`` do it on request."""
-
-
-@dataclass(frozen=True)
-class TraceSource:
-    """Where a trace comes from."""
-
-    kind: str | None
-    """``recording``, or the kind of the file it was read from, such as ``cuda_snapshot``."""
-    observer: str | None
-    """Observer that recorded the trace: ``native`` or ``dispatch``; None for a file of another tool."""
-    file: str | None
-    """Name of the file it was read from; None for a recording."""
-    command: tuple[str, ...] | None
-    """Command line of the recorded program; None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -236,6 +223,8 @@ class Summary:
     """Which part of the run the trace covers."""
     source: TraceSource
     """Where the trace comes from."""
+    command: tuple[str, ...]
+    """Command line of the recorded program; empty: unknown."""
     steps: StepSummary
     """The training steps."""
     devices: tuple[DeviceSummary, ...]
@@ -267,16 +256,11 @@ class JobSummary:
 def summarize(trace: Trace) -> Summary:
     """Summarize a single-rank trace."""
     manifest = trace.manifest
-    source, command = manifest.get("source", {}), manifest.get("command")
     return Summary(
-        rank=int(manifest.get("rank") or 0),
+        rank=manifest.rank,
         coverage=compute_coverage(trace),
-        source=TraceSource(
-            kind=source.get("kind"),
-            observer=source.get("observer"),
-            file=source.get("file"),
-            command=None if command is None else tuple(map(str, command)),
-        ),
+        source=manifest.source,
+        command=manifest.command,
         steps=_summarize_steps(trace),
         devices=tuple(_summarize_device(trace, device) for device in trace.devices),
         patterns=_summarize_patterns(trace),
@@ -318,7 +302,7 @@ def summarize_failure(trace: Trace, failure: OutOfMemory) -> FailureSummary:
     """Summarize a failed allocation, with allocation sites in place of stacks."""
     held: dict[str | None, BlockGroup] = {}
     for holder in failure.holders:  # several stacks may lead to one site
-        name = site(trace, holder.stack)
+        name = allocation_site(trace, holder.stack)
         earlier = held.get(name, BlockGroup(name, 0, 0))
         held[name] = BlockGroup(name, earlier.bytes + holder.requested_bytes, earlier.num_blocks + holder.num_blocks)
     return FailureSummary(
@@ -326,7 +310,7 @@ def summarize_failure(trace: Trace, failure: OutOfMemory) -> FailureSummary:
         event=failure.event,
         time_ns=failure.time_ns,
         asked_bytes=failure.asked_bytes,
-        site=site(trace, failure.stack),
+        site=allocation_site(trace, failure.stack),
         device_free_bytes=failure.device_free_bytes,
         live_bytes=failure.live_bytes,
         room=failure.room,
@@ -424,5 +408,5 @@ def summarize_block(trace: Trace, block_id: int) -> BlockSummary:
         name=trace.name(int(table.name[block_id])),
         module=trace.name(int(table.module[block_id])),
         operator=trace.name(int(table.op_name[block_id])),
-        site=site(trace, int(table.stack[block_id])),
+        site=allocation_site(trace, int(table.stack[block_id])),
     )

@@ -1,199 +1,260 @@
-"""The files of a trace: the manifest and the Parquet parts of one rank, and a twin that lives in memory.
-
-Nothing is read before it is asked for, and then only the columns that are asked for. Every fault names the file,
-what is wrong with it, and the way out.
-"""
+"""Reads the parts of a rank: all of them, or a run of parts that begins with a keyframe."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
+from bisect import bisect_left
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from memtrace.errors import TraceError
-from memtrace.format.schema import FORMAT_VERSION, MANIFEST_NAME, TABLES
+from memtrace.format import arrays
+from memtrace.format.arrays import Array
+from memtrace.format.keyframes import find_rows
+from memtrace.format.manifest import Manifest
+from memtrace.format.part_files import PartFiles
+from memtrace.format.schema import MANIFEST_NAME, OP_PREFIX, RANK_TABLES, TABLES, arrow_schema
+from memtrace.format.sources import STEP_COLUMNS
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-SURVIVORS_KEY = b"memtrace.survivors_through"
-_PART = re.compile(r"(?P<table>[a-z_]+)-(?P<number>\d+)\.parquet")
-_REQUIRED = {
-    "events": ("time_ns", "kind", "device", "block_id", "size"),
-    "ops": ("op_id", "name", "start_ns"),
-    "spans": ("kind", "start_ns", "duration_ns"),
-    "labels": ("block_id",),
-    "names": ("id", "kind", "text"),
-    "segments": ("device", "address", "size"),
-    "counters": ("time_ns", "device", "name", "value"),
-    "device_times": ("op_id", "start_ns", "duration_ns"),
-}
+_OP_COLUMNS = tuple(column.name for column in TABLES["ops"])
+_LIVE_COLUMNS = tuple(column.name for column in TABLES["live"])
 
 
-class Source(Protocol):
-    """The tables of one rank, wherever they come from."""
+class PartRange:
+    """The parts of a rank from one number to another, both included; the keyframe of the first part comes first.
 
-    manifest: dict[str, Any]
+    The keyframe's rows are the first rows of ``events``; their operator calls and labels are in ``ops`` and ``labels``.
+    """
+
+    def __init__(self, files: PartFiles, first: int | None = None, last: int | None = None) -> None:
+        numbers = files.numbers("events")
+        self._files = files
+        self._manifest = files.manifest
+        self._is_whole = first is None
+        self._first = numbers[0] if first is None and numbers else first or 0
+        self._last = numbers[-1] if last is None and numbers else last or 0
+        self._keyframe: pa.Table | None = None
+        self._ops_parts: list[int] | None = None
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest of the rank."""
+        return self._manifest
 
     def num_rows(self, table: str) -> int:
-        """How many rows ``table`` has; 0 where it is absent."""
-        ...
+        """Return how many rows ``table`` has."""
+        if table == "live":
+            return int(self._live().num_rows)
+        if not self._is_whole and table in ("ops", "spans"):
+            return sum(part.num_rows for part in self.read(table, (TABLES[table][0].name,)))
+        rows = sum(self._files.num_rows(table, number) for number in self._numbers(table))
+        return rows + sum(part.num_rows for part in self._from_keyframe(table, (TABLES[table][0].name,)))
 
     def read(self, table: str, columns: tuple[str, ...]) -> list[pa.Table]:
-        """The parts of ``table`` in order, each with those of ``columns`` that it has."""
-        ...
+        """Return the parts of ``table`` in order, each with those of ``columns`` that it has."""
+        if table == "live":
+            return [self._live().select(list(columns))]
+        if table == "spans" and not self._is_whole:
+            return self._read_spans(columns)
+        head = self._from_keyframe(table, columns)
+        return head + [self._files.read(table, number, columns) for number in self._numbers(table)]
 
     def notes(self) -> list[str]:
-        """What a reader of the trace should know about its files."""
-        ...
-
-
-class MemoryTables:
-    """Tables that are already in memory, as a reader of foreign files makes them."""
-
-    def __init__(self, manifest: dict[str, Any], tables: Mapping[str, pa.Table]) -> None:
-        unknown = sorted(set(tables) - set(TABLES))
-        if unknown:
-            raise ValueError(f"not a table of a trace: {', '.join(unknown)} (tables: {', '.join(TABLES)})")
-        self.manifest = manifest
-        self._tables = dict(tables)
-
-    def num_rows(self, table: str) -> int:
-        """How many rows ``table`` has; 0 where it is absent."""
-        return self._tables[table].num_rows if table in self._tables else 0
-
-    def read(self, table: str, columns: tuple[str, ...]) -> list[pa.Table]:
-        """The table, as one part."""
-        if table not in self._tables:
+        """Return a note on the parts that were being written when the process died."""
+        if not self._files.leftovers:
             return []
-        whole = self._tables[table]
-        return [whole.select([name for name in columns if name in whole.column_names])]
+        return [f"{', '.join(self._files.leftovers)}: not complete when the recording stopped, ignored"]
 
-    def notes(self) -> list[str]:
-        """Nothing: there are no files."""
-        return []
+    def with_manifest(self, manifest: Manifest) -> PartRange:
+        """Return the same parts with another manifest."""
+        other = PartRange(self._files, *(() if self._is_whole else (self._first, self._last)))
+        other._manifest = manifest
+        return other
+
+    def surroundings(self, start_ns: int | None, end_ns: int | None) -> PartRange:
+        """Return the parts from the one with the first event at or past ``start_ns`` to that at or past ``end_ns``."""
+        numbers = self._files.numbers("events")
+        if not numbers:
+            return self
+
+        def part_of(time_ns: int) -> int:
+            # The first event at or past a time lies in the last part before which all times are smaller.
+            return numbers[max(0, bisect_left(numbers, time_ns, key=self._files.order_ns) - 1)]
+
+        first = numbers[0] if start_ns is None else part_of(start_ns)
+        last = numbers[-1] if end_ns is None else part_of(end_ns)
+        return PartRange(self._files, first, max(first, last)).with_manifest(self._manifest)
+
+    def read_steps(self, first: int, last: int) -> list[pa.Table]:
+        """Return the parts of ``spans`` whose statistics say that they have steps from ``first`` to ``last``."""
+        parts = []
+        for number in self._files.numbers("spans"):
+            steps = self._files.value_range("spans", number, "index")
+            if steps is not None and steps[0] <= last and first <= steps[1]:
+                parts.append(self._files.read("spans", number, STEP_COLUMNS))
+        return parts
+
+    def _numbers(self, table: str) -> list[int]:
+        numbers = self._files.numbers(table)
+        if self._is_whole or table == "names":
+            return numbers
+        if table in RANK_TABLES:  # what is true at the end of the trace
+            return numbers if self._last == self._files.numbers("events")[-1] else []
+        inside = [number for number in numbers if self._first <= number <= self._last]
+        return inside if table != "ops" else self._with_referenced_ops(inside)
+
+    def _live(self) -> pa.Table:
+        if self._keyframe is None:
+            has_keyframe = self._first in self._files.numbers("live")
+            self._keyframe = (
+                self._files.read("live", self._first, _LIVE_COLUMNS)
+                if has_keyframe
+                else arrow_schema("live").empty_table()
+            )
+        return self._keyframe
+
+    def _from_keyframe(self, table: str, columns: tuple[str, ...]) -> list[pa.Table]:
+        """Return the rows of ``table`` that the keyframe stands for, where there are any."""
+        if table not in ("events", "ops", "labels") or not self._live().num_rows:
+            return []
+        rows = {"events": events_of_keyframe, "ops": ops_of_keyframe, "labels": labels_of_keyframe}[table](self._live())
+        return [rows.select([name for name in columns if name in rows.column_names])] if rows.num_rows else []
+
+    def _read_spans(self, columns: tuple[str, ...]) -> list[pa.Table]:
+        """Return the spans that overlap the parts. A span is written when it ends, so it can be in any later part."""
+        numbers = self._files.numbers("events")
+        is_first, is_last = self._first == numbers[0], self._last == numbers[-1]
+        start_ns = None if is_first else self._files.order_ns(self._first)
+        end_ns = None if is_last else self._files.order_ns(numbers[numbers.index(self._last) + 1])
+        parts = []
+        for number in self._files.numbers("spans"):
+            if number < self._first - 1:  # spans are drained no later than one part before the events inside them
+                continue
+            starts = self._files.value_range("spans", number, "start_ns")
+            if end_ns is None or (starts is not None and starts[0] <= end_ns):
+                part = self._files.read("spans", number, tuple({*columns, "start_ns", "duration_ns"}))
+                parts.append(overlapping_spans(part, start_ns, end_ns).select(list(columns)))
+        return parts
+
+    def _with_referenced_ops(self, inside: list[int]) -> list[int]:
+        """Add the parts of ``ops`` with calls that events refer to: those that returned later, or are shared."""
+        if self._ops_parts is None:
+            missing = np.unique(_integers(self.read("events", ("op_id",)), "op_id"))
+            missing = missing[missing >= 0]
+            parts = self._from_keyframe("ops", ("op_id",))
+            parts += [self._files.read("ops", number, ("op_id",)) for number in inside]
+            missing = _without(missing, _integers(parts, "op_id"))
+            others = [number for number in self._files.numbers("ops") if number not in inside]
+            # Calls that were in flight at the end of the last part are in one of the next.
+            for number in sorted(others, key=lambda number: (number < self._last, number)):
+                ids = self._files.value_range("ops", number, "op_id") if len(missing) else None
+                if ids is not None and ids[0] <= missing[-1] and missing[0] <= ids[1]:
+                    left = _without(missing, _integers([self._files.read("ops", number, ("op_id",))], "op_id"))
+                    if len(left) < len(missing):
+                        inside = sorted([*inside, number])
+                    missing = left
+            self._ops_parts = inside
+        return self._ops_parts
 
 
-class RankFolder:
-    """The folder of one rank: ``manifest.json`` and Parquet parts ``<table>-<5 digits>.parquet``."""
+class RankFolder(PartRange):
+    """All parts in the folder of one rank."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__(PartFiles(path))
         self.path = path
-        self.manifest = read_manifest(path / MANIFEST_NAME)
-        self._leftovers: list[str] = []
-        self._parts: dict[str, list[Path]] = {}
-        numbers: dict[str, dict[int, Path]] = {table: {} for table in TABLES}
-        for file in sorted(path.iterdir()):
-            match = _PART.fullmatch(file.name)
-            if match and match["table"] in TABLES:
-                numbers[match["table"]][int(match["number"])] = file
-            elif file.name.endswith(".tmp"):
-                self._leftovers.append(file.name)
-        self._numbers = numbers
-
-    def num_rows(self, table: str) -> int:
-        """How many rows ``table`` has, by the parts' footers."""
-        return sum(self._footer(file).metadata.num_rows for file in self._valid_parts(table))
-
-    def read(self, table: str, columns: tuple[str, ...]) -> list[pa.Table]:
-        """The parts of ``table`` in order, each with those of ``columns`` that it has."""
-        return [self._read_part(file, table, columns) for file in self._valid_parts(table)]
-
-    def notes(self) -> list[str]:
-        """Parts that were being written when the process died."""
-        if not self._leftovers:
-            return []
-        return [f"{', '.join(self._leftovers)}: being written when the recording stopped, ignored"]
-
-    def _valid_parts(self, table: str) -> list[Path]:
-        """The parts that count: those replaced by a ring's survivors left out; those the manifest names are there."""
-        if table not in self._parts:
-            numbers = self._numbers[table]
-            first = max((self._survivors_through(file) for file in numbers.values()), default=0)
-            missing = [
-                number for number in _declared_parts(self.manifest, table) if number >= first and number not in numbers
-            ]
-            # A ring that was killed had dropped parts that its last manifest still names.
-            if missing and (self.manifest.get("finished") or not self.manifest.get("options", {}).get("last_steps")):
-                name = f"{table}-{missing[0]:05d}.parquet"
-                raise TraceError(
-                    f"{self.path / name} is missing ({len(missing)} part(s) of the table {table} in all). "
-                    "Copy the trace again from where it was recorded, whole."
-                )
-            self._parts[table] = [numbers[number] for number in sorted(numbers) if number >= first]
-        return self._parts[table]
-
-    def _survivors_through(self, file: Path) -> int:
-        metadata = self._footer(file).schema_arrow.metadata or {}
-        return int(metadata.get(SURVIVORS_KEY, b"0"))
-
-    def _footer(self, file: Path) -> Any:
-        import pyarrow.parquet as pq
-
-        try:
-            return pq.ParquetFile(file)
-        except Exception as error:
-            raise self._damaged(file, error) from error
-
-    def _read_part(self, file: Path, table: str, columns: tuple[str, ...]) -> pa.Table:
-        part = self._footer(file)
-        present = part.schema_arrow.names
-        lacking = [name for name in _REQUIRED[table] if name not in present]
-        if lacking:
-            raise TraceError(
-                f"{file} lacks the column {lacking[0]} of the table {table}: it was not written by memtrace, "
-                "or was rewritten by another tool. Use the file as it was recorded."
-            )
-        try:
-            return part.read(columns=[name for name in columns if name in present])
-        except Exception as error:
-            raise self._damaged(file, error) from error
-
-    def _damaged(self, file: Path, error: Exception) -> TraceError:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        return TraceError(
-            f"{file} is damaged ({reason}). Copy the trace again from where it was recorded; if it is damaged "
-            f'there too and is the last part of its table, delete it and set "finished" to false in '
-            f"{self.path / MANIFEST_NAME} to open the rest."
-        )
 
 
-def _declared_parts(manifest: dict[str, Any], table: str) -> list[int]:
-    """The numbers of the parts that the manifest says a table has; empty where it does not say."""
-    parts = manifest.get("parts")
-    numbers = parts.get(table) if isinstance(parts, dict) else None
-    return [number for number in numbers if isinstance(number, int)] if isinstance(numbers, list) else []
+def events_of_keyframe(live: pa.Table) -> pa.Table:
+    """Return the rows of ``events`` that begin the live set."""
+    return live.select([column.name for column in TABLES["events"] if column.name in live.column_names])
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest at ``path``; TraceError where it is absent, unreadable, foreign or of a newer format."""
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise TraceError(f"{path} is missing: {path.parent} is not the folder of a memtrace rank.") from None
-    except (OSError, ValueError) as error:
-        raise TraceError(
-            f"{path} cannot be read ({error}). Copy the trace again from where it was recorded."
-        ) from error
-    if not isinstance(manifest, dict) or manifest.get("format") != "memtrace":
-        raise TraceError(f'{path} is not the manifest of a memtrace trace (no "format": "memtrace").')
-    version = manifest.get("format_version")
-    if not isinstance(version, int):
-        raise TraceError(f"{path} names no format_version. Copy the trace again from where it was recorded.")
-    if version > FORMAT_VERSION:
-        raise TraceError(
-            f"{path} has format version {version}, written by memtrace {manifest.get('memtrace_version')}; this "
-            f"memtrace reads up to version {FORMAT_VERSION}. Install a newer memtrace."
-        )
-    return manifest
+def ops_of_keyframe(live: pa.Table) -> pa.Table:
+    """Return the operator calls that allocated the live blocks, as far as they had returned."""
+    import pyarrow as pa
+
+    ids = _integers([live], "op_id")
+    prefixed = [OP_PREFIX + name for name in _OP_COLUMNS[1:]]
+    is_known = np.zeros(len(ids), bool)
+    for name in prefixed:
+        column = live.column(name)
+        # recompute is never null, and says nothing of a call that is not known.
+        if not pa.types.is_boolean(column.type):
+            is_known |= ~np.concatenate([np.empty(0, bool), *(_nulls(chunk) for chunk in column.chunks)])
+    known = np.flatnonzero(is_known & (ids >= 0))
+    _, first = np.unique(ids[known], return_index=True)
+    rows = live.select(["op_id", *prefixed]).take(known[first])
+    return rows.rename_columns(list(_OP_COLUMNS))
+
+
+def labels_of_keyframe(live: pa.Table) -> pa.Table:
+    """Return the labels of the live blocks: two rows where the name is from another label than the category."""
+    import pyarrow as pa
+
+    blocks = live.filter(pa.array(_integers([live], "block_id") >= 0))
+    schema = arrow_schema("labels")
+
+    def rows(category: str, name: pa.Array | pa.ChunkedArray) -> pa.Table:
+        return pa.Table.from_arrays([blocks.column("block_id"), blocks.column(category), name], schema=schema)
+
+    both = [rows("name_category", blocks.column("name")), rows("category", pa.nulls(blocks.num_rows, pa.int32()))]
+    return pa.concat_tables([table.filter(_has_label(table)) for table in both]).unify_dictionaries()
+
+
+def _has_label(labels: pa.Table) -> pa.Array:
+    import pyarrow as pa
+
+    is_null = [
+        np.concatenate([np.empty(0, bool), *(_nulls(chunk) for chunk in labels.column(name).chunks)])
+        for name in ("category", "name")
+    ]
+    return pa.array(~(is_null[0] & is_null[1]))
+
+
+def overlapping_spans(spans: pa.Table, start_ns: int | None, end_ns: int | None) -> pa.Table:
+    """Return the spans that overlap a window of time; None is an open end."""
+    import pyarrow as pa
+
+    start = _integers([spans], "start_ns")
+    end = start + _integers([spans], "duration_ns")
+    inside = np.ones(len(start), bool)
+    if start_ns is not None:
+        inside &= (end > start_ns) | (start >= start_ns)
+    if end_ns is not None:
+        inside &= start < end_ns
+    return spans.filter(pa.array(inside))
+
+
+def _nulls(chunk: pa.Array) -> Array:
+    if not chunk.null_count:
+        return np.zeros(len(chunk), bool)
+    bits = np.frombuffer(chunk.buffers()[0], np.uint8)
+    return ~np.unpackbits(bits, count=chunk.offset + len(chunk), bitorder="little")[chunk.offset :].astype(bool)
+
+
+def _integers(parts: list[pa.Table], name: str) -> Array:
+    return arrays.integers([part.column(name) for part in parts], np.int64)
+
+
+def _without(values: Array, others: Array) -> Array:
+    _, present = find_rows(others, values)
+    return values[~present]
 
 
 def open_folder(path: Path) -> tuple[dict[int, RankFolder], dict[int, str]]:
-    """The ranks of a trace folder (``rank=N`` inside), or of the folder of one rank; and why others cannot be opened.
+    """Open the ranks of a trace folder (``rank=N`` inside), or the folder of one rank.
 
-    TraceError where none can.
+    Returns:
+        The ranks that can be opened, and for each of the others why not.
+
+    Raises:
+        TraceError: none can be opened.
     """
     if (path / MANIFEST_NAME).exists():
         folders = [path]
@@ -201,41 +262,39 @@ def open_folder(path: Path) -> tuple[dict[int, RankFolder], dict[int, str]]:
         folders = sorted(folder for folder in path.glob("rank=*") if folder.is_dir())
     if not folders:
         raise TraceError(
-            f"{path} is not a memtrace trace: it holds neither rank=0, rank=1, ... nor {MANIFEST_NAME}. "
-            "Give the folder that memtrace.record wrote (*.memtrace)."
+            f"{path} is not a memtrace trace: it contains neither rank=0, rank=1, ... nor {MANIFEST_NAME}. "
+            "Pass the folder that memtrace.record wrote (*.memtrace)."
         )
-    # A rank that died, or whose disk was full, before it wrote anything is missing; it does not spoil the others.
+    # A rank that died, or whose disk was full, before it wrote anything is missing; the others open all the same.
     begun = [folder for folder in folders if (folder / MANIFEST_NAME).exists()]
-    attempts = [(_named_rank(folder, number), _attempt(folder)) for number, folder in enumerate(begun or folders)]
+    attempts = [(_rank_in_name(folder, number), _try_to_open(folder)) for number, folder in enumerate(begun or folders)]
     opened = [folder for _, folder in attempts if isinstance(folder, RankFolder)]
     faults = {number: fault for number, fault in attempts if isinstance(fault, TraceError)}
     if not opened:
         raise next(iter(faults.values()))
     ranks = {_rank_of(folder): folder for folder in opened}
     if len(ranks) < len(opened):
-        raise TraceError(f"{path}: two folders are of the same rank. Keep one recording a folder.")
+        raise TraceError(f"{path}: two folders belong to the same rank. Keep one recording per folder.")
     return dict(sorted(ranks.items())), {number: str(fault) for number, fault in sorted(faults.items())}
 
 
-def _attempt(path: Path) -> RankFolder | TraceError:
+def _try_to_open(path: Path) -> RankFolder | TraceError:
     try:
         return RankFolder(path)
     except TraceError as fault:
         return fault
 
 
-def _named_rank(folder: Path, otherwise: int) -> int:
-    """The rank that a folder's name says."""
+def _rank_in_name(folder: Path, otherwise: int) -> int:
     named = re.fullmatch(r"rank=(\d+)", folder.name)
     return int(named[1]) if named else otherwise
 
 
 def _rank_of(folder: RankFolder) -> int:
-    named = _named_rank(folder.path, 0)
-    rank = folder.manifest.get("rank", named)
-    if not isinstance(rank, int) or _named_rank(folder.path, rank) != rank:
+    rank = folder.manifest.rank
+    if _rank_in_name(folder.path, rank) != rank:
         raise TraceError(
-            f"{folder.path / MANIFEST_NAME} says rank {rank}, its folder says {folder.path.name}: "
-            "the parts of two ranks were mixed. Copy the trace again from where it was recorded."
+            f"{folder.path / MANIFEST_NAME} names rank {rank}, its folder is {folder.path.name}: the parts of two "
+            "ranks were mixed. Copy the trace again from where it was recorded."
         )
     return rank

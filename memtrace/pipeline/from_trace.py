@@ -91,7 +91,7 @@ def trace_costs(trace: Trace, layers: Sequence[str] = ()) -> TraceCosts:
 
 def _notes(trace: Trace, one: Pass, layers: Sequence[Layer], state: State) -> Iterator[str]:
     yield from compute_coverage(trace).notes
-    ranks = int(trace.manifest.get("world_size") or 1)
+    ranks = trace.manifest.world_size
     if ranks > 1:
         yield f"it is of one of {ranks} ranks: what this one held (a shard, a stage) is taken for the whole model"
     untimed = [layer.name for layer in layers if layer.gradient_bytes and not layer.backward_s]

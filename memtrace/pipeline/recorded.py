@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from memtrace.analysis.attribution import SPAN, rows_at
 from memtrace.errors import MemtraceError, TraceError
 from memtrace.format.arrays import Array
+from memtrace.format.manifest import Manifest
 from memtrace.pipeline.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, Action, parse_action
 from memtrace.pipeline.schedules.dependencies import times
 from memtrace.pipeline.schedules.schedule import Schedule
@@ -98,19 +98,19 @@ def torch_steps(trace: Trace) -> Array:
     return steps[np.argsort(start, kind="stable")]
 
 
-def clock_shift_ns(manifest: Mapping[str, Any], reference: Mapping[str, Any]) -> int:
+def clock_shift_ns(manifest: Manifest, reference: Manifest) -> int:
     """What to add to the times of one rank for those of the reference rank.
 
     The offset that was measured while recording; else the difference of the wall clocks, 0 where they are unknown.
     """
-    clocks = [(one.get("clock") or {}).get("offset_ns") for one in (manifest, reference)]
+    clocks = [one.clock.offset_ns if one.clock else None for one in (manifest, reference)]
     if clocks[0] is not None and clocks[1] is not None:
         return int(clocks[0]) - int(clocks[1])
-    begins = [one.get("t0_epoch_ns") for one in (manifest, reference)]
+    begins = [one.t0_epoch_ns for one in (manifest, reference)]
     return int(begins[0]) - int(begins[1]) if begins[0] is not None and begins[1] is not None else 0
 
 
-def _of_rank(trace: Trace, number: int, reference: Mapping[str, Any]) -> RankActions | None:
+def _of_rank(trace: Trace, number: int, reference: Manifest) -> RankActions | None:
     spans = trace.columns("spans", "kind", "name", "start_ns", "duration_ns")
     rows = np.flatnonzero(spans["kind"] == SPAN["action"])
     if not len(rows):

@@ -1,4 +1,4 @@
-"""Annotated ranges of a program become spans: steps, waits for data, and plain ranges."""
+"""Converts the annotated ranges of a program to spans: steps, waits for data, and plain ranges."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from memtrace.format.encode import Known, Text, make_table
 from memtrace.format.schema import SPAN_KINDS
-from memtrace.readers.tables import Known, Names, Text, make_table
+from memtrace.readers.tables import Names
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -20,7 +21,7 @@ _DATA_WAIT: Final = "enumerate(DataLoader)#"
 
 
 class Range(NamedTuple):
-    """A named stretch of time on the host, in nanoseconds since the trace began."""
+    """An annotated range on the host; times are nanoseconds since the trace began."""
 
     name: str
     start_ns: int
@@ -28,19 +29,35 @@ class Range(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A row of the table ``spans``; -1 for null."""
+    """A row of the table ``spans``."""
 
     kind: str
     name: int
+    """Id in the table ``names``; -1 for none."""
     start_ns: int
     end_ns: int
     number: int
+    """Number of the step; -1 for other kinds."""
 
 
-def spans_of(ranges: Sequence[Range], names: Names, *, first_ns: int, last_ns: int) -> list[Span]:
-    """The spans that the ranges tell of, of those that reach into the trace (``first_ns`` to ``last_ns``)."""
+class _Step(NamedTuple):
+    number: int
+    start_ns: int
+    end_ns: int
+
+
+def ranges_to_spans(ranges: Sequence[Range], names: Names, *, first_ns: int, last_ns: int) -> list[Span]:
+    """Return the spans of the ranges that overlap the trace.
+
+    Args:
+        ranges: the annotated ranges in any order.
+        names: the table that receives the names of the ranges.
+        first_ns: beginning of the trace.
+        last_ns: end of the trace.
+    """
     ranges = sorted(ranges, key=lambda item: item.start_ns)
-    spans = [Span("step", -1, start, end, number) for number, start, end in steps_of(ranges, first_ns=first_ns)]
+    steps = _find_steps(ranges, first_ns=first_ns)
+    spans = [Span("step", -1, step.start_ns, step.end_ns, step.number) for step in steps]
     for item in ranges:
         if item.end_ns < first_ns or item.start_ns > last_ns or _PROFILER_STEP.match(item.name):
             continue
@@ -51,12 +68,17 @@ def spans_of(ranges: Sequence[Range], names: Names, *, first_ns: int, last_ns: i
     return spans
 
 
-def steps_of(ranges: Sequence[Range], *, first_ns: int) -> list[tuple[int, int, int]]:
-    """Number, start and end of each training iteration whose beginning is in the trace, from ranges in order of start.
+def _find_steps(ranges: Sequence[Range], *, first_ns: int) -> list[_Step]:
+    """Return each training step whose beginning is in the trace.
 
-    The profiler's own steps where there are any, by their own numbers. Else an iteration ends with an optimizer's
-    step; the first begins with the trace, unless an earlier one ended before it: then its beginning is lost, and it is
-    left out. Of several optimizers the one that steps last in the first iteration ends it.
+    The steps of torch.profiler are taken with their own numbers if there are any. Otherwise a step ends with the step
+    of an optimizer, and the first step begins with the trace. If an optimizer stepped before the trace began, the
+    beginning of the first step is unknown, and that step is left out. With several optimizers, the one that steps last
+    in the first iteration ends the steps.
+
+    Args:
+        ranges: the annotated ranges in order of their start.
+        first_ns: beginning of the trace.
     """
     marked = [(match, item) for item in ranges if (match := _PROFILER_STEP.match(item.name))]
     if marked:
@@ -64,26 +86,26 @@ def steps_of(ranges: Sequence[Range], *, first_ns: int) -> list[tuple[int, int, 
         if len(set(numbers)) < len(numbers):
             numbers = list(range(len(marked)))
         profiled = zip(numbers, (item for _, item in marked), strict=True)
-        return [(number, item.start_ns, item.end_ns) for number, item in profiled if item.start_ns >= first_ns]
+        return [_Step(number, item.start_ns, item.end_ns) for number, item in profiled if item.start_ns >= first_ns]
     optimizers = optimizer_steps(ranges)
     if not optimizers:
         return []
-    closing = list(dict.fromkeys(item.name for item in optimizers))[-1]
-    ends = [item.end_ns for item in optimizers if item.name == closing]
+    last_optimizer = list(dict.fromkeys(item.name for item in optimizers))[-1]
+    ends = [item.end_ns for item in optimizers if item.name == last_optimizer]
     starts = [first_ns, *ends[:-1]]
-    rows = [(start, end) for start, end in zip(starts, ends, strict=True) if start >= first_ns and end > start]
-    return [(number, start, end) for number, (start, end) in enumerate(rows)]
+    times = [(start, end) for start, end in zip(starts, ends, strict=True) if start >= first_ns and end > start]
+    return [_Step(number, start, end) for number, (start, end) in enumerate(times)]
 
 
 def optimizer_steps(ranges: Sequence[Range]) -> list[Range]:
-    """The ranges in which an optimizer takes its step."""
+    """Return the ranges of optimizer steps."""
     return [item for item in ranges if item.name.startswith(_OPTIMIZER_STEP)]
 
 
 def spans_table(spans: Sequence[Span]) -> pa.Table:
-    """The table ``spans``, in order of start."""
+    """Build the table ``spans``, in order of start."""
     rows = sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
-    name, start, end, index = (np.array([row[place] for row in rows], np.int64) for place in range(1, 5))
+    name, start, end, index = (np.array([row[field] for row in rows], np.int64) for field in range(1, 5))
     return make_table(
         "spans",
         len(rows),

@@ -1,6 +1,7 @@
-"""Columns out of lists of dicts, as pickles and JSON hold them, checked on the way and without a loop a row.
+"""Columns from lists of dicts, as pickles and JSON contain them, checked without a Python loop over rows.
 
-``what`` names a row in errors, ``{}`` standing for its number: "entry {} of device 0".
+The argument ``what`` names a row in error messages; ``{}`` is replaced by the number of the row, as in "entry {} of
+device 0".
 """
 
 from __future__ import annotations
@@ -15,47 +16,55 @@ import numpy as np
 
 from memtrace.readers.tables import Array
 
-# No machine has more; and sums of a million such sizes still fit 64 bits.
+# No device has more memory, and the sum of 32,000 such sizes still fits into 64 bits.
 MAX_BYTES: Final = 1 << 48
-_STRETCH: Final = 256
-_WORD: Final = 1 << 64
+_CHUNK_ROWS: Final = 256
+_WORD_RANGE: Final = 1 << 64
 _INT64_MAX: Final = (1 << 63) - 1
 Row = Mapping[str, Any]
 
 
 class FieldError(Exception):
-    """A field is absent or of the wrong kind. The message says which, without the name of the file."""
+    """A field is missing or has a wrong value. The message names the field but not the file."""
 
 
 def rows_of(value: object, what: str) -> Sequence[Row]:
-    """``value`` as a list of dicts; FieldError where it is anything else."""
+    """Return ``value`` if it is a list of dicts; raise FieldError otherwise."""
     if not isinstance(value, list | tuple):
-        raise FieldError(f"{what} is no list but of type {type(value).__name__}")
-    kinds = set(map(type, value))
-    if kinds - {dict}:
-        other = next(kind.__name__ for kind in kinds if kind is not dict)
-        raise FieldError(f"an entry of {what} is no record but of type {other}")
+        raise FieldError(f"{what} has type {type(value).__name__} instead of list")
+    types = set(map(type, value))
+    if types - {dict}:
+        wrong_type = next(item.__name__ for item in types if item is not dict)
+        raise FieldError(f"an element of {what} has type {wrong_type} instead of dict")
     return value
 
 
 def columns(rows: Sequence[Row], keys: Sequence[str], what: str) -> dict[str, list[Any]]:
-    """The values under each of ``keys``, None for a row that lacks it. ``what`` names the rows: "the history".
+    """Return the values of each of ``keys``, None for a row without the key.
 
-    A stretch of rows is asked for every key before the next, while it is in the processor's cache: that takes two
-    thirds of the time of a pass over a million rows for each key. FieldError where a row is no dict.
+    All keys are read from one chunk of rows before the next, while the chunk is in the processor's cache. That takes
+    two thirds of the time of a separate pass over a million rows for each key.
+
+    Args:
+        rows: the rows.
+        keys: the keys to read.
+        what: names the rows as a whole: "the history of device 0".
+
+    Raises:
+        FieldError: a row is not a dict.
     """
-    found: dict[str, list[Any]] = {key: [] for key in keys}
-    asked = [(key, itemgetter(key), values) for key, values in found.items()]
-    for start in range(0, len(rows), _STRETCH):
-        stretch = rows[start : start + _STRETCH]
-        if set(map(type, stretch)) != {dict}:
+    result: dict[str, list[Any]] = {key: [] for key in keys}
+    getters = [(key, itemgetter(key), values) for key, values in result.items()]
+    for start in range(0, len(rows), _CHUNK_ROWS):
+        chunk = rows[start : start + _CHUNK_ROWS]
+        if set(map(type, chunk)) != {dict}:
             rows_of(rows, what)
-        for key, get, values in asked:
-            values += _under(key, get, stretch)
-    return found
+        for key, get, values in getters:
+            values += _values_of(key, get, chunk)
+    return result
 
 
-def _under(key: str, get: Callable[[Row], Any], rows: Sequence[Row]) -> list[Any]:
+def _values_of(key: str, get: Callable[[Row], Any], rows: Sequence[Row]) -> list[Any]:
     try:
         return list(map(get, rows))
     except KeyError:
@@ -66,16 +75,16 @@ def _under(key: str, get: Callable[[Row], Any], rows: Sequence[Row]) -> list[Any
 
 
 def column(rows: Sequence[Row], key: str, what: str) -> list[Any]:
-    """The values under ``key``; FieldError where a row lacks it."""
+    """Return the values of ``key``; raise FieldError if a row does not have it."""
     try:
         return list(map(itemgetter(key), rows))
     except KeyError:
-        lacking = next(place for place, row in enumerate(rows) if key not in row)
-        raise FieldError(f"{what.format(lacking)} has no {key!r}") from None
+        row_number = next(number for number, row in enumerate(rows) if key not in row)
+        raise FieldError(f"{what.format(row_number)} has no {key!r}") from None
 
 
 def optional(rows: Sequence[Row], key: str) -> list[Any] | None:
-    """The values under ``key``, None where a row lacks it; None where no row has it."""
+    """Return the values of ``key``, None for a row without it; None if no row has it."""
     if rows and key in rows[0]:
         try:
             return list(map(itemgetter(key), rows))
@@ -87,48 +96,52 @@ def optional(rows: Sequence[Row], key: str) -> list[Any] | None:
 
 
 def integers(values: Sequence[Any], key: str, what: str) -> Array:
-    """The values as int64; FieldError for what is no whole number that fits."""
+    """Return the values as int64; raise FieldError for values that are not integers of 64 bits."""
     try:
-        # Unlike numpy it takes no float, and it looks at each value once.
+        # Unlike numpy, array rejects floats, and it reads each value once.
         return np.frombuffer(array("q", values), np.int64)
     except TypeError:
-        raise _not_a_number(values, key, what, lambda value: isinstance(value, int)) from None
+        raise _number_error(values, key, what, lambda value: isinstance(value, int)) from None
     except OverflowError:
-        raise _not_a_number(values, key, what, lambda value: -_INT64_MAX <= value <= _INT64_MAX) from None
+        raise _number_error(values, key, what, lambda value: -_INT64_MAX <= value <= _INT64_MAX) from None
 
 
 def sizes(values: Sequence[Any], key: str, what: str) -> Array:
-    """The values as bytes; FieldError for negative and for absurd ones."""
+    """Return the values as sizes in bytes; raise FieldError for negative sizes and for those above ``MAX_BYTES``."""
     column = integers(values, key, what)
     if len(column) and (column.min() < 0 or column.max() > MAX_BYTES):
-        raise _not_a_number(values, key, what, lambda value: 0 <= value <= MAX_BYTES)
+        raise _number_error(values, key, what, lambda value: 0 <= value <= MAX_BYTES)
     return column
 
 
 def addresses(values: Sequence[Any], key: str, what: str) -> Array:
-    """The values as 64-bit words: 2**63 and above (some accelerators map there) as two's complement."""
+    """Return the values as 64-bit words, with 2**63 and above (used by some accelerators) in two's complement."""
     try:
         return integers(values, key, what)
     except FieldError:
         if not all(map(_is_word, values)):
-            raise _not_a_number(values, key, what, _is_word, "which is no address") from None
-        return np.fromiter((value % _WORD for value in values), np.uint64, len(values)).view(np.int64)
+            raise _number_error(values, key, what, _is_word, "which is not an address") from None
+        return np.fromiter((value % _WORD_RANGE for value in values), np.uint64, len(values)).view(np.int64)
 
 
 def _is_word(value: object) -> bool:
-    return isinstance(value, int) and -_WORD // 2 <= value < _WORD
+    return isinstance(value, int) and -_WORD_RANGE // 2 <= value < _WORD_RANGE
 
 
-def _not_a_number(
-    values: Sequence[Any], key: str, what: str, fits: Callable[[Any], bool], why: str = "which no allocator writes"
+def _number_error(
+    values: Sequence[Any],
+    key: str,
+    what: str,
+    is_valid: Callable[[Any], bool],
+    problem: str = "which an allocator never writes",
 ) -> FieldError:
-    wrong = next(place for place, value in enumerate(values) if value is None or not fits(value))
-    if values[wrong] is None:
-        return FieldError(f"{what.format(wrong)} has no {key!r}")
-    return FieldError(f"{what.format(wrong)} has {key} {_spell(values[wrong])}, {why}")
+    row_number = next(number for number, value in enumerate(values) if value is None or not is_valid(value))
+    if values[row_number] is None:
+        return FieldError(f"{what.format(row_number)} has no {key!r}")
+    return FieldError(f"{what.format(row_number)} has {key} {_format_value(values[row_number])}, {problem}")
 
 
-def _spell(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, int):
         return str(value) if value.bit_length() <= 80 else f"of {value.bit_length()} bits"
     if isinstance(value, float | str):

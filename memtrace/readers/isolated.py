@@ -1,8 +1,9 @@
-"""Reads a foreign file in a process of its own.
+"""Reads a file of another tool in a separate process.
 
-What a file holds can cost memory, time or the process itself, and neither an unpickler nor a JSON parser can bound
-that. So a child process reads it under limits of the operating system and leaves Arrow files behind; whatever happens
-to the child ends as one sentence here. It also keeps the millions of small objects of a snapshot out of this process.
+The content of a file can exhaust memory, take unlimited time or crash the process, and neither an unpickler nor a JSON
+parser can prevent that. A child process therefore reads the file under limits of the operating system and writes Arrow
+files; whatever happens to the child becomes one error message in this process. The millions of small objects of a
+snapshot also stay out of this process.
 """
 
 from __future__ import annotations
@@ -16,236 +17,262 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from memtrace.errors import MemtraceError, TraceError
 from memtrace.interpreter import run_python
-from memtrace.readers.limits import GIB, MIB, Limits
+from memtrace.readers.limits import ReadLimits
+from memtrace.readers.rank import ReadRank
+from memtrace.units import format_bytes
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    Rank = tuple[dict[str, Any], dict[str, pa.Table]]
+_ERROR_FILE: Final = "error.txt"
+_RANKS_FILE: Final = "ranks.json"
+_STATUS_READ: Final = 0
+_STATUS_ERROR: Final = 2
+# References that keep what a reader holds alive until the child exits: freeing a million small objects takes a third
+# of a second.
+_KEPT_ALIVE: Final[list[object]] = []
+# Children that have reported their status and are still exiting.
+_EXITING_CHILDREN: Final[list[int]] = []
 
-_FAULT: Final = "fault.txt"
-_RANKS: Final = "ranks.json"
-# What a reader holds is left to the end of the process: freeing a million small objects takes a third of a second.
-_UNFREED: Final[list[object]] = []
-_LEAVING: Final[list[int]] = []
-MEANWHILE: Final[list[Callable[[], object]]] = []
-"""Work for this process, done once while a child reads: importing what the tables are for, say."""
 
+def read_isolated(
+    path: Path, limits: ReadLimits | None = None, work_during_read: Callable[[], None] | None = None
+) -> list[ReadRank]:
+    """Read each rank in a file in a child process. See ``memtrace.readers.read`` for the arguments.
 
-def read_isolated(path: Path, limits: Limits | None = None) -> list[Rank]:
-    """The ranks in a foreign file, read by a child process within ``limits`` (by default by the file's size).
-
-    Raises TraceError with one sentence whatever the file does to the child.
+    Raises:
+        TraceError: the file cannot be read, whatever it does to the child.
     """
     from memtrace.readers.content import Content
 
-    bounds = limits or Limits.for_size(Content.of(path).size)
-    with tempfile.TemporaryDirectory(prefix="memtrace-", ignore_cleanup_errors=True) as folder:
-        status = _fork(path, Path(folder), bounds) if _may_fork() else _spawn(path, Path(folder), bounds)
-        return _collect(path, Path(folder), bounds, status)
+    limits = limits or ReadLimits.for_file_size(Content.of(path).size_bytes)
+    with tempfile.TemporaryDirectory(prefix="memtrace-", ignore_cleanup_errors=True) as folder_name:
+        folder = Path(folder_name)
+        if _can_fork():
+            status = _read_in_fork(path, folder, limits, work_during_read)
+        else:
+            if work_during_read is not None:
+                work_during_read()
+            status = _read_in_new_interpreter(path, folder, limits)
+        return _collect_ranks(path, folder, limits, status)
 
 
-def _may_fork() -> bool:
-    """Forking is quick, but only safe where no other thread holds a lock and no GPU is in use."""
+def _can_fork() -> bool:
+    """Forking is fast, but it is safe only if no other thread can hold a lock and no GPU is in use."""
     if sys.platform != "linux" or threading.active_count() > 1:
         return False
     torch = sys.modules.get("torch")
     return torch is None or not torch.cuda.is_initialized()
 
 
-def _fork(path: Path, folder: Path, limits: Limits) -> int:
-    """Read in a fork of this process; its exit status, negative for a signal."""
-    # Both need it: imported once, before there are two.
+def _read_in_fork(path: Path, folder: Path, limits: ReadLimits, work_during_read: Callable[[], None] | None) -> int:
+    """Read in a fork of this process.
+
+    Returns:
+        The exit status of the child, negative for a signal.
+    """
+    # Imported before the fork because both processes need it.
     import pyarrow  # noqa: F401
 
-    _reap()
-    done, tell = os.pipe()
+    _reap_children()
+    status_reader, status_writer = os.pipe()
     with warnings.catch_warnings():
-        # Threads of numpy's and Arrow's pools are not ours, and both survive a fork.
+        # Python warns of forks beside other threads. Those of the thread pools of numpy and Arrow survive a fork.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         status = 1
         try:
-            _be_silent()
-            status = _work(path, folder, limits)
-            os.write(tell, bytes([status]))
+            _silence_output()
+            status = _read_and_save(path, folder, limits)
+            os.write(status_writer, bytes([status]))
         finally:
-            # Not sys.exit: neither handlers of the parent nor a million frees are wanted.
+            # os._exit skips the exit handlers of the parent and the freeing of a million objects.
             os._exit(status)
-    os.close(tell)
+    os.close(status_writer)
     try:
-        with os.fdopen(done, "rb") as answer:
-            while MEANWHILE:
-                MEANWHILE.pop()()
-            told = answer.read(1)
-        if told:
-            # Its memory goes back on another core meanwhile.
-            _LEAVING.append(child)
-            return told[0]
-        _, waited = os.waitpid(child, 0)
+        with os.fdopen(status_reader, "rb") as pipe:
+            if work_during_read is not None:
+                work_during_read()
+            reported_status = pipe.read(1)
+        if reported_status:
+            # The child gives its memory back on another core while this process goes on.
+            _EXITING_CHILDREN.append(child)
+            return reported_status[0]
+        _, wait_status = os.waitpid(child, 0)
     except BaseException:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         raise
-    return os.waitstatus_to_exitcode(waited)
+    return os.waitstatus_to_exitcode(wait_status)
 
 
-def _reap() -> None:
-    """Take leave of children that have ended since."""
-    _LEAVING[:] = [child for child in _LEAVING if not _has_ended(child)]
+def _reap_children() -> None:
+    """Collect the exit status of children that have ended."""
+    _EXITING_CHILDREN[:] = [child for child in _EXITING_CHILDREN if not _has_ended(child)]
 
 
 def _has_ended(child: int) -> bool:
     try:
         return os.waitpid(child, os.WNOHANG) != (0, 0)
     except ChildProcessError:
-        return True  # the program around us waits for its children, and took this for one
+        return True  # the program that uses memtrace waits for all its children and has reaped this one
 
 
-def _be_silent() -> None:
-    """Whatever a hostile file makes the interpreter print goes nowhere: what there is to say is said by the parent."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+def _silence_output() -> None:
+    """Discard whatever a hostile file makes the interpreter print; the parent reports errors."""
+    null_device = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_device, 1)
+    os.dup2(null_device, 2)
 
 
-def _spawn(path: Path, folder: Path, limits: Limits) -> int:
-    """Read in a new interpreter; its exit status, negative for a signal."""
+def _read_in_new_interpreter(path: Path, folder: Path, limits: ReadLimits) -> int:
+    """Read in a new interpreter.
+
+    Returns:
+        The exit status of the interpreter, negative for a signal.
+    """
     request = json.dumps([str(path), str(folder), limits.memory_bytes, limits.cpu_seconds])
     return run_python("from memtrace.readers import isolated; isolated.main()", request, silent=True)
 
 
-def _work(path: Path, folder: Path, limits: Limits) -> int:
-    """The child: read, and leave the tables or a sentence in ``folder``; the exit status."""
+def main() -> None:
+    """Read one file in a new interpreter; the request is its only command-line argument."""
+    path, folder, memory_bytes, cpu_seconds = json.loads(sys.argv[1])
+    sys.exit(_read_and_save(Path(path), Path(folder), ReadLimits(memory_bytes, cpu_seconds)))
+
+
+def _read_and_save(path: Path, folder: Path, limits: ReadLimits) -> int:
+    """In the child: read the file and leave either its tables or an error message in ``folder``.
+
+    Returns:
+        The exit status of the child.
+    """
     try:
-        fault = _read_into(path, folder, limits)
+        error_message = _try_read(path, folder, limits)
     except MemoryError:
-        fault = _memory_sentence(path, limits)
-    if fault is None:
-        return 0
-    (folder / _FAULT).write_text(fault, encoding="utf-8", errors="replace")
-    return 2
+        error_message = _describe_memory_limit(path, limits)
+    if error_message is None:
+        return _STATUS_READ
+    (folder / _ERROR_FILE).write_text(error_message, encoding="utf-8", errors="replace")
+    return _STATUS_ERROR
 
 
-def _read_into(path: Path, folder: Path, limits: Limits) -> str | None:
-    """Read ``path`` into Arrow files in ``folder``; the fault as a sentence, None where there is none."""
-    # Libraries first: the bounds are for the file, and a library that does not fit is no fault of it.
+def _try_read(path: Path, folder: Path, limits: ReadLimits) -> str | None:
+    """Read a file into Arrow files in ``folder``; return an error message, or None on success."""
+    # Libraries and readers are imported before the limits apply, because their size does not depend on the file.
     import numpy  # noqa: F401
     import pyarrow  # noqa: F401
 
     from memtrace.readers.content import Content
-    from memtrace.readers.registry import reader_for
+    from memtrace.readers.registry import find_reader
 
-    # A snapshot is millions of objects without cycles: collecting doubles the time it takes to read.
+    # A snapshot is millions of objects without cycles; collecting garbage doubles the time that reading takes.
     gc.disable()
-    limits.impose()
     try:
         content = Content.of(path)
-        reader = reader_for(content)
-        _UNFREED.append(reader)
-        _leave(reader.read(content), folder)
+        reader = find_reader(content)
+        _KEPT_ALIVE.append(reader)
+        limits.impose()
+        _save_ranks(reader.read(content), folder)
     except MemtraceError as error:
         return str(error)
     except RecursionError:
-        return f"{path} is nested deeper than any trace: refused."
+        return f"{path}: nested too deeply to be a memory trace, so it was not read."
     except OSError as error:
-        return f"{path} cannot be read: {error.strerror or error}."
+        return f"{path}: cannot be read ({error.strerror or error})."
     except MemoryError:
         raise
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
+        frame = traceback.extract_tb(error.__traceback__)[-1]
         return (
-            f"{path} could not be read: {type(error).__name__} in {Path(place.filename).name}:{place.lineno}. This "
-            "is a "
-            "fault of memtrace's reader: please report it with the file."
+            f"{path}: could not be read because of a bug in memtrace ({type(error).__name__} in "
+            f"{Path(frame.filename).name}:{frame.lineno}). Please report it and attach the file."
         )
     return None
 
 
-def _leave(ranks: list[Rank], folder: Path) -> None:
-    """Write each table as an Arrow file, and what there is as JSON."""
+def _save_ranks(ranks: Sequence[ReadRank], folder: Path) -> None:
+    """Write each table as an Arrow file, and the manifests and the names of the tables as JSON."""
     import pyarrow as pa
 
     listing = []
-    for number, (manifest, tables) in enumerate(ranks):
-        for name, whole in tables.items():
-            # A column without a value is not worth writing: see _whole.
-            told = [field for field, column in zip(whole.column_names, whole.columns, strict=True) if _tells(column)]
-            table = whole.select(told)
+    for index, rank in enumerate(ranks):
+        for name, table in rank.tables.items():
+            # Columns without values are left out; _restore_columns adds them again.
+            fields = zip(table.column_names, table.columns, strict=True)
+            table = table.select([field for field, column in fields if _has_values(column)])
             with (
-                pa.OSFile(str(folder / f"{number}-{name}.arrow"), "wb") as sink,
-                pa.ipc.new_file(sink, table.schema) as out,
+                pa.OSFile(str(folder / f"{index}-{name}.arrow"), "wb") as sink,
+                pa.ipc.new_file(sink, table.schema) as arrow_file,
             ):
-                out.write_table(table)
-        listing.append({"manifest": manifest, "tables": list(tables)})
-    (folder / _RANKS).write_text(json.dumps(listing), encoding="utf-8")
+                arrow_file.write_table(table)
+        listing.append({"manifest": rank.manifest.to_json(), "tables": list(rank.tables)})
+    (folder / _RANKS_FILE).write_text(json.dumps(listing), encoding="utf-8")
 
 
-def _tells(column: pa.ChunkedArray) -> bool:
+def _has_values(column: pa.ChunkedArray) -> bool:
     return not len(column) or bool(column.null_count < len(column))
 
 
-def _collect(path: Path, folder: Path, limits: Limits, status: int) -> list[Rank]:
-    """What the child left, mapped into memory; TraceError where it left a sentence or nothing."""
-    if (folder / _FAULT).exists():
-        raise TraceError((folder / _FAULT).read_text(encoding="utf-8"))
-    if status != 0 or not (folder / _RANKS).exists():
-        raise TraceError(_death_sentence(path, limits, status))
+def _collect_ranks(path: Path, folder: Path, limits: ReadLimits, status: int) -> list[ReadRank]:
+    """Map what the child wrote into memory. Raises TraceError if the child wrote an error message or nothing."""
+    if (folder / _ERROR_FILE).exists():
+        raise TraceError((folder / _ERROR_FILE).read_text(encoding="utf-8"))
+    if status != _STATUS_READ or not (folder / _RANKS_FILE).exists():
+        raise TraceError(_describe_crash(path, limits, status))
     import pyarrow as pa
 
-    ranks: list[Rank] = []
-    for number, entry in enumerate(json.loads((folder / _RANKS).read_text(encoding="utf-8"))):
+    from memtrace.format.manifest import parse_manifest
+
+    ranks = []
+    for index, entry in enumerate(json.loads((folder / _RANKS_FILE).read_text(encoding="utf-8"))):
         tables = {}
         for name in entry["tables"]:
-            # The mapping outlives the file's name.
-            with pa.memory_map(str(folder / f"{number}-{name}.arrow")) as source:
-                tables[name] = _whole(name, pa.ipc.open_file(source).read_all())
-        ranks.append((entry["manifest"], tables))
+            # The mapping stays valid when the folder is deleted.
+            with pa.memory_map(str(folder / f"{index}-{name}.arrow")) as source:
+                tables[name] = _restore_columns(name, pa.ipc.open_file(source).read_all())
+        ranks.append(ReadRank(parse_manifest(entry["manifest"], str(path)), tables))
     return ranks
 
 
-def _whole(name: str, told: pa.Table) -> pa.Table:
-    """A table with the columns that were left out: memory that nobody writes to costs nothing."""
+def _restore_columns(name: str, table: pa.Table) -> pa.Table:
+    """Add the columns without values that ``_save_ranks`` left out; memory that nobody writes to costs nothing."""
     import pyarrow as pa
 
     from memtrace.format.schema import arrow_schema
 
     schema = arrow_schema(name)
-    present = set(told.column_names)
+    present = set(table.column_names)
     columns = [
-        told.column(field.name) if field.name in present else pa.nulls(told.num_rows, field.type) for field in schema
+        table.column(field.name) if field.name in present else pa.nulls(table.num_rows, field.type) for field in schema
     ]
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def _memory_sentence(path: Path, limits: Limits) -> str:
-    size = limits.memory_bytes
-    amount = f"{size / GIB:.1f} GiB" if size >= GIB else f"{size // MIB} MiB"
+def _describe_memory_limit(path: Path, limits: ReadLimits) -> str:
     return (
-        f"{path} takes more than {amount} of memory to read, which is too much for a file of its size or for this "
-        "machine: refused as hostile or damaged, or read it where more memory is free."
+        f"{path}: reading it takes more than {format_bytes(limits.memory_bytes)} of memory, which is too much for a "
+        "file of its size or for this machine. The file is damaged or hostile; if you trust it, read it on a machine "
+        "with more free memory."
     )
 
 
-def _death_sentence(path: Path, limits: Limits, status: int) -> str:
+def _describe_crash(path: Path, limits: ReadLimits, status: int) -> str:
     if sys.platform != "win32" and status == -signal.SIGXCPU:
         return (
-            f"{path} takes more than {limits.cpu_seconds} s to read, which no trace of its size does: refused as "
-            "hostile."
+            f"{path}: reading it takes more than {limits.cpu_seconds} s, far longer than a memory trace of its size "
+            "needs. The file is damaged or hostile; record it again."
         )
     if sys.platform != "win32" and status in (-signal.SIGKILL, -signal.SIGABRT):
-        return _memory_sentence(path, limits)
-    return f"{path} could not be read: the process that read it ended with status {status}. It is damaged or hostile."
-
-
-def main() -> None:
-    """The new interpreter's whole work: the request is its argument."""
-    path, folder, memory_bytes, cpu_seconds = json.loads(sys.argv[1])
-    sys.exit(_work(Path(path), Path(folder), Limits(memory_bytes, cpu_seconds)))
+        return _describe_memory_limit(path, limits)
+    return (
+        f"{path}: the process that read it ended with status {status}. The file is damaged or hostile; copy it or "
+        "record it again."
+    )

@@ -1,73 +1,99 @@
-"""One file is one rank, several files are the ranks of one job."""
+"""Ranks: one file holds one rank, and several files are the ranks of one job."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Final
 
 from memtrace.errors import TraceError
+from memtrace.format.manifest import Manifest
 from memtrace.readers.isolated import read_isolated
-from memtrace.readers.limits import Limits
+from memtrace.readers.limits import ReadLimits
+from memtrace.readers.rank import ReadRank
 from memtrace.readers.tables import clean
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    Rank = tuple[dict[str, Any], dict[str, pa.Table]]
-
-_NAMED_RANK = re.compile(r"rank[-_=]?(\d{1,6})", re.IGNORECASE)
+_RANK_IN_NAME: Final = re.compile(r"rank[-_=]?(\d{1,6})", re.IGNORECASE)
 
 
-def read(path: str | Path, *, limits: Limits | None = None) -> list[Rank]:
-    """The manifest and the tables of each rank in a foreign file, in the shape of ``memtrace.format.schema``.
+def read(
+    path: str | Path,
+    *,
+    limits: ReadLimits | None = None,
+    work_during_read: Callable[[], None] | None = None,
+) -> list[ReadRank]:
+    """Read each rank in a file of another tool.
 
-    The file is read in a process of its own, within ``limits`` (by default by its size). Raises TraceError with one
-    sentence where it cannot be read, whatever is in it.
+    Args:
+        path: the file.
+        limits: limits on the process that reads the file; by default they follow from the size of the file.
+        work_during_read: called once in this process. It runs while another process reads the file, where this process
+            can be forked, and before the file is read elsewhere.
+
+    Raises:
+        TraceError: the file cannot be read, whatever it contains.
     """
-    return read_isolated(Path(path), limits)
+    return read_isolated(Path(path), limits, work_during_read)
 
 
-def read_job(paths: Sequence[str | Path]) -> list[Rank]:
-    """The ranks in several files of one job, in order of rank, numbered by ``number_ranks``."""
-    found = [(Path(path), rank) for path in paths for rank in read(path)]
-    number_ranks([(path, manifest) for path, (manifest, _) in found])
-    return sorted((rank for _, rank in found), key=lambda rank: int(rank[0]["rank"]))
+def read_job(paths: Sequence[str | Path]) -> list[ReadRank]:
+    """Read the files of one job and number its ranks (see ``number_ranks``).
 
+    Returns:
+        The ranks in ascending order.
 
-def number_ranks(found: Sequence[tuple[Path, dict[str, Any]]]) -> None:
-    """Give each manifest its rank in the job that all of them together are; paths say where they are from.
-
-    A rank is what the file or the trace says itself. The others have what their names say (``rank3``), or where that
-    does not tell them apart the numbers that are left, in their order here. TraceError where two say the same.
+    Raises:
+        TraceError: a file cannot be read, or two files belong to the same rank.
     """
-    if not found:
-        raise TraceError("No file was given to read.")
-    told = {place: rank for place, (_, manifest) in enumerate(found) if (rank := _own(manifest)) is not None}
-    if twice := [rank for rank, times in Counter(told.values()).items() if times > 1]:
-        files = " and ".join(found[place][0].name for place, rank in told.items() if rank == twice[0])
-        raise TraceError(f"{files} are both of rank {twice[0]}: give the files of one job, one a rank.")
-    said = set(told)
-    silent = [place for place in range(len(found)) if place not in said]
-    named = {place: int(hits[-1]) for place in silent if (hits := _NAMED_RANK.findall(found[place][0].name))}
-    how = "by its name"
-    if len({*told.values(), *named.values()}) < len(found):
-        free = (number for number in count() if number not in told.values())
-        named = dict(zip(silent, free, strict=False))
-        how = "by the order in which the files were given"
-    told |= named
-    for place, (path, manifest) in enumerate(found):
-        manifest["rank"] = told[place]
-        manifest["world_size"] = max(len(found), max(told.values()) + 1, int(manifest.get("world_size") or 1))
-        if len(found) > 1:
-            note = f"rank {told[place]} is {clean(path.name)}, {'as it says' if place in said else how}"
-            manifest.setdefault("coverage", {}).setdefault("notes", []).append(note)
+    ranks = [(Path(path), rank) for path in paths for rank in read(path)]
+    manifests = number_ranks([(path, rank.manifest) for path, rank in ranks])
+    numbered = [replace(rank, manifest=manifest) for (_, rank), manifest in zip(ranks, manifests, strict=True)]
+    return sorted(numbered, key=lambda rank: rank.manifest.rank)
 
 
-def _own(manifest: Mapping[str, Any]) -> int | None:
-    """The rank of a manifest; None where it is only what a process without a job calls itself."""
-    knows = manifest.get("rank_told") or int(manifest.get("world_size") or 1) > 1
-    return int(manifest["rank"]) if knows else None
+def number_ranks(sources: Sequence[tuple[Path, Manifest]]) -> list[Manifest]:
+    """Return the manifests of a job with the rank of each.
+
+    The rank that a file or trace states itself is kept. The others get the rank in their file names (``rank3``); if
+    that leaves two with the same rank, they get the free numbers in the order in which they were given.
+
+    Args:
+        sources: the file and the manifest of each rank.
+
+    Raises:
+        TraceError: no file was given, or two files state the same rank.
+    """
+    if not sources:
+        raise TraceError("No file was given. Give at least one file to read.")
+    stated_ranks = ((index, _stated_rank(manifest)) for index, (_, manifest) in enumerate(sources))
+    rank_of = {index: rank for index, rank in stated_ranks if rank is not None}
+    if repeated := [rank for rank, times in Counter(rank_of.values()).items() if times > 1]:
+        files = " and ".join(sources[index][0].name for index, rank in rank_of.items() if rank == repeated[0])
+        raise TraceError(f"{files} are both of rank {repeated[0]}. Give the files of one job, one file per rank.")
+    stated = set(rank_of)
+    others = [index for index in range(len(sources)) if index not in stated]
+    assigned = {index: int(ranks[-1]) for index in others if (ranks := _RANK_IN_NAME.findall(sources[index][0].name))}
+    origin = "taken from the file name"
+    if len({*rank_of.values(), *assigned.values()}) < len(sources):
+        free_ranks = (number for number in count() if number not in rank_of.values())
+        assigned = dict(zip(others, free_ranks, strict=False))
+        origin = "taken from the order of the files"
+    rank_of |= assigned
+    manifests = []
+    for index, (path, manifest) in enumerate(sources):
+        world_size = max(len(sources), max(rank_of.values()) + 1, manifest.world_size)
+        numbered = replace(manifest, rank=rank_of[index], world_size=world_size)
+        if len(sources) > 1:
+            rank_origin = "stated by the file" if index in stated else origin
+            numbered = numbered.with_notes(f"Rank {rank_of[index]} is {clean(path.name)} (rank {rank_origin})")
+        manifests.append(numbered)
+    return manifests
+
+
+def _stated_rank(manifest: Manifest) -> int | None:
+    """Return the rank of a manifest; None for the rank 0 of a process that was not part of a job."""
+    return manifest.rank if manifest.rank_is_known or manifest.world_size > 1 else None

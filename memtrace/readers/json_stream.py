@@ -1,7 +1,7 @@
-"""JSON read piece by piece, so that a file of any size costs the memory of its largest piece.
+"""A streaming JSON parser: a file of any size takes the memory of its largest element.
 
-Tolerant of what profilers write: control characters in strings, bytes that are no UTF-8, NaN and infinities in C's
-spelling, a comma before a closing bracket.
+It accepts what profilers write although JSON forbids it: control characters in strings, bytes that are not UTF-8, NaN
+and infinities as C prints them, and a comma before a closing bracket.
 """
 
 from __future__ import annotations
@@ -28,65 +28,69 @@ class JsonStream:
         self._stream = stream
         self._path = path
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
-        # An attribute that the type stubs leave out: reads a value and tells where it ends.
+        # scan_once parses a value and returns where it ends; the type stubs do not list it.
         self._scan = json.JSONDecoder(strict=False).scan_once  # type: ignore[attr-defined]
         self._text = ""
-        self._at = 0
-        self._ended = False
+        self._position = 0
+        self._at_end_of_file = False
 
     def peek(self) -> str:
-        """The next character that is no space; "" at the end."""
+        """Return the next character that is not whitespace, without consuming it; "" at the end of the file."""
         while True:
-            match = _SPACE.match(self._text, self._at)
+            match = _SPACE.match(self._text, self._position)
             assert match is not None
-            self._at = match.end()
-            if self._at < len(self._text):
-                return self._text[self._at]
-            if self._ended:
+            self._position = match.end()
+            if self._position < len(self._text):
+                return self._text[self._position]
+            if self._at_end_of_file:
                 return ""
             self._refill()
 
     def value(self) -> Any:
-        """The next value, whole. TraceError where it is damaged, cut off, or larger than any part of a trace."""
+        """Parse the next value.
+
+        Raises:
+            TraceError: the value is damaged, truncated, or longer than ``MAX_VALUE_CHARS``.
+        """
         self.peek()
         while True:
             try:
-                value, end = self._scan(self._text, self._at)
+                value, end = self._scan(self._text, self._position)
             except RecursionError:
-                raise TraceError(f"{self._path} is nested deeper than any trace: refused.") from None
+                raise TraceError(f"{self._path}: nested too deeply to be a memory trace, so it was not read.") from None
             except StopIteration as stop:
-                if self._mended(stop.value):
+                if self._replace_non_number(stop.value):
                     continue
             except json.JSONDecodeError:
                 pass
             except ValueError as error:
                 self._fail(str(error))
             else:
-                # A number at the end of what was read so far may go on.
-                if end < len(self._text) or self._ended:
-                    self._at = end
+                # A number at the end of the buffer may continue after it.
+                if end < len(self._text) or self._at_end_of_file:
+                    self._position = end
                     return value
-            if self._ended:
-                self._fail("it is cut off or damaged here")
-            if len(self._text) - self._at > MAX_VALUE_CHARS:
-                self._fail(f"one value is longer than {MAX_VALUE_CHARS >> 20} MiB, or damaged")
+            if self._at_end_of_file:
+                self._fail("it is truncated or damaged here")
+            if len(self._text) - self._position > MAX_VALUE_CHARS:
+                self._fail(f"a value is longer than {MAX_VALUE_CHARS >> 20} MiB")
             self._refill()
 
     def items(self) -> Iterator[Any]:
-        """The elements of the array that comes next, one after the other."""
-        for _ in self._places("[", "]"):
+        """Yield the elements of the array at the cursor."""
+        for _ in self._elements("[", "]"):
             yield self.value()
 
     def members(self) -> Iterator[str]:
-        """The keys of the object that comes next. Take the value of each before the next key."""
-        for _ in self._places("{", "}"):
+        """Yield the keys of the object at the cursor. The caller parses each value before it takes the next key."""
+        for _ in self._elements("{", "}"):
             key = self.value()
             if not isinstance(key, str):
-                self._fail("a key is no text")
+                self._fail("a key is not a string")
             self._take(":")
             yield key
 
-    def _places(self, opening: str, closing: str) -> Iterator[None]:
+    def _elements(self, opening: str, closing: str) -> Iterator[None]:
         self._take(opening)
         while self.peek() != closing:
             yield
@@ -95,30 +99,31 @@ class JsonStream:
         self._take(closing)
 
     def _take(self, character: str) -> None:
-        found = self.peek()
-        if found != character:
-            self._fail(
-                f"it ends where {character!r} should be" if not found else f"{found!r} where {character!r} should be"
-            )
-        self._at += 1
+        actual = self.peek()
+        if actual != character:
+            self._fail(f"expected {character!r} but found {ascii(actual) if actual else 'the end of the file'}")
+        self._position += 1
 
-    def _mended(self, place: int) -> bool:
-        """Replace what C prints for numbers that are none by null, which JSON can say."""
-        match = _NOT_A_NUMBER.match(self._text, place)
-        if match is None or (match.end() == len(self._text) and not self._ended):
+    def _replace_non_number(self, position: int) -> bool:
+        """Replace a NaN or an infinity as C prints it by null; return whether there was one."""
+        match = _NOT_A_NUMBER.match(self._text, position)
+        if match is None or (match.end() == len(self._text) and not self._at_end_of_file):
             return False
-        self._text = f"{self._text[self._at : place]}null{self._text[match.end() :]}"
-        self._at = 0
+        self._text = f"{self._text[self._position : position]}null{self._text[match.end() :]}"
+        self._position = 0
         return True
 
     def _refill(self) -> None:
-        rest = self._text[self._at :]
-        # At least as much again as is left over, so that a long value is not scanned over and over.
+        rest = self._text[self._position :]
+        # Reading at least as much as is left over keeps the number of times that a long value is scanned small.
         data = self._stream.read(max(CHUNK_BYTES, len(rest)))
-        self._ended = not data
-        self._text = rest + self._decoder.decode(data, final=self._ended)
-        self._at = 0
+        self._at_end_of_file = not data
+        self._text = rest + self._decoder.decode(data, final=self._at_end_of_file)
+        self._position = 0
 
     def _fail(self, reason: str) -> NoReturn:
-        near = ascii(self._text[self._at : self._at + 30])
-        raise TraceError(f"{self._path} is damaged JSON, or cut off: {reason} (near {near}). Export or copy it again.")
+        near = ascii(self._text[self._position : self._position + 30])
+        raise TraceError(
+            f"{self._path}: the JSON is damaged or truncated: {reason} (near {near}). Copy the file again, or "
+            "export it again."
+        )

@@ -1,4 +1,4 @@
-"""How much memory and time a foreign file may cost, and how the operating system is told."""
+"""Limits on the memory and the processor time that reading a file may take."""
 
 from __future__ import annotations
 
@@ -7,67 +7,75 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from memtrace.units import format_bytes
+
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 # A snapshot takes 4 to 6 bytes of memory for each byte of its pickle, JSON about 8.
-_BASE_BYTES: Final = 256 * MIB
-_BYTES_PER_BYTE: Final = 12
-_LEAST_PER_BYTE: Final = 4
-_BASE_SECONDS: Final = 10
-_BYTES_PER_SECOND: Final = 16 * MIB
+_BASE_MEMORY_BYTES: Final = 256 * MIB
+_MAX_MEMORY_PER_FILE_BYTE: Final = 12
+_MIN_MEMORY_PER_FILE_BYTE: Final = 4
+_BASE_CPU_SECONDS: Final = 10
+_FILE_BYTES_PER_CPU_SECOND: Final = 16 * MIB
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Bounds on reading one file: memory on top of what the process has, and processor time."""
+class ReadLimits:
+    """Limits on reading one file."""
 
     memory_bytes: int
+    """Memory beyond what the process uses when the limits are set."""
     cpu_seconds: int
+    """Processor time of the process."""
 
     @classmethod
-    def for_size(cls, size: int) -> Limits:
-        """Bounds that every real file of ``size`` bytes (unzipped) stays well within."""
-        wanted = _BASE_BYTES + _BYTES_PER_BYTE * size
-        free = available_bytes()
-        memory = wanted if free is None else min(wanted, free * 3 // 4)
-        return cls(memory, _BASE_SECONDS + size // _BYTES_PER_SECOND)
+    def for_file_size(cls, size_bytes: int) -> ReadLimits:
+        """Return limits that every valid file stays well within.
+
+        Args:
+            size_bytes: size of the file's content, decompressed.
+        """
+        wanted_bytes = _BASE_MEMORY_BYTES + _MAX_MEMORY_PER_FILE_BYTE * size_bytes
+        free_bytes = available_memory_bytes()
+        memory_bytes = wanted_bytes if free_bytes is None else min(wanted_bytes, free_bytes * 3 // 4)
+        return cls(memory_bytes, _BASE_CPU_SECONDS + size_bytes // _FILE_BYTES_PER_CPU_SECOND)
 
     def impose(self) -> None:
-        """Hold this process to the bounds, where the system can; there is no way back."""
+        """Set the limits for this process if the operating system can. They cannot be lifted again."""
         try:
             import resource
         except ImportError:
             return
-        in_use = _bytes_in_use()
-        if in_use is not None:
-            mapped, data = in_use
-            _lower(resource.RLIMIT_DATA, data + self.memory_bytes)
+        used_bytes = _used_memory_bytes()
+        if used_bytes is not None:
+            address_space_bytes, data_bytes = used_bytes
+            _lower_limit(resource.RLIMIT_DATA, data_bytes + self.memory_bytes)
             # Libraries reserve address space that they never touch.
-            _lower(resource.RLIMIT_AS, mapped + self.memory_bytes + 2 * GIB)
-        _lower(resource.RLIMIT_CPU, self.cpu_seconds)
-        _lower(resource.RLIMIT_CORE, 0)
+            _lower_limit(resource.RLIMIT_AS, address_space_bytes + self.memory_bytes + 2 * GIB)
+        _lower_limit(resource.RLIMIT_CPU, self.cpu_seconds)
+        _lower_limit(resource.RLIMIT_CORE, 0)
 
 
-def _lower(which: int, value: int) -> None:
+def _lower_limit(resource_id: int, value: int) -> None:
     import resource
 
-    _, hard = resource.getrlimit(which)
-    soft = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(which, (soft, hard))
+    _, hard_limit = resource.getrlimit(resource_id)
+    soft_limit = value if hard_limit == resource.RLIM_INFINITY else min(value, hard_limit)
+    resource.setrlimit(resource_id, (soft_limit, hard_limit))
 
 
-def _bytes_in_use() -> tuple[int, int] | None:
-    """Address space and private data of this process; None where /proc is not there."""
+def _used_memory_bytes() -> tuple[int, int] | None:
+    """Return the address space and the private data of this process in bytes; None if there is no /proc."""
     try:
         fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
     except OSError:
         return None
-    page = os.sysconf("SC_PAGE_SIZE")
-    return int(fields[0]) * page, int(fields[5]) * page
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    return int(fields[0]) * page_bytes, int(fields[5]) * page_bytes
 
 
-def available_bytes() -> int | None:
-    """Memory that can be had without swapping; None where the system does not say."""
+def available_memory_bytes() -> int | None:
+    """Return the bytes of memory available without swapping; None where the operating system does not report them."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -76,13 +84,21 @@ def available_bytes() -> int | None:
     return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
 
 
-def too_large(size: int) -> str | None:
-    """Why a pickle or JSON document of ``size`` bytes cannot be loaded whole here; None where it can."""
-    free = available_bytes()
-    needed = _LEAST_PER_BYTE * size
-    if free is None or needed <= free:
+def describe_memory_shortage(size_bytes: int) -> str | None:
+    """Return why a pickle or JSON document cannot be loaded whole on this machine; None if it can.
+
+    Args:
+        size_bytes: size of the document, decompressed.
+
+    Returns:
+        Text that follows the name of the file and a colon.
+    """
+    free_bytes = available_memory_bytes()
+    needed_bytes = _MIN_MEMORY_PER_FILE_BYTE * size_bytes
+    if free_bytes is None or needed_bytes <= free_bytes:
         return None
     return (
-        f"holds {size / GIB:.1f} GiB; reading it needs at least {needed / GIB:.0f} GiB of memory and this machine has "
-        f"{free / GIB:.0f} GiB free. Read it on a larger machine, or record with a smaller max_entries"
+        f"the file holds {format_bytes(size_bytes)}; reading it needs at least {format_bytes(needed_bytes)} of memory, "
+        f"and this machine has {format_bytes(free_bytes)} free. Read it on a larger machine, or record with a smaller "
+        "max_entries."
     )

@@ -1,32 +1,32 @@
-"""What ``torch.profiler``'s ``export_memory_timeline`` writes: raw rows (``.raw.json.gz``) or totals (``.json``).
+"""Files of ``export_memory_timeline`` of torch.profiler: raw rows (``.raw.json.gz``) or totals (``.json``).
 
-Neither names blocks or devices. In a raw file each version of a tensor stands as a block, so that every total by time
-and category is exact; in a file of totals each category is one block that is made anew whenever its total changes.
+Neither kind identifies blocks or devices. In the trace of a raw file, each version of a tensor is a block, so that the
+totals by category are exact at any time. In the trace of a file of totals, each category is one block, which is freed
+and allocated again whenever the total of the category changes.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import replace
+from typing import Any, Final
 
 import numpy as np
 
 from memtrace.errors import TraceError
+from memtrace.format.encode import Known, Text, empty_tables, make_table
 from memtrace.format.schema import CATEGORIES, EVENT_KINDS
 from memtrace.readers.content import Content
-from memtrace.readers.fields import FieldError, integers
-from memtrace.readers.lifetimes import ALLOC, FREE, lifetimes, slots
-from memtrace.readers.tables import Array, Known, Names, Text, empty_tables, make_table, new_manifest
-
-if TYPE_CHECKING:
-    from memtrace.readers.registry import Rank
+from memtrace.readers.fields import MAX_BYTES, FieldError, integers
+from memtrace.readers.lifetimes import ALLOC, FREE, assign_slots, find_lifetimes
+from memtrace.readers.rank import ReadRank
+from memtrace.readers.tables import Array, Names, new_manifest
 
 DEVICE: Final = "unknown"
 _BASELINE: Final = np.int8(EVENT_KINDS.index("baseline"))
 _PREEXISTING: Final = 1
 _ACTIONS: Final = (1, 2, 3, 4)
-_MAX_BYTES: Final = 1 << 48
 _MAX_NS: Final = 1 << 62
-# In torch's order. Details of autograd live and die within a backward.
+# In the order of torch.profiler's Category; AUTOGRAD_DETAIL is allocated and freed within a backward pass.
 _CATEGORIES: Final = (
     "parameter",
     "optimizer_state",
@@ -39,51 +39,58 @@ _CATEGORIES: Final = (
 )
 _CODES: Final = np.array([CATEGORIES.index(name) for name in _CATEGORIES], np.int8)
 _NOTES: Final = [
-    "it does not say which device it is of, has no addresses and no stacks",
-    "its bytes are those of tensors where torch could tell them, else of the allocator's blocks",
-    "what torch calls AUTOGRAD_DETAIL counts as temporary",
+    "The file does not name its device and contains neither addresses nor call stacks",
+    "Sizes are those of tensors where torch.profiler knew them, and those of allocator blocks elsewhere",
+    "Memory of torch.profiler's category AUTOGRAD_DETAIL is counted as temporary",
 ]
 
 
-def timeline_tables(value: list[Any], content: Content) -> Rank:
-    """Manifest and tables of a loaded timeline. TraceError where it is none."""
+def read_timeline(value: list[Any], content: Content) -> ReadRank:
+    """Convert a loaded timeline to a trace.
+
+    Raises:
+        TraceError: the value is not a timeline of ``export_memory_timeline``.
+    """
     try:
         if len(value) == 2 and isinstance(value[1], list) and all(isinstance(row, list) for row in value[1]):
-            return _of_totals(*_totals(value), content)
-        return _of_rows(_raw_rows(value), content)
+            return _convert_totals(*_parse_totals(value), content)
+        return _convert_rows(_parse_rows(value), content)
     except FieldError as error:
-        raise TraceError(f"{content.path} is no timeline that export_memory_timeline wrote: {error}.") from None
+        raise TraceError(
+            f"{content.path}: not a timeline of export_memory_timeline ({error}). Export it again to a file name that "
+            "ends in .raw.json.gz."
+        ) from None
 
 
-def _raw_rows(value: list[Any]) -> Array:
-    """Columns time, action, bytes, category, one row of the array each."""
+def _parse_rows(value: list[Any]) -> Array:
+    """Return an array whose four rows are the columns time, action, bytes and category."""
     if any(not isinstance(row, list) or len(row) != 4 for row in value):
-        raise FieldError("a row has not the four fields time, action, bytes, category")
+        raise FieldError("a row does not have the four fields time, action, bytes, category")
     flat = integers([number for row in value for number in row], "the value", "number {}")
     rows: Array = flat.reshape(-1, 4).T
     if not np.isin(rows[1], _ACTIONS).all():
-        raise FieldError("a row has an action that is none of 1 to 4")
+        raise FieldError("a row has an action that is not between 1 and 4")
     if rows[3].min() < 0 or rows[3].max() >= len(_CATEGORIES):
-        raise FieldError(f"a row has a category that is none of 0 to {len(_CATEGORIES) - 1}")
-    if np.abs(rows[2]).max() > _MAX_BYTES or np.abs(rows[0]).max() > _MAX_NS:
-        raise FieldError("a row has a size or a time that no machine has")
+        raise FieldError(f"a row has a category that is not between 0 and {len(_CATEGORIES) - 1}")
+    if np.abs(rows[2]).max() > MAX_BYTES or np.abs(rows[0]).max() > _MAX_NS:
+        raise FieldError("a row has an impossible size or time")
     return rows
 
 
-def _of_rows(rows: Array, content: Content) -> Rank:
+def _convert_rows(rows: Array, content: Content) -> ReadRank:
     time, action, size, category = rows[:, rows[2] != 0]
     before = (action == _PREEXISTING) | (time < 0)
     if not len(time):
-        raise FieldError("it holds no allocation")
+        raise FieldError("it contains no allocation")
     t0 = int(time[~before].min()) if (~before).any() else 0
     order = np.lexsort((time, ~before))
     time, size, category, before = np.maximum(time[order], t0), size[order], category[order], before[order]
     kind = np.where(size > 0, ALLOC, FREE)
     size = np.abs(size)
-    place = slots(category * (np.int64(1) << 50) + size, kind)
-    lives = lifetimes(kind, np.zeros(len(kind), np.int8), place, size)
+    slots = assign_slots(category * (np.int64(1) << 50) + size, kind)
+    lives = find_lifetimes(kind, np.zeros(len(kind), np.int8), slots, size)
     rows_of_older = lives.first_row[~lives.allocated]
-    # Blocks that the file says are older, then those that it only frees, then the others.
+    # First the blocks that the file only frees, then those that it marks as older, then the others.
     first = np.concatenate(
         [rows_of_older, np.flatnonzero((kind == ALLOC) & before), np.flatnonzero((kind == ALLOC) & ~before)]
     )
@@ -91,7 +98,7 @@ def _of_rows(rows: Array, content: Content) -> Rank:
     number[lives.of_row[first]] = np.arange(len(first))
     older = len(rows_of_older)
     kind = np.where((kind == ALLOC) & before, _BASELINE, kind)
-    manifest, tables = _rank(
+    rank = _make_rank(
         content,
         time=np.concatenate([np.full(older, t0), time]) - t0,
         kind=np.concatenate([np.full(older, _BASELINE), kind]),
@@ -100,33 +107,35 @@ def _of_rows(rows: Array, content: Content) -> Rank:
         category=_CODES[category[first]],
         t0=t0,
     )
-    manifest["coverage"]["notes"].append(
-        "a block here is one version of a tensor; which of several of one size and category ends is not told, and the "
-        "youngest is assumed: totals by category are exact"
+    return replace(
+        rank,
+        manifest=rank.manifest.with_notes(
+            "Each block is one version of a tensor. The file does not identify the block that a free ends, so memtrace "
+            "assumes the youngest of the same size and category; totals by category are exact"
+        ),
     )
-    return manifest, tables
 
 
-def _totals(value: list[Any]) -> tuple[Array, Array]:
-    """Times (ns) and totals, a row a time, a column a category."""
+def _parse_totals(value: list[Any]) -> tuple[Array, Array]:
+    """Return the times in nanoseconds, and the totals in bytes with a row for each time and a column per category."""
     times, rows = value
     width = len(_CATEGORIES) + 1
     if not isinstance(times, list) or len(times) != len(rows) or not rows or any(len(row) != width for row in rows):
-        raise FieldError(f"it has not one row of {width} totals for each time")
+        raise FieldError(f"it does not have one row of {width} totals for each time")
     if any(not isinstance(time, int | float) or not abs(time) < _MAX_NS / 1000 for time in times):
-        raise FieldError("a time is no number")
+        raise FieldError("a time is not a number")
     flat = integers([number for row in rows for number in row], "the value", "total {}")
-    if np.abs(flat).max() > _MAX_BYTES:
-        raise FieldError("a total is larger than any machine's memory")
+    if np.abs(flat).max() > MAX_BYTES:
+        raise FieldError("a total is larger than the memory of any device")
     return np.array([round(time * 1000) for time in times], np.int64), flat.reshape(-1, width)[:, 1:]
 
 
-def _of_totals(time: Array, totals: Array, content: Content) -> Rank:
-    below = bool((totals < 0).any())
+def _convert_totals(time: Array, totals: Array, content: Content) -> ReadRank:
+    has_negative_totals = bool((totals < 0).any())
     totals = np.maximum(totals, 0)
     previous = np.vstack([np.zeros((1, totals.shape[1]), np.int64), totals[:-1]])
     row, category = np.nonzero(totals != previous)
-    # At each time first all frees, then all allocations: in between there is never more than at either end.
+    # All frees of a time come before its allocations, so that the sum in between never exceeds both totals.
     old, new = previous[row, category], totals[row, category]
     row = np.concatenate([row[old > 0], row[new > 0]])
     size = np.concatenate([old[old > 0], new[new > 0]])
@@ -134,11 +143,11 @@ def _of_totals(time: Array, totals: Array, content: Content) -> Rank:
     category = np.concatenate([category[old > 0], category[new > 0]])
     order = np.lexsort((kind == ALLOC, row))
     row, size, kind, category = row[order], size[order], kind[order], category[order]
-    # One block a category at a time: the category is the address.
-    lives = lifetimes(kind, np.zeros(len(kind), np.int8), category, size)
+    # A category has one block at a time, so the category can serve as its address.
+    lives = find_lifetimes(kind, np.zeros(len(kind), np.int8), category, size)
     number = np.empty(len(lives), np.int64)
     number[lives.of_row[kind == ALLOC]] = np.arange(int((kind == ALLOC).sum()))
-    manifest, tables = _rank(
+    rank = _make_rank(
         content,
         time=time[row] - time[0],
         kind=np.where((kind == ALLOC) & (row == 0), _BASELINE, kind),
@@ -147,19 +156,21 @@ def _of_totals(time: Array, totals: Array, content: Content) -> Rank:
         category=_CODES[category[kind == ALLOC]],
         t0=int(time[0]),
     )
-    manifest["coverage"]["has_blocks"] = False
-    manifest["coverage"]["notes"].append(
-        "it holds totals by category and no blocks: each category stands as one block, made anew whenever its total "
-        "changes"
-    )
-    if below:
-        manifest["coverage"]["notes"].append("totals below 0 count as 0")
-    return manifest, tables
+    notes = [
+        "The file contains totals by category and no blocks: each category is shown as one block, which is allocated "
+        "again whenever its total changes"
+    ]
+    if has_negative_totals:
+        notes.append("Some totals are negative; they are counted as 0")
+    manifest = replace(rank.manifest, coverage=replace(rank.manifest.coverage, has_blocks=False))
+    return replace(rank, manifest=manifest.with_notes(*notes))
 
 
-def _rank(content: Content, *, time: Array, kind: Array, block: Array, size: Array, category: Array, t0: int) -> Rank:
+def _make_rank(
+    content: Content, *, time: Array, kind: Array, block: Array, size: Array, category: Array, t0: int
+) -> ReadRank:
+    """Build the trace. ``category`` has one element per block, the other arrays have one per event."""
     manifest = new_manifest("memory_timeline", content.path.name, t0 if t0 > 0 else None)
-    manifest["coverage"]["notes"] = list(_NOTES)
     events: dict[str, Array | Text | Known] = {
         "time_ns": time,
         "kind": Text(kind, EVENT_KINDS),
@@ -171,8 +182,9 @@ def _rank(content: Content, *, time: Array, kind: Array, block: Array, size: Arr
         "block_id": np.arange(len(category)),
         "category": Text(category, CATEGORIES),
     }
-    return manifest, empty_tables() | {
+    tables = empty_tables() | {
         "events": make_table("events", len(kind), events),
         "labels": make_table("labels", len(category), labels),
         "names": Names().table(),
     }
+    return ReadRank(manifest.with_notes(*_NOTES), tables)

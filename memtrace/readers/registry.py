@@ -1,24 +1,20 @@
-"""Which reader a file needs, told by what it holds.
+"""Selects the reader for a file by the content of the file.
 
-A reader of another package joins by an entry point of the group ``memtrace.readers`` that names an object with the
-shape of ``Reader``; it is asked after memtrace's own.
+Another package adds a reader through an entry point of the group ``memtrace.readers`` that names a class of the shape
+of ``Reader``. Its readers are asked after memtrace's own.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Final, Protocol
 
 from memtrace.errors import TraceError
 from memtrace.readers.content import Content
+from memtrace.readers.rank import ReadRank
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    Rank = tuple[dict[str, Any], dict[str, pa.Table]]
-
-GROUP: Final = "memtrace.readers"
-_OWN: Final = (
+ENTRY_POINT_GROUP: Final = "memtrace.readers"
+_OWN_READERS: Final = (
     "memtrace.readers.cuda_snapshot:PickledSnapshot",
     "memtrace.readers.viz_page:VizPage",
     "memtrace.readers.json_files:JsonFile",
@@ -26,35 +22,40 @@ _OWN: Final = (
 
 
 class Reader(Protocol):
-    """Reads one kind of foreign file. It runs in a process of its own, with bounded memory and time."""
+    """Reads one kind of file. It runs in a separate process with limits on memory and time."""
 
     def recognises(self, content: Content) -> bool:
-        """Whether ``content.head`` looks like this kind; cheap, and False for everything else."""
+        """Return whether ``content.head`` looks like this kind of file; must be cheap and False for other files."""
         ...
 
-    def read(self, content: Content) -> list[Rank]:
-        """The manifest and the tables (``memtrace.format.schema.TABLES``) of each rank in the file.
+    def read(self, content: Content) -> list[ReadRank]:
+        """Read each rank in the file.
 
-        Raises TraceError with a sentence that names the file, the fault and the way out.
+        Raises:
+            TraceError: the file cannot be read; the message names the file, what is wrong and what to do.
         """
         ...
 
 
-def reader_for(content: Content) -> Reader:
-    """The reader of a file; TraceError where no reader knows it."""
-    for home in _OWN:
-        module, _, name = home.partition(":")
-        reader: Reader = getattr(import_module(module), name)()
+def find_reader(content: Content) -> Reader:
+    """Return the reader for a file.
+
+    Raises:
+        TraceError: no reader recognises the file.
+    """
+    for reader_path in _OWN_READERS:
+        module, _, class_name = reader_path.partition(":")
+        reader: Reader = getattr(import_module(module), class_name)()
         if reader.recognises(content):
             return reader
-    # Not at the top: it takes longer to import than a small file to read, and few files get here.
+    # Imported here because the import takes longer than reading a small file, and few files get to this line.
     from importlib.metadata import entry_points
 
-    for point in entry_points(group=GROUP):
-        foreign: Reader = point.load()()
-        if foreign.recognises(content):
-            return foreign
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        added_reader: Reader = entry_point.load()()
+        if added_reader.recognises(content):
+            return added_reader
     raise TraceError(
-        f"{content.path} is of no kind that memtrace knows. It reads traces of its own, CUDA memory snapshots (pickle, "
-        "JSON, or a memory_viz page), Chrome traces of torch.profiler, and what export_memory_timeline writes as JSON."
+        f"{content.path}: unrecognised file format. memtrace reads its own traces, CUDA memory snapshots (pickle, JSON "
+        "or a memory_viz page), Chrome traces of torch.profiler, and the JSON files of export_memory_timeline."
     )

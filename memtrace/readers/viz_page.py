@@ -1,83 +1,86 @@
-"""The snapshot inside a page of ``python -m torch.cuda._memory_viz trace_plot``: a pickle in base64 in a script."""
+"""Pages of ``python -m torch.cuda._memory_viz trace_plot``.
+
+Such a page contains the snapshot as a base64-encoded pickle in a script.
+"""
 
 from __future__ import annotations
 
 import binascii
 import io
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from memtrace.errors import TraceError
 from memtrace.readers.content import Content
-from memtrace.readers.cuda_snapshot import snapshot_tables
-from memtrace.readers.limits import too_large
+from memtrace.readers.cuda_snapshot import read_snapshot
+from memtrace.readers.limits import describe_memory_shortage
+from memtrace.readers.rank import ReadRank
 from memtrace.readers.unpickle import load_plain
-
-if TYPE_CHECKING:
-    from memtrace.readers.registry import Rank
 
 _PAGE: Final = re.compile(rb"\s*<(!doctype html|html|head|script|body)", re.IGNORECASE)
 _BEGIN: Final = re.compile(rb'"base64"\s*:\s*"')
-_PICTURE: Final = b"GPU Memory Timeline HTML"
-_PIECE_BYTES: Final = 1 << 20
+_TIMELINE_PICTURE: Final = b"GPU Memory Timeline HTML"
+_CHUNK_BYTES: Final = 1 << 20
 
 
 class VizPage:
-    """Reads a page of memory_viz."""
+    """Reads a memory_viz page."""
 
     def __init__(self) -> None:
+        # Kept alive with the reader, see memtrace.readers.isolated.
         self._value: Any = None
 
     def recognises(self, content: Content) -> bool:
-        """HTML of any kind; what is in it is seen when it is read."""
+        """Return True for any HTML; ``read`` looks for the snapshot in it."""
         return _PAGE.match(content.head) is not None
 
-    def read(self, content: Content) -> list[Rank]:
-        """The one rank in the page."""
-        if _PICTURE in content.head:
+    def read(self, content: Content) -> list[ReadRank]:
+        """Read the one rank in the page."""
+        if _TIMELINE_PICTURE in content.head:
             raise TraceError(
-                f"{content.path} is the picture that export_memory_timeline draws, which holds no numbers. Export to "
-                "a name "
-                "that ends in .raw.json.gz instead."
+                f"{content.path}: the page that export_memory_timeline draws contains a picture and no numbers. Export "
+                "to a file name that ends in .raw.json.gz instead."
             )
-        reason = too_large(content.size)
-        if reason is not None:
-            raise TraceError(f"{content.path} {reason}.")
-        pickled = _embedded(content)
+        shortage = describe_memory_shortage(content.size_bytes)
+        if shortage is not None:
+            raise TraceError(f"{content.path}: {shortage}")
+        pickled = _embedded_pickle(content)
         self._value = load_plain(pickled, content.path)
-        return [snapshot_tables(self._value, content)]
+        return [read_snapshot(self._value, content)]
 
 
-def _embedded(content: Content) -> io.BytesIO:
-    """The pickle in the page."""
+def _embedded_pickle(content: Content) -> io.BytesIO:
+    """Decode the pickle in the page."""
     with content.open() as file:
-        text = file.read(_PIECE_BYTES)
+        text = file.read(_CHUNK_BYTES)
         begin = _BEGIN.search(text)
         if begin is None:
             raise TraceError(
-                f"{content.path} is an HTML page without a memory snapshot in it. memtrace reads the pages of "
-                "torch.cuda._memory_viz."
+                f"{content.path}: the HTML page contains no memory snapshot. Pass a page that "
+                "torch.cuda._memory_viz wrote, or the snapshot itself."
             )
         text = text[begin.end() :]
         pickled = io.BytesIO()
         while True:
             quote = text.find(b'"')
-            piece, text = (text[:quote], b"") if quote >= 0 else _whole_quads(text)
+            encoded, text = (text[:quote], b"") if quote >= 0 else _split_whole_groups(text)
             try:
-                pickled.write(binascii.a2b_base64(piece))
+                pickled.write(binascii.a2b_base64(encoded))
             except binascii.Error as error:
-                raise TraceError(f"{content.path} is damaged: the snapshot in it is no base64 ({error}).") from None
+                raise TraceError(
+                    f"{content.path}: the snapshot in the page is damaged base64 ({error}). Copy the file again."
+                ) from None
             if quote >= 0:
                 break
-            more = file.read(_PIECE_BYTES)
+            more = file.read(_CHUNK_BYTES)
             if not more:
-                raise TraceError(f"{content.path} is truncated: the snapshot in it has no end. Copy it again.")
+                raise TraceError(f"{content.path}: the snapshot in the page is truncated. Copy the file again.")
             text += more
     pickled.seek(0)
     return pickled
 
 
-def _whole_quads(text: bytes) -> tuple[bytes, bytes]:
-    """Base64 decodes four characters at a time: those, and what is left."""
+def _split_whole_groups(text: bytes) -> tuple[bytes, bytes]:
+    """Split off the largest part that is a multiple of four characters, which base64 decodes as a group."""
     end = len(text) - len(text) % 4
     return text[:end], text[end:]

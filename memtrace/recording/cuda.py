@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 import torch
 
+from memtrace.format.encode import Text, make_table
 from memtrace.format.schema import COUNTERS, EVENT_KINDS
 from memtrace.readers.cuda_snapshot.entries import read_entries
 from memtrace.readers.cuda_snapshot.events import segments_table
-from memtrace.readers.cuda_snapshot.segments import LiveBlocks, Segments, read_segments
+from memtrace.readers.cuda_snapshot.segments import LiveBlocks, SnapshotSegments, read_segments
 from memtrace.readers.cuda_snapshot.settings import plain_settings
 from memtrace.readers.cuda_snapshot.sizes import rounds_by_default
-from memtrace.readers.tables import Text, make_table
+from memtrace.recording.manifest import ManifestFile
 from memtrace.recording.observers import OLDER_SEGMENT, CudaRow, Observer
 
 if TYPE_CHECKING:
@@ -95,11 +96,11 @@ class TorchDriver:
 class CudaSide:
     """What a recording knows of CUDA beside the observer's events; settings and notes go into its ``manifest``."""
 
-    def __init__(self, observer: Observer, driver: Driver, manifest: dict[str, Any]) -> None:
+    def __init__(self, observer: Observer, driver: Driver, manifest: ManifestFile) -> None:
         self._observer = observer
         self._driver = driver
         self._manifest = manifest
-        self._note = manifest["coverage"]["notes"].append
+        self._note = manifest.add_note
         self._lock = threading.Lock()
         self._is_recording = False
         self._is_attached = False
@@ -133,7 +134,7 @@ class CudaSide:
             self._note(NO_HEADERS)
         snapshot = self._driver.snapshot()
         settings = plain_settings(snapshot.get("allocator_settings") or {})
-        self._manifest["allocator_settings"] = settings
+        self._manifest.update(allocator_settings=settings)
         segments, live = read_segments(snapshot["segments"])
         self._observer.cuda_settings(rounds_by_default(settings, live), int(settings.get("max_split_size", -1)))
         self._observer.cuda_events(_older(segments, live))
@@ -206,7 +207,7 @@ class CudaSide:
         return tables | ({"counters": _counters_table(rows)} if rows else {})
 
 
-def _older(segments: Segments, live: LiveBlocks) -> list[CudaRow]:
+def _older(segments: SnapshotSegments, live: LiveBlocks) -> list[CudaRow]:
     """Segments and blocks that are older than the recording, as rows for ``Observer.cuda_events``."""
     rows = [
         (OLDER_SEGMENT, *row, _NOW)

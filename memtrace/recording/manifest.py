@@ -1,51 +1,83 @@
-"""The manifest that a recording begins with: versions, devices, who records, and how."""
+"""The manifest of a recording: what is known when it begins, and what is added while it runs."""
 
 from __future__ import annotations
 
 import os
 import platform
 import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from memtrace import __version__
-from memtrace.format import schema
+from memtrace.format.manifest import (
+    DeviceInfo,
+    FileCoverage,
+    Manifest,
+    RecordingOptions,
+    TraceSource,
+    write_manifest,
+)
 from memtrace.recording.observers import Observer
 
 
 def new_manifest(
-    observer: Observer, options: dict[str, Any], notes: list[str], rank: int, world_size: int
-) -> dict[str, Any]:
-    """What is known when a recording begins; the rest is filled in while it runs and when it ends."""
-    cuda = torch.cuda.is_available()
-    return {
-        "format": "memtrace",
-        "format_version": schema.FORMAT_VERSION,
-        "memtrace_version": __version__,
-        "source": {"kind": "recording", "observer": observer.kind, "file": None},
-        "rank": rank,
-        "world_size": world_size,
-        "finished": False,
-        "stop_reason": None,
-        "t0_epoch_ns": None,
-        "num_events": 0,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-        },
-        "devices": {
-            "cpu": {"name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
-            **(
-                {f"cuda:{i}": {"name": torch.cuda.get_device_name(i)} for i in range(torch.cuda.device_count())}
-                if cuda
-                else {}
-            ),
-        },
-        "host": platform.node(),
-        "process": os.getpid(),
-        "command": sys.argv,
-        "options": options,
-        "coverage": {"lost_events": 0, "dropped_events": 0, "notes": notes},
-    }
+    observer: Observer, options: RecordingOptions, notes: Sequence[str], rank: int, world_size: int
+) -> Manifest:
+    """Return what is known when a recording begins."""
+    devices = {"cpu": DeviceInfo(platform.processor() or platform.machine(), num_threads=torch.get_num_threads())}
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            devices[f"cuda:{index}"] = DeviceInfo(torch.cuda.get_device_name(index))
+    return Manifest(
+        memtrace_version=__version__,
+        source=TraceSource("recording", observer.kind),
+        rank=rank,
+        world_size=world_size,
+        finished=False,
+        num_events=0,
+        versions={"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
+        devices=devices,
+        host=platform.node(),
+        process=os.getpid(),
+        command=tuple(sys.argv),
+        options=options,
+        coverage=FileCoverage(0, 0, has_accesses=options.accesses, notes=tuple(notes)),
+        parts={},
+    )
+
+
+class ManifestFile:
+    """The manifest of a running recording, which several threads add to.
+
+    Attributes:
+        current: the manifest as it is now.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.current = manifest
+        self._lock = threading.Lock()
+
+    def update(self, **changes: Any) -> None:
+        """Replace fields of the manifest."""
+        with self._lock:
+            self.current = replace(self.current, **changes)
+
+    def add_note(self, note: str) -> None:
+        """Add a sentence about what the trace cannot show."""
+        with self._lock:
+            self.current = self.current.with_notes(note)
+
+    def set_dropped_events(self, num_events: int) -> None:
+        """Set how many events a ring deleted."""
+        with self._lock:
+            coverage = replace(self.current.coverage, dropped_events=num_events)
+            self.current = replace(self.current, coverage=coverage)
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest as it is now. Raises OSError."""
+        write_manifest(folder, self.current)

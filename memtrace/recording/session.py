@@ -16,16 +16,17 @@ import torch
 
 from memtrace.errors import MemtraceError
 from memtrace.format import schema
+from memtrace.format.manifest import ClockOffset, RecordingOptions
 from memtrace.recording import hooks
 from memtrace.recording.clock import ClockAligner
 from memtrace.recording.labels import Labeller
-from memtrace.recording.manifest import new_manifest
+from memtrace.recording.manifest import ManifestFile, new_manifest
 from memtrace.recording.observers import Observer
 from memtrace.recording.observers.build import BuildError
 from memtrace.recording.output_dir import Place, move_place, take_place
 from memtrace.recording.pipelining import Direction, action_text, mark_action
 from memtrace.recording.steps import StepFinder
-from memtrace.recording.writer import FLUSH_SECONDS, Writer, write_manifest
+from memtrace.recording.writer import FLUSH_SECONDS, Writer
 
 if TYPE_CHECKING:
     from memtrace.recording.cuda import CudaSide
@@ -123,7 +124,7 @@ def make_observer(kind: ObserverKind) -> tuple[Observer, list[str]]:
         return DispatchObserver(), [note]
 
 
-def make_cuda_side(observer: Observer, manifest: dict[str, Any]) -> CudaSide | None:
+def make_cuda_side(observer: Observer, manifest: ManifestFile) -> CudaSide | None:
     """The CUDA side of a recording; None where torch is built neither for CUDA nor for ROCm (of the same names)."""
     if torch.version.cuda is None and torch.version.hip is None:
         return None
@@ -178,7 +179,7 @@ class Recording:
         self._clock: ClockAligner | None = None
         self._stage: tuple[int, int] | None = None
         self._in_microbatch = False
-        self._manifest: dict[str, Any] = {}
+        self._manifest: ManifestFile
         self._folder = path
         self._place: Place | None = None
         self._rank, self._world_size = 0, 1
@@ -334,11 +335,12 @@ class Recording:
             notes.append("no device times: they need the native observer, built with CUDA's headers")
             logger.warning("memtrace: %s", notes[-1])
         self._rank, self._world_size = rank_and_world()
-        self._manifest = new_manifest(self._observer, self._options, notes, self._rank, self._world_size)
+        options = RecordingOptions(**self._options)
+        self._manifest = ManifestFile(new_manifest(self._observer, options, notes, self._rank, self._world_size))
         try:
             self._place = take_place(self._asked_path, self._rank, self._world_size)
             self.path, self._folder = self._place.trace, self._place.folder
-            write_manifest(self._folder, self._manifest)
+            self._manifest.write(self._folder)
         except (OSError, MemtraceError) as error:
             logger.warning("memtrace: nothing is recorded, the program goes on: %s", error)
             self._observer = None
@@ -368,7 +370,7 @@ class Recording:
         names = ("accesses", "stacks", "stack_min_bytes", "device_time_min_bytes")
         observer.start(**{name: self._options[name] for name in names})
         try:
-            self._manifest["t0_epoch_ns"] = time.time_ns() - observer.now()
+            self._manifest.update(t0_epoch_ns=time.time_ns() - observer.now())
             self._hooks = hooks.install(observer, self._labeller, self._steps.optimizer_stepped)
             if self._cuda is not None:
                 self._hooks.callback(self._cuda.watch_graphs())
@@ -400,10 +402,10 @@ class Recording:
 
     def _take_rank(self, place: Place) -> None:
         """Put the trace where its rank belongs, once that is known and everything is written."""
-        if self._manifest["world_size"] == self._world_size:
+        if self._manifest.current.world_size == self._world_size:
             return
         if move_place(place, self._asked_path, self._rank) or move_place(place, place.trace, self._rank):
-            self._manifest |= {"rank": self._rank, "world_size": self._world_size}
+            self._manifest.update(rank=self._rank, world_size=self._world_size)
             self.path, self._folder = place.trace, place.folder
 
     def _step_ended(self) -> None:
@@ -422,7 +424,7 @@ class Recording:
     def _writing_failed(self, reason: str) -> None:
         # On the writer's thread: the program may be running our hooks, so they stay until the block ends, inert.
         self.is_recording = False
-        self._manifest["stop_reason"] = reason
+        self._manifest.update(stop_reason=reason)
         logger.warning("memtrace: recording ends here, the program goes on: %s", reason)
         if self._observer is not None:
             self._observer.stop()
@@ -437,7 +439,7 @@ class Recording:
         self._look_for_rank(observer)
         self._observer = self._writer = None
         if self._clock is not None:
-            self._manifest["clock"] = self._clock.stop()
+            self._manifest.update(clock=ClockOffset(**self._clock.stop()))
         if self.is_recording:
             self.is_recording = False
             assert self._labeller is not None and self._steps is not None
@@ -449,13 +451,12 @@ class Recording:
         writer.stop()
         if self._cuda is not None:
             self._cuda.close()
-        self._manifest["finished"] = self._manifest["stop_reason"] is None
-        self._manifest["stop_reason"] = self._manifest["stop_reason"] or reason
-        self._manifest["num_events"] = writer.num_events
+        failure = self._manifest.current.stop_reason
+        self._manifest.update(finished=failure is None, stop_reason=failure or reason, num_events=writer.num_events)
         if self._place is not None:
             self._take_rank(self._place)
         try:
-            write_manifest(self._folder, self._manifest)
+            self._manifest.write(self._folder)
             self._is_written = True
         except OSError as error:
             logger.warning("memtrace: the trace %s is incomplete: %s", self.path, error)

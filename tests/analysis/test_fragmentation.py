@@ -21,14 +21,14 @@ from memtrace.analysis.fragmentation import fragmentation, largest_fit, pinned_s
 from memtrace.analysis.oom import out_of_memory, segment_size
 from memtrace.analysis.summary import summarize
 from memtrace.errors import TraceError
-from tests.readers.making import MIB, START_US, Block, Maker, frame, random_life, read_here
+from tests.readers.snapshot_maker import MIB, START_US, Block, SnapshotMaker, frame, random_history, read_in_process
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @dataclass
-class Watched(Maker):
+class Watched(SnapshotMaker):
     """Keeps its segments and blocks after each entry."""
 
     states: list[tuple[dict[int, int], dict[int, Block]]] = field(default_factory=list)
@@ -57,9 +57,9 @@ def _free(segments: dict[int, int], blocks: dict[int, Block]) -> dict[int, int]:
 @given(seed=st.integers(0, 2**32), actions=st.integers(1, 60), kept=st.floats(0.1, 1))
 def test_the_state_at_every_entry(tmp_path: Path, seed: int, actions: int, kept: float) -> None:
     maker = Watched()
-    random_life(seed, actions, maker)
+    random_history(seed, actions, maker)
     last = max(round(kept * len(maker.entries)), 1)
-    trace = read_here(tmp_path / "a", maker.snapshot(last=last))
+    trace = read_in_process(tmp_path / "a", maker.snapshot(last=last))
     older = int((trace.events["kind"] == "baseline").sum())
     for number in range(last):
         segments, blocks = maker.states[len(maker.entries) - last + number]
@@ -95,13 +95,13 @@ def test_real_files_add_up_at_any_moment(name: str) -> None:
 
 
 def test_the_numbers_of_a_small_life(tmp_path: Path) -> None:
-    maker = Maker()
+    maker = SnapshotMaker()
     stack = [frame("train.py", 3, "step")]
     first, pin, last = (maker.alloc(size * MIB, stack) for size in (8, 4, 8))
     maker.free(first)
     maker.free(last)
     maker.alloc(18 * MIB - 100)
-    trace = read_here(tmp_path / "a", maker.snapshot())
+    trace = read_in_process(tmp_path / "a", maker.snapshot())
     at_end = fragmentation(trace, "cuda:0", row=trace.num_rows("events") - 1)
     assert at_end is not None
     assert at_end.reserved_bytes == 40 * MIB and at_end.num_segments == 2
@@ -120,11 +120,11 @@ def test_the_numbers_of_a_small_life(tmp_path: Path) -> None:
 
 
 def test_fits_are_told_by_stream_and_pool(tmp_path: Path) -> None:
-    maker = Maker()
+    maker = SnapshotMaker()
     maker.free(maker.alloc(8 * MIB))
     maker.stream = 7
     value = maker.snapshot()
-    trace = read_here(tmp_path / "a", value)
+    trace = read_in_process(tmp_path / "a", value)
     state = state_at(trace, 0, trace.num_rows("events") - 1)
     assert largest_fit(state, 0, 0) == 0 or state.segments.stream.tolist() == [0]
     assert largest_fit(state, 0, int(state.segments.stream[0])) == 20 * MIB
@@ -153,7 +153,7 @@ def test_what_the_device_is_asked_for(asked: int, segment: int) -> None:
 
 def _failing(tmp_path: Path, *, expandable: bool = False) -> memtrace.Trace:
     """A 20 MiB segment with a pin in the middle, then a request for 12 MiB that the device cannot serve."""
-    maker = Maker()
+    maker = SnapshotMaker()
     stack = [frame("/home/me/train.py", 3, "step")]
     first, _, last = (maker.alloc(size * MIB, stack) for size in (8, 4, 8))
     maker.free(first)
@@ -162,7 +162,7 @@ def _failing(tmp_path: Path, *, expandable: bool = False) -> memtrace.Trace:
     maker.entries[-1]["frames"] = [frame("/home/me/model.py", 9, "forward")]
     value = maker.snapshot()
     value["allocator_settings"]["expandable_segments"] = expandable
-    return read_here(tmp_path / "a", value)
+    return read_in_process(tmp_path / "a", value)
 
 
 def test_a_failure_by_stateis_explained(tmp_path: Path) -> None:
@@ -182,43 +182,43 @@ def test_no_advice_to_set_what_is_set(tmp_path: Path) -> None:
 
 
 def test_a_failure_for_want_of_memory_says_how_much(tmp_path: Path) -> None:
-    maker = Maker()
+    maker = SnapshotMaker()
     maker.alloc(18 * MIB)
     maker.out_of_memory(21 * MIB, 2 * MIB)
-    (failure,) = out_of_memory(read_here(tmp_path / "a", maker.snapshot()))
+    (failure,) = out_of_memory(read_in_process(tmp_path / "a", maker.snapshot()))
     assert failure.room is not None and failure.room.lacking_bytes == 17 * MIB
     assert failure.advice[0].startswith("Hold 17.0 MiB less")
     assert not any("expandable" in sentence for sentence in failure.advice)
 
 
 def test_a_request_larger_than_the_device_is_not_told_to_hold_less(tmp_path: Path) -> None:
-    maker = Maker()
+    maker = SnapshotMaker()
     maker.alloc(18 * MIB)
     maker.out_of_memory(100 * MIB, 2 * MIB)
-    (failure,) = out_of_memory(read_here(tmp_path / "a", maker.snapshot()))
+    (failure,) = out_of_memory(read_in_process(tmp_path / "a", maker.snapshot()))
     assert failure.advice[0].startswith("Ask for less") and "100.0 MiB are more than the 22.0 MiB" in failure.advice[0]
     assert not any("Hold" in sentence for sentence in failure.advice)
 
 
 def test_a_failure_on_a_device_with_room_is_one_of_a_limit(tmp_path: Path) -> None:
     """``set_per_process_memory_fraction``: the driver has memory left that the process may not have."""
-    maker = Maker()
+    maker = SnapshotMaker()
     maker.alloc(18 * MIB)
     maker.out_of_memory(30 * MIB, 900 * MIB)
-    (failure,) = out_of_memory(read_here(tmp_path / "a", maker.snapshot()))
+    (failure,) = out_of_memory(read_in_process(tmp_path / "a", maker.snapshot()))
     assert "set_per_process_memory_fraction" in failure.advice[0] and "900.0 MiB left" in failure.advice[0]
 
 
 def test_a_failure_looks_where_its_request_could(tmp_path: Path) -> None:
     """A small request finds nothing in large segments, and one in a private pool nothing outside of it."""
-    maker = Maker()
+    maker = SnapshotMaker()
     maker.free(maker.alloc(8 * MIB))
     maker.alloc(4 * MIB)
     maker.out_of_memory(1000, 0)
     maker.out_of_memory(12 * MIB, 0)
     maker.entries[-1]["pool_id"] = (3, 0)
     maker.out_of_memory(18 * MIB, 0)
-    small, private, usual = out_of_memory(read_here(tmp_path / "a", maker.snapshot()))
+    small, private, usual = out_of_memory(read_in_process(tmp_path / "a", maker.snapshot()))
     for failure, fit in ((small, 0), (private, 0), (usual, 16 * MIB)):
         room = failure.room
         assert room is not None and room.largest_fit_bytes == room.free_same_stream_bytes == fit
@@ -255,7 +255,7 @@ def test_expandable_stretches_walk_back(tmp_path: Path) -> None:
         "requested_size": 30 * MIB, "stream": 0, "segment_type": "large", "segment_pool_id": (0, 0), "is_expandable": True,
         "blocks": [{"address": base, "size": 30 * MIB, "requested_size": 30 * MIB, "state": "active_allocated", "frames": []}],
     }  # fmt: skip
-    trace = read_here(tmp_path / "a", {"segments": [segment], "device_traces": [entries]})
+    trace = read_in_process(tmp_path / "a", {"segments": [segment], "device_traces": [entries]})
 
     def mapped(row: int) -> list[tuple[int, int]]:
         found = state_at(trace, 0, row).segments

@@ -17,6 +17,7 @@ import memtrace
 from memtrace.errors import TraceError
 from memtrace.pipeline.costs import cut_costs, stage_costs
 from memtrace.pipeline.from_trace import TraceCosts, trace_costs
+from tests.builders import with_manifest
 
 BATCH, LENGTH, WIDTH = 3, 32, 64
 
@@ -262,8 +263,7 @@ def test_tied_weights_and_other_ranks_are_told(tmp_path: Path, measured: TraceCo
         assert [stage.parameter_bytes for stage in stages] == [a + b for a, b in zip(expected, middle, strict=True)]
         assert [stage.gradient_bytes for stage in stages] == [stage.parameter_bytes for stage in stages]
         assert all(stage.optimizer_bytes >= 2 * stage.parameter_bytes for stage in stages)
-    trace.manifest["world_size"] = 4
-    assert trace_costs(trace).notes[0].startswith("it is of one of 4 ranks")
+    assert trace_costs(with_manifest(trace, world_size=4)).notes[0].startswith("it is of one of 4 ranks")
     assert not any("bytes of parameters of" in told for told in measured.notes)
 
 

@@ -19,7 +19,7 @@ from memtrace.pipeline.recorded import clock_shift_ns, recorded_actions, recorde
 from memtrace.pipeline.schedules.registry import build
 from memtrace.pipeline.simulation.memory import PAPER
 from memtrace.trace import Trace
-from tests.builders import event, op, trace_of
+from tests.builders import event, op, trace_of, with_manifest
 
 
 def rank_trace(actions: list[tuple[str, int, int]], rank: int = 0, **tables) -> Trace:
@@ -47,8 +47,7 @@ def rank_trace(actions: list[tuple[str, int, int]], rank: int = 0, **tables) -> 
         spans=spans,
         labels=tables.get("labels", []),
     )
-    made.manifest.update(rank=rank)
-    return made
+    return with_manifest(made, rank=rank)
 
 
 def job(*ranks: Trace) -> Trace:
@@ -205,8 +204,7 @@ def test_a_cut_that_is_none_is_refused(cut: list[int]) -> None:
 
 def test_ranks_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     whole = unit_time("dapple", 4, 8, steps=2)
-    for rank in whole.ranks:
-        whole.rank(rank).manifest["world_size"] = 5
+    whole = job(*(with_manifest(whole.rank(rank), world_size=5) for rank in whole.ranks))
     assert measured(whole).as_dict()["missing_ranks"] == [4]
     monkeypatch.setattr("memtrace.trace.load", lambda path: whole)
     assert "missing: rank 4 of the job" in CliRunner().invoke(cli, ["pipeline", str(tmp_path)]).output

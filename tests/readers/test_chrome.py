@@ -1,4 +1,4 @@
-"""Chrome traces: nesting against brute force, a profile of this torch as ground truth, and what files get wrong."""
+"""Chrome traces: nesting compared with brute force, profiles of the installed torch, and invalid files."""
 
 from __future__ import annotations
 
@@ -42,47 +42,49 @@ def call(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1, **
 
 @st.composite
 def nested_slices(draw: st.DrawFn) -> list[tuple[int, int, int]]:
-    """(thread, start, end), nested or apart on each thread, ends shared now and then."""
-    found: list[tuple[int, int, int]] = []
+    """Return slices (thread, start, end) that are nested or disjoint on each thread; some share an end."""
+    slices: list[tuple[int, int, int]] = []
 
     def fill(thread: int, low: int, high: int, depth: int) -> None:
         at = low
         while depth < 5 and at < high and draw(st.booleans()):
             start = draw(st.integers(at, high - 1))
             end = draw(st.integers(start + 1, high))
-            found.append((thread, start, end))
+            slices.append((thread, start, end))
             fill(thread, start, end, depth + 1)
             at = end
 
     for thread in range(draw(st.integers(1, 3))):
         fill(thread, 0, 60, 0)
-    return draw(st.permutations(found))
+    return draw(st.permutations(slices))
 
 
 @settings(max_examples=200, deadline=None)
 @given(slices=nested_slices(), times=st.lists(st.tuples(st.integers(0, 3), st.integers(-1, 61)), max_size=20))
-def test_nesting_by_brute_force(slices: list[tuple[int, int, int]], times: list[tuple[int, int]]) -> None:
+def test_nesting_equals_that_of_a_brute_force_search(
+    slices: list[tuple[int, int, int]], times: list[tuple[int, int]]
+) -> None:
     thread, start, end = (np.array([row[i] for row in slices], np.int64) for i in range(3))
     nesting = Nesting.of(thread, start, end)
     ordered = [slices[row] for row in nesting.order]
 
     def around(row: int) -> list[int]:
-        mine = ordered[row]
+        inner = ordered[row]
         return [
-            other for other, them in enumerate(ordered)
-            if other != row and them[0] == mine[0] and them[1] <= mine[1] and them[2] >= mine[2] and (them[1:] != mine[1:] or other < row)
+            other for other, outer in enumerate(ordered)
+            if other != row and outer[0] == inner[0] and outer[1] <= inner[1] and outer[2] >= inner[2] and (outer[1:] != inner[1:] or other < row)
         ]  # fmt: skip
 
     for row in range(len(ordered)):
         assert nesting.depth[row] == len(around(row))
         assert nesting.parent[row] == max(around(row), default=-1)
-    found = nesting.innermost(np.array([t for t, _ in times], np.int64), np.array([t for _, t in times], np.int64))
-    for (wanted, time), row in zip(times, found, strict=True):
-        open_then = [i for i, them in enumerate(ordered) if them[0] == wanted and them[1] <= time < them[2]]
-        assert row == max(open_then, default=-1)
+    innermost = nesting.innermost(np.array([t for t, _ in times], np.int64), np.array([t for _, t in times], np.int64))
+    for (thread_number, time), row in zip(times, innermost, strict=True):
+        open_slices = [i for i, item in enumerate(ordered) if item[0] == thread_number and item[1] <= time < item[2]]
+        assert row == max(open_slices, default=-1)
 
 
-def test_the_window_begins_in_mid_run(tmp_path: Path) -> None:
+def test_memory_older_than_the_trace_becomes_baseline_blocks(tmp_path: Path) -> None:
     totals = {"Total Allocated": 1100, "Total Reserved": 5000}
     events = [
         memory(10, 100, 7, **totals),
@@ -90,8 +92,8 @@ def test_the_window_begins_in_mid_run(tmp_path: Path) -> None:
         memory(12, 50, 9, **{"Total Allocated": 850, "Total Reserved": 6000}),
     ]
     trace = load(tmp_path, {"traceEvents": events, "baseTimeNanoseconds": 10**18})
-    assert trace.manifest["t0_epoch_ns"] == 10**18 + 10_000
-    # One block that the trace frees, and the other 700 bytes that were there, as one.
+    assert trace.manifest.t0_epoch_ns == 10**18 + 10_000
+    # One block that the trace frees, and one block for the other 700 bytes.
     older = trace.events[trace.events["kind"] == "baseline"]
     assert older["allocated_size"].tolist() == [300, 700] and older["address"].isna().tolist() == [False, True]
     assert requested_bytes(trace, "cuda:0").bytes.tolist() == [1100, 800, 850]
@@ -100,13 +102,13 @@ def test_the_window_begins_in_mid_run(tmp_path: Path) -> None:
     assert device.peak.requested_bytes is None and device.reserved_bytes_at_end == 6000
 
 
-def test_events_out_of_order_and_at_one_time(tmp_path: Path) -> None:
+def test_events_are_sorted_by_time_and_keep_their_order_at_equal_times(tmp_path: Path) -> None:
     events = [memory(20, -5, 1), memory(10, 5, 1), memory(10, 7, 2), memory(10, -7, 2)]
     trace = load(tmp_path, {"traceEvents": events})
     assert requested_bytes(trace, "cuda:0").bytes.tolist() == [5, 12, 5, 0]
 
 
-def test_without_addresses_the_youngest_of_its_size_ends(tmp_path: Path) -> None:
+def test_without_addresses_a_free_ends_the_youngest_block_of_its_size(tmp_path: Path) -> None:
     sizes = [8, 8, -8, 4, -8, -4, -8]
     trace = load(tmp_path, {"traceEvents": [memory(10 + i, size) for i, size in enumerate(sizes)]})
     assert trace.events["block_id"].tolist() == [0, 1, 2, 2, 3, 1, 3, 0]
@@ -114,7 +116,7 @@ def test_without_addresses_the_youngest_of_its_size_ends(tmp_path: Path) -> None
     assert requested_bytes(trace, "cuda:0").bytes.tolist() == [16, 24, 16, 20, 12, 8, 0]
 
 
-def test_operators_phases_modules_and_steps(tmp_path: Path) -> None:
+def test_events_get_their_operator_phase_module_stack_and_step(tmp_path: Path) -> None:
     engine = "autograd::engine::evaluate_function: MmBackward0"
     events = [
         call("ProfilerStep#3", 0, 1000, "user_annotation"),
@@ -185,44 +187,45 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_profile_of_this_torch(profiled: Path) -> None:
-    """Against a plain walk over the file's own events."""
+def test_a_profile_of_the_installed_torch_is_read(profiled: Path) -> None:
+    """The reference is a walk over the events in the file."""
     events = json.loads((profiled / "trace.json").read_text(), strict=False)["traceEvents"]
     rows = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
     trace = memtrace.load(profiled / "trace.json")
     assert trace.devices == ("cpu",)
-    # The parameters are older: nothing in the file tells of them.
-    assert any("before (parameters, say)" in note for note in compute_coverage(trace).notes)
-    assert any("lines are those on which functions begin" in note for note in compute_coverage(trace).notes)
+    # The parameters are older than the recording, and the file does not contain them.
+    assert any("before the recording began (such as parameters)" in note for note in compute_coverage(trace).notes)
+    assert any("first line of a function" in note for note in compute_coverage(trace).notes)
     kinds = trace.events["kind"]
     assert (kinds != "baseline").sum() == len(rows)
     assert trace.events.loc[kinds == "alloc", "size"].sum() == sum(max(row["args"]["Bytes"], 0) for row in rows)
     blocks = blocks_table(trace)
     gradient = blocks[(blocks["phase"] == "backward") & (blocks["size"] == 64 * 128 * 4)]
-    assert len(gradient) == 3, "one gradient of the first weight a step"
+    assert len(gradient) == 3, "each step has one gradient of the first weight"
     assert gradient["op_name"].str.startswith("aten::").all()
     assert set(trace.ops["phase"].dropna()) >= {"forward", "backward"}
 
 
-def test_raw_rows_and_totals_of_one_profile_agree(profiled: Path) -> None:
+def test_raw_rows_and_totals_of_the_same_profile_agree(profiled: Path) -> None:
     raw, totals = (memtrace.load(profiled / f"timeline{ending}") for ending in (".raw.json.gz", ".json"))
-    one, other = (summarize(trace).devices[0] for trace in (raw, totals))
-    # Totals are told once a microsecond, so a peak within one can be missed, never exceeded.
-    assert 0.9 * one.peak.bytes <= other.peak.bytes <= one.peak.bytes
-    assert one.live_requested_bytes_at_end == other.live_requested_bytes_at_end
+    raw_device, totals_device = (summarize(trace).devices[0] for trace in (raw, totals))
+    # Totals have a resolution of one microsecond, so they can miss a peak but never exceed it.
+    raw_peak, totals_peak = (device.peak.bytes for device in (raw_device, totals_device))
+    assert 0.9 * raw_peak <= totals_peak <= raw_peak
+    assert raw_device.live_requested_bytes_at_end == totals_device.live_requested_bytes_at_end
     times, rows = json.loads((profiled / "timeline.json").read_text())
-    assert other.peak.requested_bytes == max(sum(row[1:]) for row in rows) and len(times) == len(rows)
-    assert other.live_requested_bytes_at_end == sum(rows[-1][1:])
+    assert totals_peak == max(sum(row[1:]) for row in rows) and len(times) == len(rows)
+    assert totals_device.live_requested_bytes_at_end == sum(rows[-1][1:])
 
 
 @pytest.mark.parametrize("number", ["NaN", "nan", "-nan", "Infinity", "-inf", "inf"])
-def test_numbers_that_json_lacks(tmp_path: Path, number: str) -> None:
+def test_numbers_that_json_forbids_are_accepted(tmp_path: Path, number: str) -> None:
     text = json.dumps({"a": 0.125, "traceEvents": [memory(1, 8, 1), {"name": "x", "ts": 0.125}, memory(2, -8, 1)]})
     trace = load(tmp_path, text.replace("0.125", number))
     assert trace.num_rows("events") == 2
 
 
-def test_control_characters_and_foreign_bytes(tmp_path: Path) -> None:
+def test_control_characters_and_invalid_utf_8_are_accepted(tmp_path: Path) -> None:
     text = json.dumps({"traceEvents": [call("a!b", 1, 2), memory(1, 8, 1)]}).replace("!", "\x01\n\t")
     (tmp_path / "a").write_bytes(text.encode() + b" ")
     assert memtrace.load(tmp_path / "a").num_rows("events") == 1
@@ -230,32 +233,32 @@ def test_control_characters_and_foreign_bytes(tmp_path: Path) -> None:
     assert memtrace.load(tmp_path / "a").num_rows("events") == 1
 
 
-def test_a_bare_array_of_events_with_a_comma_too_many(tmp_path: Path) -> None:
+def test_an_array_of_events_with_a_trailing_comma_is_accepted(tmp_path: Path) -> None:
     trace = load(tmp_path, json.dumps([memory(1, 8, 1), memory(2, -8, 1)])[:-1] + ",\n]")
     assert trace.num_rows("events") == 2
 
 
-def test_members_after_the_events_count(tmp_path: Path) -> None:
+def test_members_after_the_events_are_read(tmp_path: Path) -> None:
     trace = load(tmp_path, {"traceEvents": [memory(1, 8, 1)], "distributedInfo": {"rank": 3, "world_size": 8}})
-    assert trace.ranks == (3,) and trace.rank(3).manifest["world_size"] == 8
+    assert trace.ranks == (3,) and trace.rank(3).manifest.world_size == 8
 
 
-def test_out_of_memory_events(tmp_path: Path) -> None:
+def test_out_of_memory_events_are_read(tmp_path: Path) -> None:
     event = {**memory(3, 512), "name": "[OutOfMemory]"}
     trace = load(tmp_path, {"traceEvents": [memory(1, 8, 1), event]})
     row = trace.events.iloc[-1]
     assert (row["kind"], row["size"]) == ("oom", 512) and row[["address", "block_id"]].isna().all()
 
 
-def test_a_trace_without_memory_says_how_to_get_it(tmp_path: Path) -> None:
+def test_an_error_explains_how_to_record_memory_events(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="profile_memory=True"):
         load(tmp_path, {"traceEvents": [call("aten::mm", 1, 2)]})
 
 
-def test_a_chunk_boundary_falls_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_chunks_does_not_change_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from memtrace.readers import json_stream
     from memtrace.readers.content import Content
-    from memtrace.readers.registry import reader_for
+    from memtrace.readers.registry import find_reader
 
     value = {
         "base": 123456,
@@ -264,8 +267,8 @@ def test_a_chunk_boundary_falls_everywhere(tmp_path: Path, monkeypatch: pytest.M
     }
     (tmp_path / "a").write_text(json.dumps(value))
     content = Content.of(tmp_path / "a")
-    ((_, want),) = reader_for(content).read(content)
+    (expected,) = find_reader(content).read(content)
     for size in range(1, 40):
         monkeypatch.setattr(json_stream, "CHUNK_BYTES", size)
-        ((_, tables),) = reader_for(content).read(content)
-        assert tables["events"].equals(want["events"])
+        (rank,) = find_reader(content).read(content)
+        assert rank.tables["events"].equals(expected.tables["events"])

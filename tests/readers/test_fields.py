@@ -1,4 +1,9 @@
-"""Columns out of rows, against the rows themselves."""
+"""Columns that are read from rows equal the values in the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,23 +18,23 @@ KEYS = ("action", "addr", "frames")
     rows=st.lists(st.dictionaries(st.sampled_from([*KEYS, "other"]), st.integers(), max_size=4), max_size=20),
     times=st.integers(1, 40),
 )
-def test_a_column_is_what_each_row_says(rows, times):
+def test_a_column_contains_the_value_of_each_row(rows: list[dict[str, int]], times: int) -> None:
     rows = rows * times
     assert columns(rows, KEYS, "the history") == {key: [row.get(key) for row in rows] for key in KEYS}
 
 
-@pytest.mark.parametrize("stranger", [None, "action addr", ["action"], 7])
-def test_a_row_that_is_no_dict_is_named(stranger):
-    with pytest.raises(FieldError, match=f"an entry of the history is no record but of type {type(stranger).__name__}"):
-        columns([{"action": "alloc"}] * 300 + [stranger], KEYS, "the history")
+@pytest.mark.parametrize("row", [None, "action addr", ["action"], 7])
+def test_a_row_that_is_not_a_dict_is_reported(row: object) -> None:
+    with pytest.raises(FieldError, match=f"an element of the history has type {type(row).__name__} instead of dict"):
+        columns([{"action": "alloc"}] * 300 + [row], KEYS, "the history")
 
 
-@pytest.mark.parametrize("numbers", [addresses, sizes])
-def test_a_number_that_is_not_there_is_said_to_be_absent(numbers):
+@pytest.mark.parametrize("read_numbers", [addresses, sizes])
+def test_a_missing_number_is_reported(read_numbers: Callable[..., Any]) -> None:
     with pytest.raises(FieldError, match="entry 1 has no 'addr'"):
-        numbers([1, None, 2], "addr", "entry {}")
+        read_numbers([1, None, 2], "addr", "entry {}")
 
 
-def test_addresses_above_two_to_the_63_do_not_hide_an_absent_one():
+def test_a_missing_address_is_reported_beside_addresses_above_63_bits() -> None:
     with pytest.raises(FieldError, match="entry 1 has no 'addr'"):
         addresses([2**63, None], "addr", "entry {}")

@@ -1,4 +1,4 @@
-"""The readers against mutated real files and made-up ones: a trace or one sentence, whatever they are given."""
+"""Mutated and generated files end in a valid trace or in one error message."""
 
 from __future__ import annotations
 
@@ -6,31 +6,30 @@ import json
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.readers.fuzz import judge
-
-MUTATIONS = 2000
+from tests.readers.fuzz import check_file
 
 
-def test_mutated_real_files(data: Path) -> None:
-    """A program of its own, so that a reader that hangs or dies does not take the tests along. Says what ran."""
+@pytest.mark.parametrize("num_mutations", [100, pytest.param(2000, marks=pytest.mark.slow)])
+def test_mutated_real_files_are_read_or_refused(data: Path, num_mutations: int) -> None:
+    """The campaign runs in a separate program, so that a reader that hangs or crashes does not end the tests."""
     program = Path(__file__).with_name("fuzz.py")
-    command = [sys.executable, str(program), "--mutations", str(MUTATIONS), "--seed", "20"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr
-    outcomes = json.loads(done.stdout)
-    assert sum(count for name, count in outcomes.items() if name != "seconds") == MUTATIONS
-    # Damage that always ends one way would test nothing.
-    assert outcomes["trace"] > MUTATIONS / 10 and outcomes["sentence"] > MUTATIONS / 10
+    command = [sys.executable, str(program), "--mutations", str(num_mutations), "--seed", "20"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert process.returncode == 0, process.stderr
+    outcomes = json.loads(process.stdout)
+    assert sum(count for name, count in outcomes.items() if name != "seconds") == num_mutations
+    # Mutations that all have the same outcome would test nothing.
+    assert outcomes["trace"] > num_mutations / 10 and outcomes["message"] > num_mutations / 10
 
 
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
@@ -39,7 +38,7 @@ PLAIN = st.recursive(
 
 
 def _records(*keys: str) -> st.SearchStrategy[dict[str, Any]]:
-    """Records with some of the keys and odd values under them."""
+    """Return a strategy for dicts with some of the keys and arbitrary values."""
     return st.dictionaries(st.sampled_from(keys), st.integers(0, 5000) | PLAIN, max_size=len(keys))
 
 
@@ -89,41 +88,40 @@ TRACE = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("protocol", [2, 4])
-@QUICK
-@given(value=SNAPSHOT | PLAIN)
-def test_made_up_snapshots(tmp_path: Path, protocol: int, value: Any) -> None:
-    path = tmp_path / "value"
-    path.write_bytes(pickle.dumps(value, protocol=protocol))
-    judge(path, whole_way=False)
-
-
-@QUICK
-@given(value=TRACE | SNAPSHOT | PLAIN)
-def test_made_up_json(tmp_path: Path, value: Any) -> None:
-    path = tmp_path / "value"
-    path.write_text(json.dumps(value), encoding="utf-8", errors="surrogatepass")
-    judge(path, whole_way=False)
-
-
-@QUICK
-@given(
-    rows=st.lists(
-        st.tuples(st.integers(-1, 20), st.integers(0, 5), st.integers(-9, 9) | PLAIN, st.integers(-1, 9)), max_size=8
-    )
+TIMELINE_ROWS = st.lists(
+    st.tuples(st.integers(-1, 20), st.integers(0, 5), st.integers(-9, 9) | PLAIN, st.integers(-1, 9)), max_size=8
 )
-def test_made_up_timelines(tmp_path: Path, rows: list[Any]) -> None:
-    path = tmp_path / "value"
-    path.write_text(json.dumps(rows), encoding="utf-8", errors="surrogatepass")
-    judge(path, whole_way=False)
-
-
-@QUICK
-@given(
-    data=st.binary(max_size=300),
-    head=st.sampled_from([b"", b"\x80\x04", b"\x80\x02", b"{", b"[", b"\x1f\x8b\x08\0", b"<html>"]),
+FILE_BYTES = st.builds(
+    bytes.__add__,
+    st.sampled_from([b"", b"\x80\x04", b"\x80\x02", b"{", b"[", b"\x1f\x8b\x08\0", b"<html>"]),
+    st.binary(max_size=300),
 )
-def test_made_up_bytes(tmp_path: Path, data: bytes, head: bytes) -> None:
-    path = tmp_path / "value"
-    path.write_bytes(head + data)
-    judge(path, whole_way=False)
+
+
+def _json_bytes(value: Any) -> bytes:
+    return json.dumps(value).encode("utf-8", "surrogatepass")
+
+
+# For each kind of file the strategy and how to write its values.
+GENERATED: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], bytes]]] = {
+    "pickle of protocol 2": (SNAPSHOT | PLAIN, lambda value: pickle.dumps(value, protocol=2)),
+    "pickle of protocol 4": (SNAPSHOT | PLAIN, lambda value: pickle.dumps(value, protocol=4)),
+    "JSON": (TRACE | SNAPSHOT | PLAIN, _json_bytes),
+    "timeline": (TIMELINE_ROWS, _json_bytes),
+    "bytes": (FILE_BYTES, lambda data: data),
+}
+
+
+@pytest.mark.parametrize("num_examples", [25, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", GENERATED)
+def test_generated_files_are_read_or_refused(tmp_path: Path, kind: str, num_examples: int) -> None:
+    strategy, to_bytes = GENERATED[kind]
+
+    @settings(max_examples=num_examples, deadline=None)
+    @given(value=strategy)
+    def check(value: Any) -> None:
+        path = tmp_path / "value"
+        path.write_bytes(to_bytes(value))
+        check_file(path, isolated=False)
+
+    check()

@@ -15,15 +15,16 @@ import torch
 
 import memtrace
 from memtrace.analysis import compute_coverage
+from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.oom import out_of_memory
 from memtrace.analysis.peak import find_peak, reserved_bytes
-from memtrace.analysis.sites import site
 from memtrace.format.schema import EVENT_KINDS
 from memtrace.readers.cuda_snapshot.entries import read_entries
 from memtrace.readers.unpickle import load_plain
 from memtrace.recording import session
 from memtrace.recording.cuda import CudaSide
+from memtrace.recording.manifest import ManifestFile
 from memtrace.recording.observers import Observer
 from memtrace.trace import Trace
 
@@ -59,7 +60,7 @@ class FakeDriver:
 def use(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, *, tracked: bool) -> None:
     """Have recordings ask ``driver``; ``tracked``: as if the observer heard of every event itself."""
 
-    def make(observer: Observer, manifest: dict[str, Any]) -> CudaSide:
+    def make(observer: Observer, manifest: ManifestFile) -> CudaSide:
         if tracked:
             observer.attach_cuda = lambda: True  # type: ignore[method-assign]
         return CudaSide(observer, driver, manifest)
@@ -329,7 +330,7 @@ def test_running_out_of_memory_is_explained_and_the_exception_goes_on(
     older = compute_coverage(trace).baseline_bytes  # of whatever other tests imported
     assert (failure.asked_bytes, failure.live_bytes, failure.room) == (4 * HUGE, 3 * MIB + older, None)
     assert failure.device_free_bytes is None
-    where = site(trace, failure.stack)
+    where = allocation_site(trace, failure.stack)
     assert where is not None and "test_running_out_of_memory" in where
     assert compute_coverage(trace).stop_reason == "RuntimeError left the recorded block"
 

@@ -23,11 +23,12 @@ from memtrace.analysis import compute_coverage, steps_table
 from memtrace.analysis.blocks import CATEGORY, blocks
 from memtrace.analysis.ranks import ranks, ranks_table
 from memtrace.errors import TraceError
+from memtrace.format.manifest import Manifest
 from memtrace.recording import output_dir as place
 from memtrace.recording.clock import ClockAligner, ClockExchange
 from memtrace.recording.output_dir import keep_older_trace, move_place, take_place
 from memtrace.trace import Trace
-from tests.builders import event, op, step, trace_of
+from tests.builders import event, op, step, trace_of, with_manifest
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "ranks.py"
 SNAPSHOTS = Path(__file__).resolve().parents[3] / "shared" / "data" / "snapshots"
@@ -63,20 +64,20 @@ def test_every_rank_records_into_its_part_of_one_trace(ddp):
     assert trace.ranks == (0, 1, 2, 3)
     for number in trace.ranks:
         manifest = trace.rank(number).manifest
-        assert (manifest["rank"], manifest["world_size"], manifest["finished"]) == (number, 4, True)
+        assert (manifest.rank, manifest.world_size, manifest.finished) == (number, 4, True)
         assert len(steps_table(trace.rank(number))) == 4
 
 
 def test_clocks_are_aligned_to_what_one_machine_shows(ddp):
     """On one machine the wall clock is the same for all, so it is the truth of when each recording began."""
     trace = memtrace.load(ddp)
-    begins = [trace.rank(number).manifest["t0_epoch_ns"] for number in trace.ranks]
+    begins = [trace.rank(number).manifest.t0_epoch_ns for number in trace.ranks]
     for number in trace.ranks[1:]:
-        clock = trace.rank(number).manifest["clock"]
-        wrong = abs(clock["offset_ns"] - (begins[number] - begins[0]))
-        assert wrong <= clock["error_ns"] + 200_000  # reading two clocks to tell t0_epoch_ns is not exact either
-        assert clock["error_ns"] < 50_000_000
-        assert clock["drift_ns"] is not None and abs(clock["drift_ns"]) < 50_000_000
+        clock = trace.rank(number).manifest.clock
+        wrong = abs(clock.offset_ns - (begins[number] - begins[0]))
+        assert wrong <= clock.error_ns + 200_000  # reading two clocks to tell t0_epoch_ns is not exact either
+        assert clock.error_ns < 50_000_000
+        assert clock.drift_ns is not None and abs(clock.drift_ns) < 50_000_000
 
 
 def test_ranks_of_a_data_parallel_job(ddp):
@@ -147,9 +148,11 @@ def test_sharded_tensors_are_told_apart(tmp_path):
 
 
 def job(*sources: Trace, world_size: int | None = None) -> Trace:
-    for number, one in enumerate(sources):
-        one.manifest.update(rank=number, world_size=world_size or len(sources))
-    return Trace(None, {number: one._source for number, one in enumerate(sources)})
+    numbered = [
+        with_manifest(source, rank=number, world_size=world_size or len(sources))
+        for number, source in enumerate(sources)
+    ]
+    return Trace(None, {number: trace._source for number, trace in enumerate(numbered)})
 
 
 def rank_of(peak: int, works: int = 10, **more: Any) -> Trace:
@@ -177,9 +180,7 @@ def test_the_slowest_is_who_works_longest_in_a_step():
 
 def test_the_first_of_several_deaths_is_to_blame():
     """The agent of a job kills the other ranks when one dies."""
-    killed, culprit = rank_of(100), rank_of(100)
-    for dead, begun in ((killed, 2000), (culprit, 1000)):
-        dead.manifest.update(finished=False, t0_epoch_ns=begun)
+    killed, culprit = (with_manifest(rank_of(100), finished=False, t0_epoch_ns=begun) for begun in (2000, 1000))
     found = ranks(job(killed, rank_of(100), culprit))
     assert found.look_at == 2
     assert found.rows[0].ended_epoch_ns - found.rows[2].ended_epoch_ns == 1000
@@ -187,7 +188,7 @@ def test_the_first_of_several_deaths_is_to_blame():
 
 def test_out_of_memory_comes_before_a_death_and_that_before_imbalance():
     dead, oom = rank_of(100), rank_of(50, events=[event("oom", None, 95, 1000)])
-    dead.manifest["finished"] = False
+    dead = with_manifest(dead, finished=False)
     assert ranks(job(rank_of(100), dead, oom, rank_of(900))).look_at == 2
     assert ranks(job(rank_of(100), dead, rank_of(900))).look_at == 1
     assert ranks(job(rank_of(100), rank_of(900))).look_at == 1
@@ -227,7 +228,7 @@ def test_a_rank_with_a_truncated_manifest_does_not_spoil_the_others(ddp, tmp_pat
 def test_missing_and_unreadable_ranks_are_named():
     class Damaged:
         def __init__(self) -> None:
-            self.manifest = {"world_size": 4}
+            self.manifest = Manifest(world_size=4)
 
         def num_rows(self, table: str) -> int:
             return 1
@@ -238,8 +239,7 @@ def test_missing_and_unreadable_ranks_are_named():
         def notes(self) -> list[str]:
             return []
 
-    good = rank_of(100)
-    good.manifest.update(world_size=4)
+    good = with_manifest(rank_of(100), world_size=4)
     found = ranks(Trace(None, {0: good._source, 3: Damaged()}))
     assert found.missing == (1, 2)
     assert found.rows[0].peak_bytes == 100
@@ -322,11 +322,11 @@ def test_processes_that_join_their_job_while_they_record_end_up_in_one_trace(tmp
         trace = memtrace.load(folder)
         assert trace.ranks == (0, 1, 2)
         told = [trace.rank(number).manifest for number in trace.ranks]
-        assert [(one["command"][3], one["rank"], one["world_size"]) for one in told] == [
+        assert [(one.command[3], one.rank, one.world_size) for one in told] == [
             ("0", 0, 3), ("1", 1, 3), ("2", 2, 3),
         ]  # fmt: skip
         # The clocks are looked at; on a busy machine so short a job may be over before they are tied.
-        assert all(one["finished"] and one["clock"]["reference_rank"] == 0 for one in told)
+        assert all(one.finished and one.clock.reference_rank == 0 for one in told)
 
 
 def test_a_place_that_stays_taken_is_left_alone(tmp_path, monkeypatch):

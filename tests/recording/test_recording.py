@@ -232,7 +232,7 @@ def test_a_loader_that_starts_slowly_is_waited_for_in_the_first_step(tmp_path):
 def test_max_steps_ends_the_recording_and_the_program_goes_on(tmp_path):
     trace = recorded(mlp(), tmp_path, steps=6, max_steps=2)
     assert len(step_columns(trace)["step"]) == 2
-    assert trace.manifest["stop_reason"] == "max_steps reached"
+    assert trace.manifest.stop_reason == "max_steps reached"
 
 
 def test_a_ring_keeps_the_last_steps_and_what_lives(tmp_path):
@@ -256,8 +256,8 @@ def test_an_exception_in_the_block_goes_on_and_the_trace_is_whole(tmp_path):
         mlp()()
         raise ZeroDivisionError
     trace = memtrace.load(tmp_path / "run.memtrace")
-    assert trace.manifest["finished"]
-    assert "ZeroDivisionError" in trace.manifest["stop_reason"]
+    assert trace.manifest.finished
+    assert "ZeroDivisionError" in trace.manifest.stop_reason
 
 
 def test_the_variables_of_the_program_live_no_longer_than_without_a_recording(tmp_path):
@@ -360,7 +360,7 @@ def test_fake_tensors_trace_a_model_larger_than_the_machine(tmp_path):
         model = nn.Sequential(*(nn.Linear(65536, 65536, bias=False) for _ in range(8)))
         model(torch.randn(16, 65536)).sum().backward()
     trace = memtrace.load(rec.path)
-    assert trace.manifest["source"]["observer"] == "dispatch"
+    assert trace.manifest.source.observer == "dispatch"
     assert find_peak(trace, "cpu").requested.bytes > 8 * 65536**2 * 4 * 2
     assert bytes_of(trace, "parameter") == 8 * 65536**2 * 4
 

@@ -1,4 +1,4 @@
-"""The memory events of a Chrome trace as the tables ``events`` and ``counters``."""
+"""Builds the tables ``events`` and ``counters`` from the memory events of a Chrome trace."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from memtrace.format.encode import Known, Text, make_table
 from memtrace.format.schema import COUNTERS, EVENT_KINDS
 from memtrace.readers.chrome_trace.collect import Collector
-from memtrace.readers.lifetimes import ALLOC, FREE, Lifetimes, lifetimes, slots
-from memtrace.readers.tables import Array, Known, Text, amount, make_table
+from memtrace.readers.lifetimes import ALLOC, FREE, Lifetimes, assign_slots, describe_contradictions, find_lifetimes
+from memtrace.readers.tables import Array
+from memtrace.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -22,17 +24,23 @@ _CPU: Final = "cpu"
 
 @dataclass(frozen=True)
 class MemoryEvents:
-    """Allocations, frees and out-of-memory events in order of time."""
+    """Allocations, frees and out-of-memory events in order of time; each array has one element per event."""
 
     devices: list[str]
+    """Names of the devices."""
     time_ns: Array
     thread: Array
     device: Array
+    """Index into ``devices``."""
     size: Array
+    """Bytes, not negative."""
     kind: Array
+    """Index into ``EVENT_KINDS``."""
     address: Array
     allocated: Array
+    """The file's own total of allocated bytes on the device after the event."""
     reserved: Array
+    """The file's own total of reserved bytes on the device after the event."""
     has_address: Array
     has_totals: Array
 
@@ -40,16 +48,16 @@ class MemoryEvents:
         return len(self.time_ns)
 
     @classmethod
-    def of(cls, found: Collector) -> MemoryEvents:
-        """The collected events. Files are not always in order of time; equal times keep the file's order."""
-        rows = found.memory + [(*oom[:3], oom[3], 0, 0, 0, 0, 0) for oom in found.out_of_memory]
+    def of(cls, collector: Collector) -> MemoryEvents:
+        """Sort the collected events by time; events at the same time keep the order of the file."""
+        rows = collector.memory + [(*oom[:3], oom[3], 0, 0, 0, 0, 0) for oom in collector.out_of_memory]
         table = np.array(rows, np.int64).reshape(-1, 9)
         kind = np.where(table[:, 3] > 0, ALLOC, FREE)
-        kind[len(found.memory) :] = _OOM
+        kind[len(collector.memory) :] = _OOM
         order = np.argsort(table[:, 0], kind="stable")
         time, thread, device, size, address, allocated, reserved, has_address, has_totals = table[order].T
         return cls(
-            found.devices,
+            collector.devices,
             time,
             thread,
             device,
@@ -64,28 +72,38 @@ class MemoryEvents:
 
 
 def events_table(memory: MemoryEvents, op: Array, *, t0_ns: int) -> tuple[pa.Table, list[str]]:
-    """The table ``events``, blocks older than the trace first, and what is to be said about it."""
+    """Build the table ``events``, with the blocks that are older than the trace first.
+
+    Args:
+        memory: the memory events.
+        op: for each event its row in the table ``ops``, -1 for none.
+        t0_ns: time at which the trace begins.
+
+    Returns:
+        The table, and sentences on what is unknown.
+    """
     notes: list[str] = []
-    lives = _lifetimes(memory, notes)
+    lives = _find_blocks(memory, notes)
     older = np.flatnonzero(~lives.allocated)
-    first = lives.first_row[older]
-    rest_device, rest_size = _unseen(memory, first, notes)
-    young = np.flatnonzero(lives.allocated)
-    young = young[np.argsort(lives.first_row[young])]
+    first_row = lives.first_row[older]
+    merged_device, merged_size = _merged_older_blocks(memory, first_row, notes)
+    num_merged = len(merged_size)
+    num_older = len(older) + num_merged
+    allocated = np.flatnonzero(lives.allocated)
+    allocated = allocated[np.argsort(lives.first_row[allocated])]
     number = np.full(len(lives) + 1, -1, np.int64)
     number[older] = np.arange(len(older))
-    count = len(older) + len(rest_size)
-    number[young] = count + np.arange(len(young))
-    device = np.concatenate([memory.device[first], rest_device, memory.device])
-    block = np.concatenate([np.arange(count), number[lives.of_row]])
-    size = np.concatenate([memory.size[first], rest_size, memory.size])
-    kind = np.concatenate([np.full(count, _BASELINE), memory.kind])
-    address = np.concatenate([memory.address[first], np.zeros(len(rest_size), np.int64), memory.address])
-    addressed = np.concatenate([memory.has_address[first], np.zeros(len(rest_size), bool), memory.has_address])
-    op = np.concatenate([np.full(count, -1, np.int64), op])
-    thread = np.concatenate([np.full(count, -1, np.int64), memory.thread])
+    number[allocated] = num_older + np.arange(len(allocated))
+    device = np.concatenate([memory.device[first_row], merged_device, memory.device])
+    block = np.concatenate([np.arange(num_older), number[lives.of_row]])
+    size = np.concatenate([memory.size[first_row], merged_size, memory.size])
+    kind = np.concatenate([np.full(num_older, _BASELINE), memory.kind])
+    address = np.concatenate([memory.address[first_row], np.zeros(num_merged, np.int64), memory.address])
+    has_address = np.concatenate([memory.has_address[first_row], np.zeros(num_merged, bool), memory.has_address])
+    op = np.concatenate([np.full(num_older, -1, np.int64), op])
+    thread = np.concatenate([np.full(num_older, -1, np.int64), memory.thread])
     on_cpu = np.array([name == _CPU for name in memory.devices], bool)[device]
-    time = np.concatenate([np.full(count, memory.time_ns[0]), memory.time_ns]) - t0_ns
+    time = np.concatenate([np.full(num_older, memory.time_ns[0]), memory.time_ns]) - t0_ns
     table = make_table(
         "events",
         len(kind),
@@ -96,84 +114,93 @@ def events_table(memory: MemoryEvents, op: Array, *, t0_ns: int) -> tuple[pa.Tab
             "block_id": Known(block, block >= 0),
             "size": Known(size, on_cpu | (kind == _OOM)),
             "allocated_size": Known(size, kind != _OOM),
-            "address": Known(address, addressed & (kind != _OOM)),
+            "address": Known(address, has_address & (kind != _OOM)),
             "op_id": Known(op, op >= 0),
             "thread": Known(thread, thread >= 0),
         },
     )
     if not on_cpu.all():
-        notes.append("its bytes on GPUs are the allocator's, rounding included: what was requested is not told")
+        notes.append("Sizes on GPUs are those of allocator blocks, including rounding; requested sizes are unknown")
     return table, notes
 
 
-def _lifetimes(memory: MemoryEvents, notes: list[str]) -> Lifetimes:
-    """The blocks, by their addresses; where there are none, a free ends the youngest block of its size."""
-    place = memory.address
-    blocks = memory.kind != _OOM
-    if not memory.has_address[blocks].all():
-        group = memory.device[blocks] * (np.int64(1) << 50) + memory.size[blocks]
-        place = np.zeros(len(memory), np.int64)
-        place[blocks] = slots(group, memory.kind[blocks])
+def _find_blocks(memory: MemoryEvents, notes: list[str]) -> Lifetimes:
+    """Find the blocks by their addresses; without addresses, a free ends the youngest block of its size."""
+    address = memory.address
+    of_block = memory.kind != _OOM
+    if not memory.has_address[of_block].all():
+        group = memory.device[of_block] * (np.int64(1) << 50) + memory.size[of_block]
+        address = np.zeros(len(memory), np.int64)
+        address[of_block] = assign_slots(group, memory.kind[of_block])
         notes.append(
-            "its events have no addresses: which of several blocks of one size a free ends is not told, and the "
-            "youngest is "
-            "assumed; totals are exact"
+            "Events have no addresses, so memtrace assumes that a free ends the youngest block of its size; totals are "
+            "exact"
         )
-    lives = lifetimes(memory.kind, memory.device, place, memory.size)
-    wrong = [
-        (int(lives.over_live.sum()), "allocations at an address still in use"),
-        (int(lives.again.sum()), "frees of what was free"),
-        (int(lives.size_changed.sum()), "blocks freed with another size than they were allocated with"),
-    ]
-    faults = [f"{count} {what}" for count, what in wrong if count]
-    if faults:
-        notes.append(f"events are missing or wrong: {'; '.join(faults)}")
+    lives = find_lifetimes(memory.kind, memory.device, address, memory.size)
+    contradictions = describe_contradictions(lives)
+    if contradictions:
+        notes.append(f"Events are missing or wrong: {'; '.join(contradictions)}")
     return lives
 
 
-def _unseen(memory: MemoryEvents, older: Array, notes: list[str]) -> tuple[Array, Array]:
-    """Per device the bytes allocated before the first event beyond the blocks (``older``) whose free the trace holds.
+def _merged_older_blocks(memory: MemoryEvents, freed_older: Array, notes: list[str]) -> tuple[Array, Array]:
+    """Merge the blocks that are older than the trace and never freed in it into one block per device.
 
-    They stand as one block, so that sums agree with the totals in the file.
+    With them, the sums of the blocks equal the totals in the file.
+
+    Args:
+        memory: the memory events.
+        freed_older: the first row of each block that is older than the trace and freed in it.
+        notes: receives sentences on what is unknown.
+
+    Returns:
+        The device and the size of each merged block.
     """
     devices, sizes = [], []
     for number, name in enumerate(memory.devices):
         rows = np.flatnonzero((memory.device == number) & memory.has_totals)
-        known = int(memory.size[older][memory.device[older] == number].sum())
-        if known:
-            notes.append(f"blocks older than the trace and freed in it on {name}: {amount(known)}")
+        freed_bytes = int(memory.size[freed_older][memory.device[freed_older] == number].sum())
+        if freed_bytes:
+            notes.append(f"Blocks of {format_bytes(freed_bytes)} on {name} are older than the trace and freed in it")
         if not len(rows):
             notes.append(
-                f"it holds no totals for {name}: what was allocated before it began and not freed in it is unknown"
+                f"The file has no totals for {name}, so memory that was allocated before the trace began and not freed "
+                "in it is unknown"
             )
             continue
         totals, signed = memory.allocated[rows], np.where(memory.kind[rows] == FREE, -1, 1) * memory.size[rows]
-        jumps = int((np.diff(totals) != signed[1:]).sum())
-        if jumps:
-            notes.append(f"the total allocated on {name} jumps at {jumps} places: events are missing there")
-        before = int(totals[0] - signed[0])
+        num_jumps = int((np.diff(totals) != signed[1:]).sum())
+        if num_jumps:
+            notes.append(
+                f"Events are missing: the total of allocated memory on {name} jumps {format_count(num_jumps, 'time')}"
+            )
+        initial_bytes = int(totals[0] - signed[0])
         if name == _CPU:
             notes.append(
-                "torch counts the CPU's total from the beginning of the recording: what was allocated before "
-                "(parameters, say) and not freed in it is unknown, and in no figure"
+                "CPU memory that was allocated before the recording began (such as parameters) and not freed in it is "
+                "unknown and not counted, because torch.profiler counts CPU memory from the beginning of the recording"
             )
             continue
-        if before > known:
+        if initial_bytes > freed_bytes:
             devices.append(number)
-            sizes.append(before - known)
+            sizes.append(initial_bytes - freed_bytes)
             notes.append(
-                f"{amount(before - known)} were allocated on {name} before the trace began and stay to its end: "
-                "which blocks "
-                "they are is not told, so they stand as one"
+                f"{format_bytes(initial_bytes - freed_bytes)} on {name} were allocated before the trace began and "
+                "never freed; the file does not list their blocks, so memtrace shows them as one block"
             )
-        elif before < known:
-            notes.append(f"the total allocated on {name} begins below the blocks that it later frees")
+        elif initial_bytes < freed_bytes:
+            notes.append(
+                f"The total of allocated memory on {name} begins below the size of the older blocks that are freed"
+            )
     return np.array(devices, np.int64), np.array(sizes, np.int64)
 
 
 def counters_table(memory: MemoryEvents, *, t0_ns: int) -> pa.Table:
-    """The table ``counters``: the file's own totals wherever they change. The CPU's are left out where they fall below
-    0 (it frees what was there before), and its reserved total, which does not exist."""
+    """Build the table ``counters`` from the totals in the file, with a row wherever a total changes.
+
+    Totals of the CPU are left out where they fall below 0 (because blocks older than the recording were freed), and so
+    is its reserved total, which does not exist.
+    """
     times, devices, names, values = [], [], [], []
     for number, name in enumerate(memory.devices):
         rows = np.flatnonzero((memory.device == number) & memory.has_totals)

@@ -1,8 +1,8 @@
-"""Which block each entry of a snapshot's history is about, and which blocks are older than the history.
+"""Finds the block of each entry in the history of a snapshot, and the blocks that are older than the history.
 
-A block is one lifetime at an address: from an ``alloc`` to the completed free, or, for a block older than the
-history, from the beginning to its first free or to the end. What the history leaves live must be what ``segments``
-says is in use; where it is not, the file contradicts itself and is said to.
+A block is one lifetime at an address: from the allocation to the completed free. The lifetime of a block that is older
+than the history begins with the history. The blocks that are live at the end of the history must be those in use in
+``segments``; ``memtrace.readers.cuda_snapshot.notes`` reports where they are not.
 """
 
 from __future__ import annotations
@@ -13,73 +13,79 @@ from typing import Any
 
 import numpy as np
 
-from memtrace.readers.cuda_snapshot.entries import Entries
-from memtrace.readers.cuda_snapshot.segments import LiveBlocks, Segments
+from memtrace.readers.cuda_snapshot.entries import SnapshotEntries
+from memtrace.readers.cuda_snapshot.segments import LiveBlocks, SnapshotSegments
 from memtrace.readers.lifetimes import Lifetimes
 from memtrace.readers.tables import Array
 
 
-def places_in(device: Array, address: Array, blocks: LiveBlocks) -> Array:
-    """For each (device, address) the row of ``blocks`` that starts there, -1 where none does."""
-    place = np.full(len(address), -1, np.int64)
-    if not len(blocks):
-        return place
-    order = np.lexsort((blocks.address, blocks.device))
-    for number in np.unique(device).tolist():
-        mine = order[blocks.device[order] == number]
-        wanted = np.flatnonzero(device == number)
-        if not len(mine):
-            continue
-        at = np.minimum(np.searchsorted(blocks.address[mine], address[wanted]), len(mine) - 1)
-        found = blocks.address[mine][at] == address[wanted]
-        place[wanted[found]] = mine[at[found]]
-    return place
-
-
 @dataclass(frozen=True)
-class Blocks:
-    """The blocks of a snapshot, numbered as the trace numbers them: those older than the history come first."""
+class SnapshotBlocks:
+    """The blocks of a snapshot in the numbering of the trace, in which blocks older than the history come first."""
 
     num_baseline: int
+    """Number of blocks that are older than the history."""
     of_row: Array
-    """For each entry its block, -1 where it is about none."""
+    """For each entry its block, -1 for entries of segments and of failures."""
     lifetime: Array
-    """For each block its lifetime, -1 for one that only ``segments`` tells of."""
+    """For each block its index in ``Lifetimes``, -1 for a block that only ``segments`` contains."""
     live: Array
-    """For each block its row in the live blocks of ``segments``, -1 where it is not there."""
+    """For each block its row in ``LiveBlocks``, -1 for a block that is not live at the end."""
 
 
-def number_blocks(entries: Entries, lives: Lifetimes, live: LiveBlocks) -> Blocks:
-    """Join history and final state: survivors of the history find themselves in ``segments``; what is there and was
-    never allocated in the history is older than it."""
+def match_blocks(entries: SnapshotEntries, lives: Lifetimes, live: LiveBlocks) -> SnapshotBlocks:
+    """Match the lifetimes in the history with the blocks in the final state and number all blocks.
+
+    A block of the final state that the history does not mention is older than the history.
+    """
     first = lives.first_row
     match = np.full(len(lives), -1, np.int64)
     open_ended = np.flatnonzero(~lives.ended)
-    # Of several lifetimes left open at one address only the last can be the one in `segments`.
+    # Of several open lifetimes at one address, only the last can be the block in `segments`.
     open_ended = open_ended[np.argsort(first[open_ended], kind="stable")]
     rows = first[open_ended]
-    found = places_in(entries.device[rows], entries.address[rows], live)
-    last: dict[int, int] = dict(zip(found.tolist(), open_ended.tolist(), strict=True))
+    live_rows = _live_block_rows(entries.device[rows], entries.address[rows], live)
+    last: dict[int, int] = dict(zip(live_rows.tolist(), open_ended.tolist(), strict=True))
     last.pop(-1, None)
     match[np.fromiter(last.values(), np.int64, len(last))] = np.fromiter(last.keys(), np.int64, len(last))
-    untold = np.setdiff1d(np.arange(len(live)), match)
+    only_live = np.setdiff1d(np.arange(len(live)), match)
     older = np.flatnonzero(~lives.allocated)
-    young = np.flatnonzero(lives.allocated)
-    young = young[np.argsort(first[young])]
-    lifetime = np.concatenate([older, np.full(len(untold), -1, np.int64), young])
+    allocated = np.flatnonzero(lives.allocated)
+    allocated = allocated[np.argsort(first[allocated])]
+    lifetime = np.concatenate([older, np.full(len(only_live), -1, np.int64), allocated])
     number = np.full(len(lives) + 1, -1, np.int64)
     number[lifetime[lifetime >= 0]] = np.flatnonzero(lifetime >= 0)
-    in_live = np.concatenate([match[older], untold, match[young]])
-    return Blocks(len(older) + len(untold), number[lives.of_row], lifetime, in_live)
+    in_live = np.concatenate([match[older], only_live, match[allocated]])
+    return SnapshotBlocks(len(older) + len(only_live), number[lives.of_row], lifetime, in_live)
+
+
+def _live_block_rows(device: Array, address: Array, blocks: LiveBlocks) -> Array:
+    """Return for each device and address the row of the live block that begins there, -1 for none."""
+    row = np.full(len(address), -1, np.int64)
+    if not len(blocks):
+        return row
+    order = np.lexsort((blocks.address, blocks.device))
+    for number in np.unique(device).tolist():
+        on_device = order[blocks.device[order] == number]
+        queries = np.flatnonzero(device == number)
+        if not len(on_device):
+            continue
+        index = np.minimum(np.searchsorted(blocks.address[on_device], address[queries]), len(on_device) - 1)
+        begins_there = blocks.address[on_device][index] == address[queries]
+        row[queries[begins_there]] = on_device[index[begins_there]]
+    return row
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot's history, its final state, and how the two join."""
+    """The history and the final state of a snapshot, and how they match."""
 
-    entries: Entries
-    segments: Segments
+    entries: SnapshotEntries
+    segments: SnapshotSegments
     live: LiveBlocks
+    """The live blocks of the final state."""
     lives: Lifetimes
-    blocks: Blocks
+    """The lifetimes in the history."""
+    blocks: SnapshotBlocks
     settings: Mapping[str, Any]
+    """The settings of the allocator as the file contains them."""

@@ -1,4 +1,4 @@
-"""The tables ``events`` and ``segments`` of a snapshot."""
+"""Builds the tables ``events``, ``labels`` and ``segments`` of a snapshot."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from memtrace.format.encode import Known, Text, make_table
 from memtrace.format.schema import CATEGORIES, EVENT_KINDS
 from memtrace.readers.cuda_snapshot.blocks import Snapshot
 from memtrace.readers.cuda_snapshot.entries import KIND
-from memtrace.readers.cuda_snapshot.ops import Ops
-from memtrace.readers.cuda_snapshot.segments import Segments
+from memtrace.readers.cuda_snapshot.ops import SnapshotOps
+from memtrace.readers.cuda_snapshot.segments import SnapshotSegments
 from memtrace.readers.cuda_snapshot.sizes import allocated_sizes
-from memtrace.readers.cuda_snapshot.stacks import Stacks
-from memtrace.readers.tables import Array, Known, Text, make_table
+from memtrace.readers.cuda_snapshot.stacks import StackTable
+from memtrace.readers.tables import Array
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -22,37 +23,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _BlockColumns:
-    """One row a block. The pool is -1 where it is not told."""
+    """The properties of the blocks; each column has one element per block."""
 
     device: Array
     address: Array
     requested: Array
+    """Requested bytes."""
     stream: Array
     pool: Array
+    """Number of the memory pool as in the schema, -1 where it is unknown."""
     allocated: Known
+    """Bytes including rounding."""
 
 
-def events_table(found: Snapshot, ops: Ops, times: Array) -> pa.Table:
-    """The table ``events``: first the blocks older than the history, then its entries in their order."""
-    entries, blocks = found.entries, found.blocks
-    columns = _block_columns(found)
+def events_table(snapshot: Snapshot, ops: SnapshotOps, times: Array) -> pa.Table:
+    """Build the table ``events``: the blocks that are older than the history, then the entries in their order.
+
+    Args:
+        snapshot: the snapshot.
+        ops: its operator calls.
+        times: the time of each entry in nanoseconds since the first one.
+    """
+    entries, blocks = snapshot.entries, snapshot.blocks
+    columns = _block_columns(snapshot)
     older = blocks.num_baseline
-    about_block = blocks.of_row >= 0
-    block = np.where(about_block, blocks.of_row, 0)
+    has_block = blocks.of_row >= 0
+    block = np.where(has_block, blocks.of_row, 0)
     has_size = np.zeros(older + len(entries), bool)
     has_size[:older] = columns.allocated.known[:older]
     allocated = np.zeros(older + len(entries), np.int64)
     allocated[:older] = columns.allocated.values[:older]
     if len(columns.address):
-        has_size[older:] = about_block & columns.allocated.known[block]
+        has_size[older:] = has_block & columns.allocated.known[block]
         allocated[older:] = columns.allocated.values[block]
     live = blocks.live[:older]
     baseline_op = np.where(live >= 0, ops.of_live[live], -1) if len(ops.of_live) else np.full(older, -1, np.int64)
     address = np.concatenate([columns.address[:older], entries.address])
-    with_address = np.ones(len(address), bool)
-    with_address[older:] = ~np.isin(entries.kind, [KIND["oom"], KIND["snapshot"]])
+    has_address = np.ones(len(address), bool)
+    has_address[older:] = ~np.isin(entries.kind, [KIND["oom"], KIND["snapshot"]])
     number = np.concatenate([np.arange(older), blocks.of_row])
-    op = np.concatenate([baseline_op, _entry_ops(found, ops)])
+    op = np.concatenate([baseline_op, _entry_ops(snapshot, ops)])
     pool = np.concatenate([columns.pool[:older], entries.pool])
     device_free = np.concatenate([np.full(older, -1, np.int64), entries.device_free])
     device = np.concatenate([columns.device[:older], entries.device])
@@ -66,7 +76,7 @@ def events_table(found: Snapshot, ops: Ops, times: Array) -> pa.Table:
             "block_id": Known(number, number >= 0),
             "size": np.concatenate([columns.requested[:older], entries.size]),
             "allocated_size": Known(allocated, has_size),
-            "address": Known(address, with_address),
+            "address": Known(address, has_address),
             "op_id": Known(op, op >= 0),
             "stream": np.concatenate([columns.stream[:older], entries.stream]),
             "pool": Known(pool, pool >= 0),
@@ -75,27 +85,30 @@ def events_table(found: Snapshot, ops: Ops, times: Array) -> pa.Table:
     )
 
 
-def _entry_ops(found: Snapshot, ops: Ops) -> Array:
-    """The operator call of each entry. Where only live blocks keep their stacks (``context="state"``), an allocation
-    without one has that of the block in ``segments``."""
+def _entry_ops(snapshot: Snapshot, ops: SnapshotOps) -> Array:
+    """Return the operator call of each entry.
+
+    In a recording with ``context="state"`` only live blocks keep their stacks: an allocation without a stack gets that
+    of its block in ``segments``.
+    """
     op: Array = ops.of_entry.copy()
-    bare = np.flatnonzero((found.entries.kind == KIND["alloc"]) & (op < 0))
-    live = found.blocks.live[found.blocks.of_row[bare]]
-    op[bare[live >= 0]] = ops.of_live[live[live >= 0]]
+    without_op = np.flatnonzero((snapshot.entries.kind == KIND["alloc"]) & (op < 0))
+    live = snapshot.blocks.live[snapshot.blocks.of_row[without_op]]
+    op[without_op[live >= 0]] = ops.of_live[live[live >= 0]]
     return op
 
 
-def _block_columns(found: Snapshot) -> _BlockColumns:
-    """What the history says of each block at first sight, and ``segments`` of those it alone tells of."""
-    entries, live, blocks = found.entries, found.live, found.blocks
-    told = blocks.lifetime >= 0
-    rows = found.lives.first_row[blocks.lifetime[told]]
-    untold = blocks.live[~told]
+def _block_columns(snapshot: Snapshot) -> _BlockColumns:
+    """Return the properties of each block in its first entry, or in ``segments`` if the block has no entry."""
+    entries, live, blocks = snapshot.entries, snapshot.live, snapshot.blocks
+    in_history = blocks.lifetime >= 0
+    rows = snapshot.lives.first_row[blocks.lifetime[in_history]]
+    live_rows = blocks.live[~in_history]
 
     def joined(history: Array, state: Array) -> Array:
-        column = np.zeros(len(told), history.dtype)
-        column[told] = history[rows]
-        column[~told] = state[untold]
+        column = np.zeros(len(in_history), history.dtype)
+        column[in_history] = history[rows]
+        column[~in_history] = state[live_rows]
         return column
 
     device = joined(entries.device, live.device)
@@ -105,34 +118,36 @@ def _block_columns(found: Snapshot) -> _BlockColumns:
     in_state = blocks.live >= 0
     pool[in_state] = live.pool[blocks.live[in_state]]
     stream = joined(entries.stream, live.stream)
-    return _BlockColumns(device, address, requested, stream, pool, allocated_sizes(found, requested, device, address))
+    return _BlockColumns(
+        device, address, requested, stream, pool, allocated_sizes(snapshot, requested, device, address)
+    )
 
 
 def device_text(device: Array) -> Text:
-    """A column of device numbers as cuda:0, cuda:1, ..."""
+    """Convert device numbers to a column of names: cuda:0, cuda:1 and so on."""
     numbers, codes = np.unique(device, return_inverse=True)
     return Text(codes.astype(np.int8), [f"cuda:{number}" for number in numbers.tolist()])
 
 
-def labels_table(found: Snapshot, ops: Ops) -> pa.Table:
-    """The table ``labels``: blocks whose stack says what they are for."""
-    blocks = found.blocks
+def labels_table(snapshot: Snapshot, ops: SnapshotOps) -> pa.Table:
+    """Build the table ``labels``: the blocks whose call stack reveals their category."""
+    blocks = snapshot.blocks
     category = np.full(len(blocks.lifetime), -1, np.int8)
-    told = blocks.lifetime >= 0
-    category[told] = ops.category[found.lives.first_row[blocks.lifetime[told]]]
-    unseen = (blocks.live >= 0) & (category < 0)
-    category[unseen] = ops.live_category[blocks.live[unseen]]
+    in_history = blocks.lifetime >= 0
+    category[in_history] = ops.category[snapshot.lives.first_row[blocks.lifetime[in_history]]]
+    only_live = (blocks.live >= 0) & (category < 0)
+    category[only_live] = ops.live_category[blocks.live[only_live]]
     block = np.flatnonzero(category >= 0)
     return make_table("labels", len(block), {"block_id": block, "category": Text(category[block], CATEGORIES)})
 
 
-def segment_stacks(segments: Segments, stacks: Stacks) -> Array:
-    """names.id of the stack that made each segment grow; -1: not taken."""
-    return np.array([stacks.distinct[place].stack for place in stacks.intern(segments.frames).tolist()], np.int64)
+def segment_stacks(segments: SnapshotSegments, stacks: StackTable) -> Array:
+    """Return the call stack that allocated each segment as an id in the table ``names``; -1 for none."""
+    return np.array([stacks.distinct[index].stack for index in stacks.intern(segments.frames).tolist()], np.int64)
 
 
-def segments_table(segments: Segments, stack: Array) -> pa.Table:
-    """The table ``segments``; ``stack`` as ``segment_stacks`` gives it."""
+def segments_table(segments: SnapshotSegments, stack: Array) -> pa.Table:
+    """Build the table ``segments``; ``stack`` is the result of ``segment_stacks``."""
     return make_table(
         "segments",
         len(segments),

@@ -1,155 +1,187 @@
-"""What a snapshot cannot tell and where it contradicts itself, as sentences for ``coverage``."""
+"""Describes what is missing from a snapshot and where the snapshot contradicts itself."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
 import numpy as np
 
 from memtrace.readers.cuda_snapshot.blocks import Snapshot
 from memtrace.readers.cuda_snapshot.entries import KIND
-from memtrace.readers.cuda_snapshot.ops import Ops
-from memtrace.readers.tables import Array, amount
+from memtrace.readers.cuda_snapshot.ops import SnapshotOps
+from memtrace.readers.lifetimes import describe_contradictions
+from memtrace.readers.tables import Array
+from memtrace.readers.wording import format_clause
+from memtrace.units import format_bytes, format_count
 
-# The history of one moment is only torch's own check point.
-ONE_MOMENT: Final = 1
+
+def has_history(snapshot: Snapshot) -> bool:
+    """Return whether the snapshot has a history; the entry that torch adds when it takes the snapshot is not one."""
+    return len(snapshot.entries) > 1
 
 
-def notes_on(found: Snapshot, ops: Ops, *, overflowed: bool, frees_at_request: bool) -> list[str]:
-    """Sentences on what is missing and what is wrong, the gravest first."""
-    notes = [*_contradictions(found), *_beginning(found, overflowed=overflowed), *found.entries.notes]
-    if len(found.entries) > ONE_MOMENT:
-        notes += _missing(found, ops)
+def describe_gaps(snapshot: Snapshot, ops: SnapshotOps, *, overflowed: bool, frees_at_request: bool) -> list[str]:
+    """Return sentences on what is missing or wrong, the most important ones first.
+
+    Args:
+        snapshot: the snapshot.
+        ops: its operator calls.
+        overflowed: whether the snapshot states that its ring buffer overflowed.
+        frees_at_request: whether requested frees were taken for completed frees.
+    """
+    notes = [*_contradictions(snapshot), *_beginning(snapshot, overflowed=overflowed), *snapshot.entries.notes]
+    if has_history(snapshot):
+        notes += _missing_fields(snapshot, ops)
         if frees_at_request:
-            notes.append("it holds no completed frees: a block counts as free from the request on")
-    pending = found.live.pending
+            notes.append(
+                "The history contains no completed frees, so a block counts as free when its free is requested"
+            )
+    pending = snapshot.live.pending
     if pending.any():
-        held = amount(int(found.live.requested[pending].sum()))
-        notes.append(
-            f"{int(pending.sum())} blocks ({held}) were freed and wait for a stream at the dump; they count as live"
-        )
+        blocks = _format_blocks(int(pending.sum()), int(snapshot.live.requested[pending].sum()))
+        notes.append(f"Freed blocks that still wait for a stream when the snapshot was taken count as live: {blocks}")
     return notes
 
 
-def _beginning(found: Snapshot, *, overflowed: bool) -> Iterator[str]:
-    """How far back the history reaches."""
-    entries = found.entries
-    if len(entries) <= ONE_MOMENT:
-        yield "it holds no history, only the state at the dump: no peak and no order of allocations can be told"
-        return
-    if not len(found.segments):
+def _format_blocks(number: int, num_bytes: int) -> str:
+    return f"{format_count(number, 'block')} ({format_bytes(num_bytes)})"
+
+
+def _beginning(snapshot: Snapshot, *, overflowed: bool) -> Iterator[str]:
+    """Describe how far back the history reaches."""
+    if not has_history(snapshot):
         yield (
-            "it holds no segments: blocks older than its history and never freed in it are unknown, and so is what was "
-            "reserved"
+            "The snapshot has no history, only the state when it was taken: peak memory and the order of allocations "
+            "are unknown"
+        )
+        return
+    if not len(snapshot.segments):
+        yield (
+            "The snapshot has no segments, so reserved memory is unknown, and so are blocks that are older than the "
+            "history and never freed in it"
         )
     if overflowed:
-        yield f"its history is a ring of {len(entries)} entries that overflowed: what came before is lost"
-    elif _cut_within_a_free(found):
+        entries = format_count(len(snapshot.entries), "entry", "entries")
+        yield f"The ring buffer of the history overflowed: it holds the last {entries}, and earlier events are lost"
+    elif _begins_within_free(snapshot):
         yield (
-            "its history begins between the request and the completion of a free: it was cut, as by a ring that wrapped"
+            "The history begins between the request and the completion of a free, so earlier events are lost (the ring "
+            "buffer probably wrapped around)"
         )
-    older = found.blocks.num_baseline
-    if older:
-        freed = int((~found.lives.allocated & found.lives.ended).sum())
-        yield (
-            f"its history begins in mid-run: {older} blocks are older ({freed} of them are freed in it, "
-            f"{older - freed} stay); "
-            "what was freed before is unknown"
-        )
+    num_older = snapshot.blocks.num_baseline
+    if num_older:
+        num_freed = int((~snapshot.lives.allocated & snapshot.lives.ended).sum())
+        if num_freed == 0:
+            freed = "none of them was freed"
+        elif num_freed == num_older:
+            freed = "all of them were freed later"
+        else:
+            freed = f"{num_freed:,} of them {'was' if num_freed == 1 else 'were'} freed later"
+        yield f"Recording started mid-run: {format_count(num_older, 'block')} already existed, {freed}"
 
 
-def _cut_within_a_free(found: Snapshot) -> bool:
-    """Whether the first block entry completes a free whose request, which others have, is not there."""
-    kinds = found.entries.kind[found.blocks.of_row >= 0]
+def _begins_within_free(snapshot: Snapshot) -> bool:
+    """Return whether the first block entry completes a free whose request is missing although others have one."""
+    kinds = snapshot.entries.kind[snapshot.blocks.of_row >= 0]
     return bool(len(kinds)) and kinds[0] == KIND["free"] and bool((kinds == KIND["free_requested"]).any())
 
 
-def _missing(found: Snapshot, ops: Ops) -> Iterator[str]:
-    """Times and frames that the entries lack."""
-    entries = found.entries
+def _missing_fields(snapshot: Snapshot, ops: SnapshotOps) -> Iterator[str]:
+    """Describe missing times and call stacks."""
+    entries = snapshot.entries
     if entries.time_us is None:
-        yield "its entries have no usable times: the number of the entry stands for the time"
+        yield "The entries of the history have no valid times, so memtrace uses the number of each entry as its time"
     elif bool((np.diff(entries.time_us) < 0).any()):
-        yield "its clock runs backwards in places: the order of the entries is kept"
+        yield "The clock of the history runs backwards in places; events keep the order of the history"
     allocs = entries.kind == KIND["alloc"]
-    total, bare = int(allocs.sum()), int((allocs & ~ops.has_stack).sum())
-    if bare == total > 0:
-        yield "its allocations have no stacks: which line made a block cannot be told"
-    elif bare:
-        taken = f"; {ops.num_taken} of them are taken for the backward's, whose threads run no Python"
-        yield f"{bare} of its {total} allocations have no stack{taken if ops.num_taken else ''}"
+    num_allocs, num_without_stack = int(allocs.sum()), int((allocs & ~ops.has_stack).sum())
+    if num_without_stack == num_allocs > 0:
+        yield "The allocations have no call stacks, so allocation sites are unknown"
+    elif num_without_stack:
+        inferred = ""
+        if ops.num_inferred_backward:
+            inferred = (
+                f"; memtrace assigned {ops.num_inferred_backward:,} of them to the backward pass, whose threads run no "
+                "Python"
+            )
+        yield f"{num_without_stack:,} of {format_count(num_allocs, 'allocation')} have no call stack{inferred}"
 
 
-def _contradictions(found: Snapshot) -> Iterator[str]:
-    """Where history and segments cannot both be what an allocator saw."""
-    lives, entries = found.lives, found.entries
-    wrong = [
-        (int((lives.over_live).sum()), "allocations at an address still in use"),
-        (int((lives.again).sum()), "frees of what was free"),
-        (int((lives.size_changed).sum()), "blocks freed with another size than they were allocated with"),
-        (_outside(found), "allocations outside of every segment"),
-        (found.segments.num_unfilled, "segments of another size than their blocks add up to"),
-        (_overlapping(found), "segments that lie within others"),
-        (_resized(found), "live blocks whose size differs between history and segments"),
-    ]
-    faults = [f"{count} {what}" for count, what in wrong if count]
-    segments, live = found.segments, found.live
-    summed = np.bincount(live.segment, weights=live.requested, minlength=len(segments)).astype(np.int64)
-    told = segments.requested >= 0
-    if (summed[told] != segments.requested[told]).any():
-        faults.append(
-            f"segments that claim {amount(int(segments.requested[told].sum()))} requested while the blocks in them "
-            "add up "
-            f"to {amount(int(summed[told].sum()))}"
-        )
-    if faults:
-        yield f"it contradicts itself, so torch's allocator did not write it as it is: {'; '.join(faults)}"
-    lost = np.flatnonzero(lives.allocated & ~lives.ended & ~np.isin(np.arange(len(lives)), _survivors(found)))
+def _contradictions(snapshot: Snapshot) -> Iterator[str]:
+    """Describe where the history and the segments cannot both come from an allocator."""
+    lives, entries, segments = snapshot.lives, snapshot.entries, snapshot.segments
+    clauses = (
+        (_num_outside(snapshot), "allocation", "is outside of all segments", "are outside of all segments"),
+        (
+            segments.num_size_mismatches,
+            "segment",
+            "differs in size from the sum of its blocks",
+            "differ in size from the sum of their blocks",
+        ),
+        (_num_overlapping(snapshot), "segment", "overlaps another segment", "overlap other segments"),
+        (
+            _num_resized(snapshot),
+            "live block",
+            "has different sizes in the history and in its segment",
+            "have different sizes in the history and in their segments",
+        ),
+    )
+    contradictions = describe_contradictions(lives)
+    contradictions += [format_clause(*clause) for clause in clauses if clause[0]]
+    summed = np.bincount(snapshot.live.segment, weights=snapshot.live.requested, minlength=len(segments)).astype(
+        np.int64
+    )
+    is_stated = segments.requested >= 0
+    if (summed[is_stated] != segments.requested[is_stated]).any():
+        stated = format_bytes(int(segments.requested[is_stated].sum()))
+        actual = format_bytes(int(summed[is_stated].sum()))
+        contradictions.append(f"segments state {stated} of requested memory, but their blocks add up to {actual}")
+    if contradictions:
+        yield f"The snapshot contradicts itself, so PyTorch did not write it in this form: {'; '.join(contradictions)}"
+    lost = np.flatnonzero(lives.allocated & ~lives.ended & ~np.isin(np.arange(len(lives)), _surviving_lives(snapshot)))
     if len(lost) and len(segments):
-        held = amount(int(entries.size[lives.first_row[lost]].sum()))
+        blocks = _format_blocks(len(lost), int(entries.size[lives.first_row[lost]].sum()))
         yield (
-            f"{len(lost)} blocks ({held}) that its history leaves live are not in its segments: entries at the end "
-            "of the "
-            "history were cut away, or the file was edited"
+            f"The segments lack blocks that are live at the end of the history: {blocks}. The last entries of the "
+            "history are missing, or the file was edited"
         )
 
 
-def _survivors(found: Snapshot) -> Array:
-    """The lifetimes that are found again in the final state."""
-    return found.blocks.lifetime[(found.blocks.live >= 0) & (found.blocks.lifetime >= 0)]
+def _surviving_lives(snapshot: Snapshot) -> Array:
+    """Return the lifetimes whose blocks are in the final state."""
+    return snapshot.blocks.lifetime[(snapshot.blocks.live >= 0) & (snapshot.blocks.lifetime >= 0)]
 
 
-def _resized(found: Snapshot) -> int:
-    joined = (found.blocks.live >= 0) & (found.blocks.lifetime >= 0)
-    rows = found.lives.first_row[found.blocks.lifetime[joined]]
-    return int((found.entries.size[rows] != found.live.requested[found.blocks.live[joined]]).sum())
+def _num_resized(snapshot: Snapshot) -> int:
+    in_both = (snapshot.blocks.live >= 0) & (snapshot.blocks.lifetime >= 0)
+    rows = snapshot.lives.first_row[snapshot.blocks.lifetime[in_both]]
+    return int((snapshot.entries.size[rows] != snapshot.live.requested[snapshot.blocks.live[in_both]]).sum())
 
 
-def _overlapping(found: Snapshot) -> int:
-    segments = found.segments
+def _num_overlapping(snapshot: Snapshot) -> int:
+    segments = snapshot.segments
     order = np.lexsort((segments.address, segments.device))
     device, start, size = segments.device[order], segments.address[order], segments.size[order]
     return int(((device[1:] == device[:-1]) & (start[1:] < start[:-1] + size[:-1])).sum())
 
 
-def _outside(found: Snapshot) -> int:
-    """Allocations in no segment that there is at the dump or that the history speaks of."""
-    entries, segments = found.entries, found.segments
+def _num_outside(snapshot: Snapshot) -> int:
+    """Count the allocations that are in no segment of the final state and of the history."""
+    entries, segments = snapshot.entries, snapshot.segments
     if not len(segments):
         return 0
-    of_segment = np.isin(
+    is_segment_entry = np.isin(
         entries.kind, [KIND[kind] for kind in ("segment_alloc", "segment_free", "segment_map", "segment_unmap")]
     )
-    outside = 0
+    num_outside = 0
     for number in np.unique(entries.device).tolist():
-        mine, here = of_segment & (entries.device == number), segments.device == number
-        start = np.concatenate([entries.address[mine], segments.address[here]])
-        end = start + np.concatenate([entries.size[mine], segments.size[here]])
+        in_history, in_state = is_segment_entry & (entries.device == number), segments.device == number
+        start = np.concatenate([entries.address[in_history], segments.address[in_state]])
+        end = start + np.concatenate([entries.size[in_history], segments.size[in_state]])
         order = np.argsort(start, kind="stable")
         start, reach = start[order], np.maximum.accumulate(end[order])
         allocs = (entries.device == number) & (entries.kind == KIND["alloc"])
-        place = np.searchsorted(start, entries.address[allocs], side="right") - 1
-        covered = (place >= 0) & (entries.address[allocs] < reach[np.maximum(place, 0)]) if len(start) else False
-        outside += int(np.count_nonzero(~np.broadcast_to(covered, (int(allocs.sum()),))))
-    return outside
+        index = np.searchsorted(start, entries.address[allocs], side="right") - 1
+        covered = (index >= 0) & (entries.address[allocs] < reach[np.maximum(index, 0)]) if len(start) else False
+        num_outside += int(np.count_nonzero(~np.broadcast_to(covered, (int(allocs.sum()),))))
+    return num_outside

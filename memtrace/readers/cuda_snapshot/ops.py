@@ -1,4 +1,8 @@
-"""The operator calls of a snapshot, as far as it tells them: one row for all calls of one stack, phase and context."""
+"""Builds the operator calls of a snapshot.
+
+A snapshot does not identify operator calls, so one row of the table ``ops`` stands for all calls with the same call
+stack, phase and context.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +13,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from memtrace.format.encode import Known, Text, make_table
 from memtrace.format.schema import PHASES
+from memtrace.frames import BACKWARD, OPTIMIZER
 from memtrace.readers.annotations import Range
-from memtrace.readers.cuda_snapshot.entries import KIND, SAID, Entries
-from memtrace.readers.cuda_snapshot.phases import without_stack
-from memtrace.readers.cuda_snapshot.stacks import Stacks
+from memtrace.readers.cuda_snapshot.entries import KIND, RAW_KEYS, SnapshotEntries
+from memtrace.readers.cuda_snapshot.phases import infer_backward
+from memtrace.readers.cuda_snapshot.stacks import StackTable
 from memtrace.readers.fields import FieldError
-from memtrace.readers.frames import BACKWARD, OPTIMIZER
-from memtrace.readers.tables import Array, Known, Names, Text, make_table
+from memtrace.readers.tables import Array, Names
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Who freed a block is not kept: the stacks of frees would double the work and the size, and answer no question.
+# Frees keep no call stacks: they would double the work and the size, and no analysis uses them.
 _WITH_STACK: Final = [
     KIND[kind]
     for kind in (
@@ -37,85 +42,105 @@ _NO_COMPILE_CONTEXT: Final = ("", "N/A")
 
 
 @dataclass(frozen=True)
-class Ops:
-    """The table ``ops``, and the operator call of each entry and of each live block of ``segments``; -1 for none."""
+class SnapshotOps:
+    """The operator calls of a snapshot."""
 
     table: pa.Table
+    """The table ``ops``."""
     of_entry: Array
+    """For each entry its ``op_id``, -1 for none."""
     of_live: Array
+    """For each live block of ``segments`` its ``op_id``, -1 for none."""
     has_stack: Array
-    """For each entry whether it has one."""
+    """For each entry whether it has a call stack."""
     phase: Array
-    """For each entry its phase, -1 where it is not told."""
+    """For each entry its phase as an index into PHASES, -1 where it is unknown."""
     category: Array
-    """For each entry what its stack allocates, an index into CATEGORIES, -1 where it does not tell."""
+    """For each entry the category that its call stack reveals as an index into CATEGORIES, -1 for none."""
     live_category: Array
     """The same for each live block."""
-    num_taken: int
-    """Allocations without a stack that were taken for the backward's."""
+    num_inferred_backward: int
+    """Number of allocations without a call stack that are assigned to the backward pass."""
 
 
 def read_ops(
-    entries: Entries,
+    entries: SnapshotEntries,
     live_frames: Sequence[Any],
     optimizer_steps: Sequence[Range],
     times: Array,
-    stacks: Stacks,
+    stacks: StackTable,
     names: Names,
-) -> Ops:
-    """The operator calls of entries (whose times are ``times``) and live blocks.
+) -> SnapshotOps:
+    """Build the operator calls of the entries and of the live blocks.
 
-    Entries within a range of ``optimizer_steps`` are of that phase where their stack does not tell another.
+    Args:
+        entries: the history.
+        live_frames: the call stacks of the live blocks in ``segments``.
+        optimizer_steps: ranges of optimizer steps; an entry in one of them has the phase optimizer unless its call
+            stack shows another phase.
+        times: time of each entry in nanoseconds.
+        stacks: the call stacks of the snapshot.
+        names: the table that receives the names.
     """
     chosen = np.isin(entries.kind, _WITH_STACK)
     selectors = chosen.tolist()
-    frames, printed, metadata, compiled = (list(compress(entries.said[key], selectors)) for key in SAID)
-    place = stacks.intern(frames)
-    num_chosen = len(place)
+    frames, printed, metadata, compiled = (list(compress(entries.raw[key], selectors)) for key in RAW_KEYS)
+    stack_index = stacks.intern(frames)
+    num_chosen = len(stack_index)
     if any(printed):
         forward = stacks.intern_printed(printed)
-        place = np.where(forward > 0, forward, place)
-    live_place = stacks.intern(live_frames)
-    said = [_texts(metadata, "user_metadata", ("",)), _texts(compiled, "compile_context", _NO_COMPILE_CONTEXT)]
-    context = np.full(len(place) + len(live_frames), -1, np.int64)
-    context[:num_chosen] = _contexts([texts for texts in said if texts is not None], num_chosen, names)
-    place = np.concatenate([place, live_place])
-    phase = np.array([stack.phase for stack in stacks.distinct], np.int64)[place]
+        stack_index = np.where(forward > 0, forward, stack_index)
+    live_stack_index = stacks.intern(live_frames)
+    descriptions = [_texts(metadata, "user_metadata", ("",)), _texts(compiled, "compile_context", _NO_COMPILE_CONTEXT)]
+    context = np.full(len(stack_index) + len(live_frames), -1, np.int64)
+    context[:num_chosen] = _contexts([texts for texts in descriptions if texts is not None], num_chosen, names)
+    stack_index = np.concatenate([stack_index, live_stack_index])
+    phase = np.array([stack.phase for stack in stacks.distinct], np.int64)[stack_index]
     within = np.concatenate([_within(times[chosen], optimizer_steps), np.zeros(len(live_frames), bool)])
     phase[within & (phase < 0)] = OPTIMIZER
     allocs = np.flatnonzero(entries.kind[chosen] == KIND["alloc"])
-    taken = allocs[without_stack(phase[allocs], place[allocs] > 0)]
-    phase[taken] = BACKWARD
-    op, table = _distinct(stacks, place, phase, context, names)
+    inferred = allocs[infer_backward(phase[allocs], stack_index[allocs] > 0)]
+    phase[inferred] = BACKWARD
+    op, table = _number_calls(stacks, stack_index, phase, context, names)
 
-    def of_entries(values: Array, otherwise: int) -> Array:
-        column = np.full(len(entries), otherwise, values.dtype)
+    def of_entries(values: Array, default: int) -> Array:
+        column = np.full(len(entries), default, values.dtype)
         column[chosen] = values[:num_chosen]
         return column
 
-    category = np.array([stack.category for stack in stacks.distinct], np.int8)[place]
-    return Ops(
+    category = np.array([stack.category for stack in stacks.distinct], np.int8)[stack_index]
+    return SnapshotOps(
         table=table,
         of_entry=of_entries(op, -1),
         of_live=op[num_chosen:],
-        has_stack=of_entries(place > 0, False),
+        has_stack=of_entries(stack_index > 0, False),
         phase=of_entries(phase, -1),
         category=of_entries(category, -1),
         live_category=category[num_chosen:],
-        num_taken=len(taken),
+        num_inferred_backward=len(inferred),
     )
 
 
-def _distinct(stacks: Stacks, place: Array, phase: Array, context: Array, names: Names) -> tuple[Array, pa.Table]:
-    """Number the distinct (stack, phase, context) in order of first sight; -1 where all three are unknown."""
-    key = (place.astype(np.int64) * (len(PHASES) + 1) + phase + 1) * (int(context.max(initial=-1)) + 2) + context + 1
+def _number_calls(
+    stacks: StackTable, stack_index: Array, phase: Array, context: Array, names: Names
+) -> tuple[Array, pa.Table]:
+    """Number the distinct combinations of call stack, phase and context in order of first appearance.
+
+    Returns:
+        The number of each combination, -1 where all three are unknown; and the table ``ops``.
+    """
+    key = (
+        (stack_index.astype(np.int64) * (len(PHASES) + 1) + phase + 1) * (int(context.max(initial=-1)) + 2)
+        + context
+        + 1
+    )
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    told = (place[first] > 0) | (phase[first] >= 0) | (context[first] >= 0)
-    order = np.argsort(first[told], kind="stable")
-    rows = first[told][order]
+    is_known = (stack_index[first] > 0) | (phase[first] >= 0) | (context[first] >= 0)
+    order = np.argsort(first[is_known], kind="stable")
+    rows = first[is_known][order]
     number = np.full(len(first), -1, np.int64)
-    number[np.flatnonzero(told)[order]] = np.arange(len(rows))
-    chosen = [stacks.distinct[item] for item in place[rows].tolist()]
+    number[np.flatnonzero(is_known)[order]] = np.arange(len(rows))
+    chosen = [stacks.distinct[index] for index in stack_index[rows].tolist()]
     nodes = [_with_node(names, code, stack.node) for code, stack in zip(context[rows].tolist(), chosen, strict=True)]
     stack_ids = np.array([stack.stack for stack in chosen], np.int64)
     contexts = np.array(nodes, np.int64)
@@ -136,36 +161,39 @@ def _distinct(stacks: Stacks, place: Array, phase: Array, context: Array, names:
 
 
 def _with_node(names: Names, context: int, node: str) -> int:
-    """The context of an operator call with the FX node of its stack."""
+    """Return the context of an operator call extended by the FX node of its call stack."""
     if not node:
         return context
-    told = names.value(context) if context >= 0 else None
-    return names.text("range", f"{told}; {node}" if told else node)
+    text = names.value(context) if context >= 0 else None
+    return names.text("range", f"{text}; {node}" if text else node)
 
 
 def _contexts(columns: Sequence[list[str]], num_rows: int, names: Names) -> Array:
-    """What the program (user metadata) and the compiler (the frame it compiled) said, as ids of names; -1: nothing."""
+    """Return the context of each row as an id in the table ``names``; -1 for none.
+
+    The context is what the program (user metadata) and the compiler (compiled frame) recorded with the allocation.
+    """
     if not columns:
         return np.full(num_rows, -1, np.int64)
-    together = list(zip(*columns, strict=True))
-    ids = {texts: names.text("range", "; ".join(filter(None, texts))) if any(texts) else -1 for texts in set(together)}
-    return np.fromiter((ids[texts] for texts in together), np.int64, num_rows)
+    rows = list(zip(*columns, strict=True))
+    ids = {texts: names.text("range", "; ".join(filter(None, texts))) if any(texts) else -1 for texts in set(rows)}
+    return np.fromiter((ids[texts] for texts in rows), np.int64, num_rows)
 
 
 def _texts(values: list[Any], key: str, empty: tuple[str, ...]) -> list[str] | None:
-    """The texts among ``values``, "" for none; None where no row says anything."""
+    """Return the strings among ``values``, "" for other values; None if no row has a string."""
     try:
         distinct = set(values)
     except TypeError:
-        raise FieldError(f"an entry has a {key!r} that is no text") from None
+        raise FieldError(f"an entry has a {key!r} that is not a string") from None
     if distinct <= {None, *empty}:
         return None
-    spelled = {value: value if isinstance(value, str) and value not in empty else "" for value in distinct}
-    return [spelled[value] for value in values]
+    text_of = {value: value if isinstance(value, str) and value not in empty else "" for value in distinct}
+    return [text_of[value] for value in values]
 
 
 def _within(times: Array, ranges: Sequence[Range]) -> Array:
-    """Whether each time lies in one of the ranges; ranges may overlap."""
+    """Return whether each time is in one of the ranges, which may overlap."""
     starts = np.sort(np.array([item.start_ns for item in ranges], np.int64))
     ends = np.sort(np.array([item.end_ns for item in ranges], np.int64))
     return np.searchsorted(starts, times, side="right") > np.searchsorted(ends, times, side="left")

@@ -1,4 +1,4 @@
-"""The phases of a snapshot's history, by the stacks of its allocations."""
+"""Finds the phases in the history of a snapshot by the call stacks of its allocations."""
 
 from __future__ import annotations
 
@@ -7,32 +7,42 @@ from typing import Final
 import numpy as np
 
 from memtrace.format.schema import PHASES
+from memtrace.frames import BACKWARD, FORWARD, OPTIMIZER
 from memtrace.readers.annotations import Span
-from memtrace.readers.frames import BACKWARD, FORWARD, OPTIMIZER
 from memtrace.readers.tables import Array, Names
 
-# More changes of phase than that are no phases of training.
+# A history with more spans than this does not show the phases of training.
 _MAX_SPANS: Final = 100_000
 
 
-def without_stack(phase: Array, has_stack: Array) -> Array:
-    """Which allocations, in their order, are taken for the backward's because they have no stack.
+def infer_backward(phase: Array, has_stack: Array) -> Array:
+    """Return which allocations without a call stack are assigned to the backward pass.
 
-    Autograd's threads run no Python, so with Python stacks theirs are empty. An allocation without a stack belongs to
-    a backward when the last one before it whose phase is known was of a forward or a backward.
+    Autograd's threads run no Python, so their Python stacks are empty. An allocation without a stack belongs to the
+    backward pass if the last allocation before it whose phase is known belongs to a forward or a backward pass.
+
+    Args:
+        phase: phase of each allocation in their order, -1 where it is unknown.
+        has_stack: whether each allocation has a call stack.
     """
     known = phase >= 0
     last = np.maximum.accumulate(np.where(known, np.arange(len(phase)), -1))
     before = np.where(last >= 0, phase[last], -1) if len(phase) else phase
-    taken: Array = ~has_stack & ~known & ((before == FORWARD) | (before == BACKWARD))
-    return taken
+    is_backward: Array = ~has_stack & ~known & ((before == FORWARD) | (before == BACKWARD))
+    return is_backward
 
 
 def phase_spans(phase: Array, times: Array, names: Names) -> list[Span]:
-    """Spans from the phases of allocations at ``times``, in their order.
+    """Return a span for each period of one phase.
 
-    A span lasts from the first allocation of a phase to the first of the next one; to the last of its own where
-    allocations of unknown phase come before that. Within a forward or a backward unknown ones do not end it.
+    A span lasts from the first allocation of a phase to the first allocation of the next one, or to the last allocation
+    of its own phase if allocations of unknown phase follow it. Allocations of unknown phase do not interrupt a forward
+    or a backward pass.
+
+    Args:
+        phase: phase of each allocation in their order, -1 where it is unknown.
+        times: time of each allocation in nanoseconds.
+        names: the table that receives the names of the phases.
     """
     rows = np.flatnonzero(phase >= 0)
     if not len(rows):

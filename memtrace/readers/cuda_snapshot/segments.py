@@ -1,4 +1,4 @@
-"""The final state in a CUDA snapshot (``segments``) as columns: segments and the blocks in them."""
+"""Reads the final state of a CUDA snapshot (``segments``) into columns: the segments and their live blocks."""
 
 from __future__ import annotations
 
@@ -9,32 +9,38 @@ from typing import Any, Final
 
 import numpy as np
 
-from memtrace.readers.cuda_snapshot.entries import MAX_DEVICES, pools
+from memtrace.readers.cuda_snapshot.entries import MAX_DEVICES, pool_numbers
 from memtrace.readers.fields import FieldError, Row, addresses, column, integers, optional, rows_of, sizes
 from memtrace.readers.tables import Array
 
-# "active_awaiting_free" is what the documentation calls it, "active_pending_free" what is written.
+# PyTorch documents "active_awaiting_free" and writes "active_pending_free".
 _STATES: Final = {"inactive": 0, "active_allocated": 1, "active_pending_free": 2, "active_awaiting_free": 2}
 
 
 @dataclass(frozen=True)
-class Segments:
-    """The segments, one a row. -1 where a file does not say."""
+class SnapshotSegments:
+    """The segments; each array has one element per segment. Sizes are bytes, -1 where the file does not state them."""
 
     device: Array
     address: Array
     size: Array
     allocated: Array
+    """Bytes of allocated blocks, including rounding."""
     active: Array
+    """Bytes of allocated blocks and of blocks that wait for a stream, including rounding."""
     requested: Array
+    """Bytes that the program requested for the active blocks."""
     stream: Array
     pool: Array
+    """Number of the memory pool as in the schema."""
     small: Array
+    """Whether the segment belongs to the small pool."""
     expandable: Array
-    """1, 0, or -1: not told."""
+    """1 for an expandable segment, 0 for others, -1 where it is unknown."""
     frames: Sequence[Any]
-    num_unfilled: int = 0
-    """How many of them are not exactly as long as their blocks, which torch's allocator always keeps so."""
+    """Call stacks as the file contains them."""
+    num_size_mismatches: int = 0
+    """Number of segments whose blocks do not add up to the size of the segment; 0 in every valid snapshot."""
 
     def __len__(self) -> int:
         return len(self.size)
@@ -42,26 +48,33 @@ class Segments:
 
 @dataclass(frozen=True)
 class LiveBlocks:
-    """The blocks in use or waiting for a stream at the dump, one a row."""
+    """The blocks that are allocated or wait for a stream when the snapshot is taken; one element per block."""
 
     device: Array
     address: Array
     size: Array
+    """Bytes, including rounding."""
     requested: Array
+    """Bytes that the program requested."""
     stream: Array
     pool: Array
     segment: Array
-    """Row of ``Segments``."""
+    """Row of ``SnapshotSegments``."""
     pending: Array
-    """True: freed by the program, waiting for a stream."""
+    """Whether the program freed the block and the block waits for a stream."""
     frames: Sequence[Any]
+    """Call stacks as the file contains them."""
 
     def __len__(self) -> int:
         return len(self.size)
 
 
-def read_segments(value: object) -> tuple[Segments, LiveBlocks]:
-    """The columns of ``segments``. FieldError where they are no segments of an allocator."""
+def read_segments(value: object) -> tuple[SnapshotSegments, LiveBlocks]:
+    """Read ``segments``.
+
+    Raises:
+        FieldError: the value is not a list of segments of an allocator.
+    """
     rows = rows_of(value, "'segments'")
     block_lists = [rows_of(blocks, "the blocks of a segment") for blocks in column(rows, "blocks", "segment {}")]
     segments = _segments(rows)
@@ -69,17 +82,17 @@ def read_segments(value: object) -> tuple[Segments, LiveBlocks]:
     owner = np.repeat(np.arange(len(rows)), np.array(list(map(len, block_lists)), np.int64))
     live = _live_blocks(blocks, owner, segments)
     filled = np.bincount(owner, [block["size"] for block in blocks], minlength=len(segments))
-    return replace(segments, num_unfilled=int((filled != segments.size).sum())), live
+    return replace(segments, num_size_mismatches=int((filled != segments.size).sum())), live
 
 
-def _segments(rows: Sequence[Row]) -> Segments:
+def _segments(rows: Sequence[Row]) -> SnapshotSegments:
     what = "segment {}"
     device = integers(column(rows, "device", what) if rows else [], "device", what)
     if len(device) and (device.min() < 0 or device.max() >= MAX_DEVICES):
         raise FieldError(f"a segment is on device {int(device[(device < 0) | (device >= MAX_DEVICES)][0])}")
     kinds = optional(rows, "segment_type") or [None] * len(rows)
     flags = optional(rows, "is_expandable") or [None] * len(rows)
-    return Segments(
+    return SnapshotSegments(
         device=device.astype(np.int16),
         address=addresses(column(rows, "address", what), "address", what),
         size=sizes(column(rows, "total_size", what), "total_size", what),
@@ -87,7 +100,7 @@ def _segments(rows: Sequence[Row]) -> Segments:
         active=sizes(column(rows, "active_size", what), "active_size", what),
         requested=_optional_sizes(rows, "requested_size", what),
         stream=addresses([row.get("stream") or 0 for row in rows], "stream", what),
-        pool=pools(optional(rows, "segment_pool_id"), len(rows)),
+        pool=pool_numbers(optional(rows, "segment_pool_id"), len(rows)),
         small=np.array([kind == "small" for kind in kinds], bool),
         expandable=np.array([-1 if flag is None else bool(flag) for flag in flags], np.int8),
         frames=[row.get("frames") for row in rows],
@@ -101,18 +114,18 @@ def _optional_sizes(rows: Sequence[Row], key: str, what: str) -> Array:
     return sizes(values, key, what)
 
 
-def _live_blocks(blocks: Sequence[Row], owner: Array, segments: Segments) -> LiveBlocks:
-    """The blocks that are not inactive."""
+def _live_blocks(blocks: Sequence[Row], owner: Array, segments: SnapshotSegments) -> LiveBlocks:
+    """Return the blocks that are not inactive; ``owner`` is the segment of each block."""
     size = sizes(column(blocks, "size", "block {}"), "size", "block {}")
     try:
         state = np.array([_STATES.get(state, -1) for state in column(blocks, "state", "block {}")], np.int8)
     except TypeError:
-        raise FieldError("a block has a state that is no text") from None
+        raise FieldError("a block has a 'state' that is not a string") from None
     if (state < 0).any():
-        raise FieldError(f"a block has the state {ascii(blocks[int(np.argmin(state))]['state'])[:40]}")
+        raise FieldError(f"a block has the unknown state {ascii(blocks[int(np.argmin(state))]['state'])[:40]}")
     address = _block_addresses(blocks, owner, size, segments)
     live = np.flatnonzero(state > 0)
-    rows = [blocks[place] for place in live.tolist()]
+    rows = [blocks[index] for index in live.tolist()]
     owner = owner[live]
     return LiveBlocks(
         device=segments.device[owner],
@@ -127,8 +140,8 @@ def _live_blocks(blocks: Sequence[Row], owner: Array, segments: Segments) -> Liv
     )
 
 
-def _block_addresses(blocks: Sequence[Row], owner: Array, size: Array, segments: Segments) -> Array:
-    """As written, or (torch 2.0) one behind the other from the start of the segment."""
+def _block_addresses(blocks: Sequence[Row], owner: Array, size: Array, segments: SnapshotSegments) -> Array:
+    """Return the addresses in the file; torch 2.0 writes none, so they follow from the order of the blocks."""
     values = optional(blocks, "address")
     if values is not None and None not in values:
         return addresses(values, "address", "block {}")
@@ -140,22 +153,22 @@ def _block_addresses(blocks: Sequence[Row], owner: Array, size: Array, segments:
 
 
 def _requested(row: Row) -> Any:
-    """torch 2.0 tells what was asked for in the block's history too, older versions only there."""
+    """Return the requested size of a block; versions before torch 2.0 state it only in the history of the block."""
     if "requested_size" in row:
         return row["requested_size"]
-    latest = _latest(row)
+    latest = _latest_allocation(row)
     return latest["real_size"] if latest is not None and "real_size" in latest else row["size"]
 
 
 def _frames(row: Row) -> Any:
     if "frames" in row:
         return row["frames"]
-    latest = _latest(row)
+    latest = _latest_allocation(row)
     return latest.get("frames") if latest is not None else None
 
 
-def _latest(row: Row) -> Mapping[str, Any] | None:
-    """The newest allocation of a block in the form of torch 2.0."""
+def _latest_allocation(row: Row) -> Mapping[str, Any] | None:
+    """Return the newest allocation in the history of a block, as torch 2.0 writes it."""
     history = row.get("history")
     if not isinstance(history, list | tuple) or not history or not isinstance(history[0], dict):
         return None

@@ -1,4 +1,4 @@
-"""The allocator's settings in a snapshot."""
+"""Reads the settings of the allocator in a snapshot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memtrace.readers.tables import clean
 
 
 def plain_settings(settings: Mapping[Any, Any]) -> dict[str, Any]:
-    """The allocator's settings as plain JSON values; without what is neither text, number nor a flat dict of those."""
+    """Return the settings as JSON values; values other than strings, numbers and dicts of numbers are left out."""
     plain: dict[str, Any] = {}
     for key, value in settings.items():
         if not isinstance(key, str):

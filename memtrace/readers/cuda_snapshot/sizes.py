@@ -1,62 +1,72 @@
-"""The allocator's own size of each block of a snapshot, where the file tells it or the rules leave no doubt.
+"""Finds the allocator's size of each block of a snapshot: from the file, or from the rules of the allocator.
 
-A request is rounded up to 512 bytes. Up to 1 MiB (the small pool) and in expandable segments the block is exactly
-that; elsewhere it may be longer by up to 1 MiB, which only an exact replay of the allocator can tell.
+In the small pool and in expandable segments, a block has exactly the rounded size of its request. Elsewhere it can be
+larger, and only a replay of the allocator can find by how much.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
+from memtrace.allocator.rules import TORCH, round_sizes
+from memtrace.allocator.settings import Settings
+from memtrace.format.encode import Known
 from memtrace.readers.cuda_snapshot.blocks import Snapshot
 from memtrace.readers.cuda_snapshot.segments import LiveBlocks
-from memtrace.readers.tables import Array, Known
-
-ROUNDING_BYTES: Final = 512
-SMALL_BYTES: Final = 1 << 20
+from memtrace.readers.tables import Array
 
 
-def rounded(requested: Array) -> Array:
-    """What the allocator makes of a request under its default rounding."""
-    sizes: Array = np.maximum(-(-requested // ROUNDING_BYTES), 1) * ROUNDING_BYTES
-    return sizes
+def allocated_sizes(snapshot: Snapshot, requested: Array, device: Array, address: Array) -> Known:
+    """Return the allocator's size of each block in bytes, where it is known.
 
-
-def allocated_sizes(found: Snapshot, requested: Array, device: Array, address: Array) -> Known:
-    """The size of each block in the allocator's count; arguments are columns of the blocks."""
+    Args:
+        snapshot: the snapshot.
+        requested: requested bytes of each block.
+        device: device number of each block.
+        address: address of each block.
+    """
     sizes = np.zeros(len(requested), np.int64)
     known = np.zeros(len(requested), bool)
-    if rounds_by_default(found.settings, found.live):
-        sizes = rounded(requested)
-        known = (sizes <= SMALL_BYTES) | _in_expandable(found, device, address)
-    in_file = found.blocks.live >= 0
-    sizes[in_file] = found.live.size[found.blocks.live[in_file]]
+    if rounds_by_default(snapshot.settings, snapshot.live):
+        sizes = _rounded(requested)
+        known = (sizes <= TORCH.small_limit_bytes) | _in_expandable_segment(snapshot, device, address)
+    in_file = snapshot.blocks.live >= 0
+    sizes[in_file] = snapshot.live.size[snapshot.blocks.live[in_file]]
     return Known(sizes, known | in_file)
 
 
+def _rounded(requested: Array) -> Array:
+    return round_sizes(requested, Settings(), TORCH)
+
+
 def rounds_by_default(settings: Mapping[str, Any], live: LiveBlocks) -> bool:
-    """Whether requests are rounded to 512 bytes: by the settings; before torch 2.3, which has none, by small blocks."""
+    """Return whether the allocator rounds requests by its default rule.
+
+    It follows from the settings. Snapshots of torch before 2.3 contain no settings: there it follows from the sizes of
+    the live blocks of the small pool.
+    """
     divisions = settings.get("roundup_power2_divisions")
     if isinstance(divisions, Mapping):
         return all(_is_off(value) for value in divisions.values())
-    small = live.size <= SMALL_BYTES
-    return bool(small.any()) and bool((rounded(live.requested[small]) == live.size[small]).all())
+    small = live.size <= TORCH.small_limit_bytes
+    return bool(small.any()) and bool((_rounded(live.requested[small]) == live.size[small]).all())
 
 
 def _is_off(divisions: Any) -> bool:
     return divisions in (0, 1)
 
 
-def _in_expandable(found: Snapshot, device: Array, address: Array) -> Array:
-    """Whether each block lies in what is, at the dump, an expandable segment."""
+def _in_expandable_segment(snapshot: Snapshot, device: Array, address: Array) -> Array:
+    """Return whether each block is in a segment that is expandable when the snapshot is taken."""
+    segments = snapshot.segments
     inside = np.zeros(len(address), bool)
-    for number in np.unique(found.segments.device[found.segments.expandable == 1]).tolist():
-        mine = np.flatnonzero((found.segments.expandable == 1) & (found.segments.device == number))
-        mine = mine[np.argsort(found.segments.address[mine])]
-        start, size = found.segments.address[mine], found.segments.size[mine]
-        place = np.searchsorted(start, address, side="right") - 1
-        inside |= (device == number) & (place >= 0) & (address < (start + size)[np.maximum(place, 0)])
+    for number in np.unique(segments.device[segments.expandable == 1]).tolist():
+        rows = np.flatnonzero((segments.expandable == 1) & (segments.device == number))
+        rows = rows[np.argsort(segments.address[rows])]
+        start, size = segments.address[rows], segments.size[rows]
+        index = np.searchsorted(start, address, side="right") - 1
+        inside |= (device == number) & (index >= 0) & (address < (start + size)[np.maximum(index, 0)])
     return inside

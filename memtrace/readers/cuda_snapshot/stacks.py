@@ -1,6 +1,6 @@
-"""The stacks of a snapshot, interned: frames, phases, and what the compiler says of them.
+"""Interns the call stacks of a snapshot and finds what they reveal: phase, operator, category, FX node.
 
-Frame dicts and frame lists are shared objects in a snapshot, so most of the work is done once an object, by ``id``.
+Frame dicts and frame lists are shared objects in a snapshot, so most of the work is done once per object, by ``id``.
 """
 
 from __future__ import annotations
@@ -12,123 +12,126 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from memtrace.format.schema import CATEGORIES
-from memtrace.readers.fields import FieldError
-from memtrace.readers.frames import (
+from memtrace.frames import (
     BACKWARD,
-    Sign,
-    hint_of,
-    is_noise,
-    operator_of,
+    Frame,
+    PhaseHint,
+    category_hint,
+    dispatched_operator,
+    is_stack_machinery,
     parse_traceback,
-    phase_of,
-    sign_of,
+    phase_hint,
+    stack_phase,
 )
+from memtrace.readers.fields import FieldError
 from memtrace.readers.tables import Array, Names
 
 MAX_DEPTH: Final = 4096
-MAX_ALIKE: Final = 16
+_MAX_CANDIDATES: Final = 16
+_MAX_LINE: Final = 1 << 31
 
 
 @dataclass(frozen=True)
-class Stack:
-    """One distinct stack. -1: none, not told."""
+class SnapshotStack:
+    """A distinct call stack and what it reveals; -1 where something is unknown."""
 
     stack: int
-    """Its id in the table of names."""
+    """Id in the table ``names``."""
     phase: int
+    """Index into ``PHASES``."""
     recompute: bool
+    """Whether the stack is a recomputation (activation checkpointing)."""
     node: str
-    """The FX node that the innermost generated frame stands for; empty where there is none."""
+    """The FX node of the innermost generated frame, "" for none."""
     operator: int
-    """names.id of the operator that its C++ frames tell."""
+    """Id in the table ``names`` of the operator that the C++ frames show."""
     category: int
-    """What is allocated there, an index into CATEGORIES."""
+    """What is allocated there, as an index into ``CATEGORIES``."""
 
 
-NO_STACK: Final = Stack(-1, -1, False, "", -1, -1)
+NO_STACK: Final = SnapshotStack(-1, -1, False, "", -1, -1)
 
 
-class Piece(NamedTuple):
-    """A frame as the table of names has it, and what it tells."""
-
+class _InternedFrame(NamedTuple):
     name: int
-    sign: Sign
-    hint: str
+    """Id in the table ``names``."""
+    phase_hint: PhaseHint
+    category_hint: str
 
 
-class Stacks:
-    """Interns lists of frame dicts. The lists must outlive it."""
+class StackTable:
+    """Interns lists of frame dicts. It identifies them by ``id``, so they must stay alive as long as the table."""
 
     def __init__(self, names: Names) -> None:
         self._names = names
-        self._frames: dict[int, tuple[Piece, ...]] = {}
-        self._exact: dict[tuple[int, ...], int] = {}
-        self._contents: dict[Stack, int] = {NO_STACK: 0}
-        self.distinct: list[Stack] = [NO_STACK]
+        self._frames: dict[int, tuple[_InternedFrame, ...]] = {}
+        self._index_by_ids: dict[tuple[int, ...], int] = {}
+        self._index_by_stack: dict[SnapshotStack, int] = {NO_STACK: 0}
+        self.distinct: list[SnapshotStack] = [NO_STACK]
 
     def intern(self, lists: Sequence[Any]) -> Array:
-        """For each list of frames its place in ``distinct``; 0 for None and for an empty list."""
-        alike: dict[tuple[int, int, int], list[tuple[Any, int]]] = {}
-        places: list[int] = []
-        add, candidates_of, nobody = places.append, alike.get, ()
+        """Return for each list of frames its index in ``distinct``; 0 for None and for an empty list."""
+        similar: dict[tuple[int, int, int], list[tuple[Any, int]]] = {}
+        indices: list[int] = []
+        add, candidates_of, no_candidates = indices.append, similar.get, ()
         try:
             for frames in lists:
                 if not frames:
                     add(0)
                     continue
-                # Equality of lists looks at pointers first, so with shared frames it costs next to nothing: far less
-                # than a key of the whole list. Few lists agree in both of these frames and in length.
+                # Comparing lists compares pointers first, so with shared frames it is much faster than hashing the
+                # whole list. Few different lists agree in these two frames and in length.
                 depth = len(frames)
                 key = (id(frames[0]), id(frames[depth >> 1]), depth)
-                for seen, place in candidates_of(key, nobody):
-                    if seen == frames:
-                        add(place)
+                for candidate, index in candidates_of(key, no_candidates):
+                    if candidate == frames:
+                        add(index)
                         break
                 else:
-                    place = self._place(frames)
-                    places.append(place)
-                    candidates = alike.setdefault(key, [])
-                    if len(candidates) < MAX_ALIKE:
-                        candidates.append((frames, place))
+                    index = self._intern_list(frames)
+                    add(index)
+                    candidates = similar.setdefault(key, [])
+                    if len(candidates) < _MAX_CANDIDATES:
+                        candidates.append((frames, index))
         except (TypeError, KeyError, IndexError):
-            raise FieldError("an entry has 'frames' that are no list of frames") from None
-        return np.array(places, np.int32)
+            raise FieldError("an entry has 'frames' that are not a list of frames") from None
+        return np.array(indices, np.int32)
 
     def intern_printed(self, lists: Sequence[Any]) -> Array:
-        """The same for ``forward_frames``: printed tracebacks, one text a frame, outermost first."""
+        """Do the same for ``forward_frames``: printed tracebacks, one string per frame, outermost frame first."""
         known: dict[int, int] = {}
         for lines in lists:
             if id(lines) not in known:
-                known[id(lines)] = self._printed(lines)
+                known[id(lines)] = self._intern_traceback(lines)
         return np.fromiter((known[id(lines)] for lines in lists), np.int32, len(lists))
 
-    def _printed(self, lines: Any) -> int:
+    def _intern_traceback(self, lines: Any) -> int:
         if not isinstance(lines, list | tuple):
             return 0
-        frames = [self._names.frame(*frame) for frame in parse_traceback(lines)[:MAX_DEPTH]]
+        frames = [self._frame_name(frame) for frame in parse_traceback(lines)[:MAX_DEPTH]]
         if not frames:
             return 0
-        return self._add(Stack(self._names.stack(frames), BACKWARD, False, "", -1, -1))
+        return self._add(SnapshotStack(self._names.stack(frames), BACKWARD, False, "", -1, -1))
 
-    def _place(self, frames: Sequence[Any]) -> int:
-        if not isinstance(frames, list | tuple):
-            raise FieldError("an entry has 'frames' that are no list of frames")
-        shared = tuple(map(id, frames))
-        if shared not in self._exact:
-            self._exact[shared] = self._new(frames[:MAX_DEPTH])
-        return self._exact[shared]
+    def _intern_list(self, records: Sequence[Any]) -> int:
+        if not isinstance(records, list | tuple):
+            raise FieldError("an entry has 'frames' that are not a list of frames")
+        ids = tuple(map(id, records))
+        if ids not in self._index_by_ids:
+            self._index_by_ids[ids] = self._add_list(records[:MAX_DEPTH])
+        return self._index_by_ids[ids]
 
-    def _new(self, frames: Sequence[Any]) -> int:
-        pieces = [piece for frame in frames for piece in self._frame(frame)]
-        if not pieces:
+    def _add_list(self, records: Sequence[Any]) -> int:
+        frames = [frame for record in records for frame in self._intern_frame(record)]
+        if not frames:
             return 0
-        phase, recompute = phase_of([piece.sign for piece in pieces])
-        node = next((text for text in map(_node, frames) if text), "")
-        operator = operator_of(_texts(frame) for frame in frames)
-        hint = next((piece.hint for piece in pieces if piece.hint), "none")
+        phase, recompute = stack_phase([frame.phase_hint for frame in frames])
+        node = next((text for text in map(_fx_node, records) if text), "")
+        operator = dispatched_operator(map(_to_frame, records))
+        hint = next((frame.category_hint for frame in frames if frame.category_hint), "none")
         return self._add(
-            Stack(
-                self._names.stack(piece.name for piece in pieces),
+            SnapshotStack(
+                self._names.stack(frame.name for frame in frames),
                 phase,
                 recompute,
                 node,
@@ -137,38 +140,42 @@ class Stacks:
             )
         )
 
-    def _add(self, stack: Stack) -> int:
-        place = self._contents.setdefault(stack, len(self.distinct))
-        if place == len(self.distinct):
+    def _add(self, stack: SnapshotStack) -> int:
+        index = self._index_by_stack.setdefault(stack, len(self.distinct))
+        if index == len(self.distinct):
             self.distinct.append(stack)
-        return place
+        return index
 
-    def _frame(self, frame: Any) -> tuple[Piece, ...]:
-        """The frames that a frame dict stands for: none for noise, the original source before generated code."""
-        if id(frame) not in self._frames:
-            if not isinstance(frame, dict):
-                raise FieldError("an entry has a frame that is no record")
-            self._frames[id(frame)] = tuple(self._pieces(frame))
-        return self._frames[id(frame)]
+    def _intern_frame(self, record: Any) -> tuple[_InternedFrame, ...]:
+        """Return the frames of a frame dict: none for stack machinery, the original source before generated code."""
+        if id(record) not in self._frames:
+            if not isinstance(record, dict):
+                raise FieldError("an entry has a frame that is not a dict")
+            self._frames[id(record)] = tuple(self._new_frames(record))
+        return self._frames[id(record)]
 
-    def _pieces(self, frame: Mapping[str, Any]) -> list[Piece]:
-        file, function = _texts(frame)
-        if is_noise(file, function):
+    def _new_frames(self, record: Mapping[str, Any]) -> list[_InternedFrame]:
+        frame = _to_frame(record)
+        if is_stack_machinery(frame):
             return []
-        original = parse_traceback([frame.get("fx_original_trace")])[:MAX_DEPTH]
-        pieces = [Piece(self._names.frame(*place), sign_of(place[0], place[2]), "") for place in original]
-        own = Piece(
-            self._names.frame(file, frame.get("line"), function), sign_of(file, function), hint_of(file, function)
-        )
-        return [*pieces, own]
+        original_frames = parse_traceback([record.get("fx_original_trace")])[:MAX_DEPTH]
+        frames = [_InternedFrame(self._frame_name(item), phase_hint(item), "") for item in original_frames]
+        return [*frames, _InternedFrame(self._frame_name(frame), phase_hint(frame), category_hint(frame))]
+
+    def _frame_name(self, frame: Frame) -> int:
+        return self._names.frame(frame.file, frame.line, frame.function)
 
 
-def _texts(frame: Mapping[str, Any]) -> tuple[str, str]:
-    """File and function of a frame, "" for what is no text."""
-    file, function = frame.get("filename"), frame.get("name")
-    return file if isinstance(file, str) else "", function if isinstance(function, str) else ""
+def _to_frame(record: Mapping[str, Any]) -> Frame:
+    """Convert a frame dict; file and function are "" and the line is 0 where their values are invalid."""
+    file, line, function = record.get("filename"), record.get("line"), record.get("name")
+    return Frame(
+        file if isinstance(file, str) else "",
+        line if isinstance(line, int) and 0 <= line < _MAX_LINE else 0,
+        function if isinstance(function, str) else "",
+    )
 
 
-def _node(frame: Mapping[str, Any]) -> str:
-    told = [frame.get(key) for key in ("fx_node_op", "fx_node_target", "fx_node_name")]
-    return " ".join(text for text in told if isinstance(text, str) and text)
+def _fx_node(record: Mapping[str, Any]) -> str:
+    parts = [record.get(key) for key in ("fx_node_op", "fx_node_target", "fx_node_name")]
+    return " ".join(text for text in parts if isinstance(text, str) and text)

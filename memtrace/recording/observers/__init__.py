@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from memtrace.format.schema import OBSERVED_TABLES, batch_dtypes
+
 if TYPE_CHECKING:
     import torch
 
@@ -12,23 +14,10 @@ if TYPE_CHECKING:
 # as tuples (id, index into NAME_KINDS, text, frames).
 Batch = dict[str, Any]
 
-COLUMN_DTYPES: Final[dict[str, dict[str, str]]] = {
-    "events": {
-        "time_ns": "i8", "kind": "i1", "device": "i1", "block_id": "i8", "size": "i8",
-        "allocated_size": "i8", "address": "i8", "op_id": "i8", "stream": "i8", "thread": "i2", "pool": "i8",
-        "device_free": "i8",
-    },
-    "ops": {
-        "op_id": "i8", "name": "i4", "start_ns": "i8", "duration_ns": "i8", "thread": "i2", "module": "i4",
-        "phase": "i1", "stack": "i4", "sequence_nr": "i8", "recompute": "i1",
-    },
-    "spans": {"kind": "i1", "name": "i4", "start_ns": "i8", "duration_ns": "i8", "thread": "i2", "index": "i8"},
-    "labels": {"block_id": "i8", "category": "i1", "name": "i4"},
-    "device_times": {"op_id": "i8", "device": "i1", "start_ns": "i8", "duration_ns": "i8"},
-}  # fmt: skip
-"""Columns and numpy dtypes of a batch. Kinds, phases and categories are indices into the tuples of
-memtrace.format.schema, ``device`` is 0 for the CPU and 1 + i for cuda:i, -1 stands for null. A batch of the CPU alone
-may leave out ``pool`` and ``device_free``, which are null then, and ``allocated_size``, which is ``size``."""
+COLUMN_DTYPES: Final = {table: batch_dtypes(table) for table in OBSERVED_TABLES}
+"""Columns and numpy dtypes of a batch. Kinds, phases and categories are codes into the tuples of
+``memtrace.format.schema``, ``device`` is 0 for the CPU and 1 + i for cuda:i, -1 is null. A batch may leave out any
+nullable column, which is null in every row then, except ``allocated_size``, which is ``size`` then."""
 
 CudaRow = tuple[int, int, int, int, int, int, int, int]
 """An event of CUDA's allocator told from outside: kind, number of the device, address (of an oom what the device had

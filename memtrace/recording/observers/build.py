@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
+from memtrace.recording.observers.columns_header import HEADER_NAME, columns_header
+
 SOURCES = Path(__file__).parent / "native"
 MODULE = "memtrace_native"
 
@@ -98,6 +100,7 @@ def _key(cxx: str) -> str:
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
+    digest.update(columns_header().encode())
     for part in (torch.__version__, sys.version, cxx, *_compile_flags(), *_link_flags()):
         digest.update(str(part).encode())
     return digest.hexdigest()[:20]
@@ -114,7 +117,8 @@ def _compile(cxx: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = {source: Path(folder) / f"{source.stem}.o" for source in sorted(SOURCES.glob("*.cpp"))}
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            flags = _compile_flags()
+            (Path(folder) / HEADER_NAME).write_text(columns_header())
+            flags = [*_compile_flags(), f"-I{folder}"]
             list(pool.map(lambda item: _run([cxx, *flags, "-c", str(item[0]), "-o", str(item[1])]), objects.items()))
         linked = Path(folder) / target.name
         _run([cxx, *(str(path) for path in objects.values()), *_link_flags(), "-o", str(linked)])

@@ -149,7 +149,8 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         batch: Batch = {"names": names}
         for table, columns in COLUMN_DTYPES.items():
             values = list(zip(*rows[table], strict=True)) or [()] * len(columns)
-            for (column, dtype), data in zip(columns.items(), values, strict=True):
+            # The last columns of a table may be none of ours: they are left out.
+            for (column, dtype), data in zip(columns.items(), values, strict=False):
                 batch[f"{table}.{column}"] = np.array(data, dtype).tobytes()
         return batch
 

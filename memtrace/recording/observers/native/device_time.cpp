@@ -70,7 +70,7 @@ void take_first(DeviceTimes& all, DeviceTimeColumns& out) {
   Timed& timed = all.running.front();
   Base& base = all.bases.at(timed.device);
   const int64_t start = base.time_ns + between_ns(base.event, timed.start);
-  out.op.push_back(timed.op);
+  out.op_id.push_back(timed.op);
   out.device.push_back(timed.device);
   out.start_ns.push_back(start);
   out.duration_ns.push_back(between_ns(timed.start, timed.end));

@@ -134,27 +134,24 @@ PyObject* names_list() {
   return list;
 }
 
-bool put_tables(PyObject* out, const Tables& tables) {
-  const EventColumns& e = tables.events;
-  const OpColumns& o = tables.ops;
-  const SpanColumns& s = tables.spans;
-  const LabelColumns& l = tables.labels;
-  const DeviceTimeColumns& d = tables.device_times;
-  return put(out, "events.time_ns", e.time_ns) && put(out, "events.kind", e.kind) && put(out, "events.device", e.device) &&
-         put(out, "events.block_id", e.block) && put(out, "events.size", e.size) && put(out, "events.address", e.address) &&
-         (!e.has_cuda || (put(out, "events.allocated_size", e.allocated_size) && put(out, "events.pool", e.pool) &&
-                          put(out, "events.device_free", e.device_free))) &&
-         put(out, "events.op_id", e.op) &&
-         put(out, "events.stream", e.stream) && put(out, "events.thread", e.thread) &&
-         put(out, "ops.op_id", o.op) && put(out, "ops.name", o.name) && put(out, "ops.start_ns", o.start_ns) &&
-         put(out, "ops.duration_ns", o.duration_ns) && put(out, "ops.thread", o.thread) && put(out, "ops.module", o.module) &&
-         put(out, "ops.phase", o.phase) && put(out, "ops.stack", o.stack) && put(out, "ops.sequence_nr", o.sequence_nr) &&
-         put(out, "ops.recompute", o.recompute) && put(out, "spans.kind", s.kind) && put(out, "spans.name", s.name) &&
-         put(out, "spans.start_ns", s.start_ns) && put(out, "spans.duration_ns", s.duration_ns) &&
-         put(out, "spans.thread", s.thread) && put(out, "spans.index", s.index) && put(out, "labels.block_id", l.block) &&
-         put(out, "labels.category", l.category) && put(out, "labels.name", l.name) &&
-         put(out, "device_times.op_id", d.op) && put(out, "device_times.device", d.device) &&
-         put(out, "device_times.start_ns", d.start_ns) && put(out, "device_times.duration_ns", d.duration_ns);
+// Columns that nobody filled are left out: they are null.
+template <typename Columns>
+bool put_columns(PyObject* out, const Columns& columns) {
+  bool ok = true;
+  columns.each([&](const char* name, const auto& column) {
+    if (ok && column.size() == columns.num_rows()) ok = put(out, name, column);
+  });
+  return ok;
+}
+
+bool put_tables(PyObject* out, Tables& tables) {
+  if (!tables.events.has_cuda) {
+    tables.events.allocated_size.clear();
+    tables.events.pool.clear();
+    tables.events.device_free.clear();
+  }
+  return put_columns(out, tables.events) && put_columns(out, tables.ops) && put_columns(out, tables.spans) &&
+         put_columns(out, tables.labels) && put_columns(out, tables.device_times);
 }
 
 // What happened after a time stays for the next drain: events that are told late may belong before it.

@@ -53,11 +53,11 @@ void Resolver::row(const Event& event, EventKind kind, const Live& block, EventC
   out.kind.push_back(static_cast<int8_t>(kind));
   out.device.push_back(block.device);
   out.has_cuda |= block.device > 0;
-  out.block.push_back(block.block);
+  out.block_id.push_back(block.block);
   out.size.push_back(access ? kNone : block.size);
   out.allocated_size.push_back(access ? kNone : block.allocated_size);
   out.address.push_back(access || failed || event.address == 0 ? kNone : static_cast<int64_t>(event.address));
-  out.op.push_back(kind == EventKind::baseline ? kNone : event.op);
+  out.op_id.push_back(kind == EventKind::baseline ? kNone : event.op);
   out.stream.push_back(place.stream);
   out.pool.push_back(place.pool);
   out.device_free.push_back(failed ? static_cast<int64_t>(event.address) : kNone);
@@ -131,7 +131,7 @@ void Resolver::add(const std::vector<Event>& events, std::vector<Place> places, 
       const auto bit = static_cast<uint16_t>(1u << event.op);
       if (block.labels & bit) continue;
       block.labels |= bit;
-      out.labels.block.push_back(block.block);
+      out.labels.block_id.push_back(block.block);
       out.labels.category.push_back(static_cast<int8_t>(event.op));
       out.labels.name.push_back(event.detail);
     } else if (event.kind != EventKind::baseline) {
@@ -167,7 +167,7 @@ void Resolver::add(const std::vector<OpCall>& ops, Tables& out) {
       }
     }
     if (!call.touched_blocks) continue;
-    columns.op.push_back(call.op);
+    columns.op_id.push_back(call.op);
     columns.name.push_back(call.name);
     columns.start_ns.push_back(call.start_ns);
     columns.duration_ns.push_back(call.duration_ns);

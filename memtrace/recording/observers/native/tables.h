@@ -4,55 +4,20 @@
 #include <deque>
 #include <map>
 
+#include "columns.h"
 #include "state.h"
 
 namespace memtrace {
 
-struct EventColumns {
-  std::vector<int64_t> time_ns, block, size, allocated_size, address, op, stream, pool, device_free;
-  std::vector<int16_t> thread;
-  std::vector<int8_t> kind, device;
-  bool has_cuda = false;   // without it nobody needs allocated_size (it is size), pool and device_free
-
-  void reserve(size_t rows) {
-    for (auto* column : {&time_ns, &block, &size, &allocated_size, &address, &op, &stream, &pool, &device_free})
-      column->reserve(rows);
-    thread.reserve(rows);
-    for (auto* column : {&kind, &device}) column->reserve(rows);
-  }
+// events_columns, ops_columns, ...: one vector per column of the tables in memtrace/format/schema.py. The header is
+// generated when the observer is built. A column that is left empty is null in every row.
+struct EventColumns : events_columns {
+  bool has_cuda = false;   // without CUDA events allocated_size is size, and pool and device_free are null
 };
-
-struct OpColumns {
-  std::vector<int64_t> op, start_ns, duration_ns, sequence_nr;
-  std::vector<int32_t> name, module, stack;
-  std::vector<int16_t> thread;
-  std::vector<int8_t> phase, recompute;
-
-  void reserve(size_t rows) {
-    for (auto* column : {&op, &start_ns, &duration_ns, &sequence_nr}) column->reserve(rows);
-    for (auto* column : {&name, &module, &stack}) column->reserve(rows);
-    thread.reserve(rows);
-    for (auto* column : {&phase, &recompute}) column->reserve(rows);
-  }
-};
-
-struct SpanColumns {
-  std::vector<int64_t> start_ns, duration_ns, index;
-  std::vector<int32_t> name;
-  std::vector<int16_t> thread;
-  std::vector<int8_t> kind;
-};
-
-struct LabelColumns {
-  std::vector<int64_t> block;
-  std::vector<int32_t> name;
-  std::vector<int8_t> category;
-};
-
-struct DeviceTimeColumns {
-  std::vector<int64_t> op, start_ns, duration_ns;
-  std::vector<int8_t> device;
-};
+using OpColumns = ops_columns;
+using SpanColumns = spans_columns;
+using LabelColumns = labels_columns;
+using DeviceTimeColumns = device_times_columns;
 
 struct Tables {
   EventColumns events;

@@ -1,6 +1,7 @@
-"""Makes CUDA snapshots for tests: a small caching allocator that records itself as torch does, and answers for itself.
+"""Builds CUDA snapshots for tests with a small caching allocator that records its history as PyTorch does.
 
-Its rules are not torch's own: readers must not depend on them. What it records is consistent, which is what matters.
+The allocator does not follow the rules of PyTorch's allocator, because readers must not depend on them. Its snapshots
+are consistent, and it keeps the expected values of the tests.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memtrace.readers.content import Content
-from memtrace.readers.registry import reader_for
+from memtrace.readers.registry import find_reader
 from memtrace.trace import Trace
 
 MIB = 1 << 20
@@ -33,13 +34,16 @@ class Block:
 
 
 @dataclass
-class Maker:
-    """Allocates, frees and records. ``curve`` is what was requested and live after each entry."""
+class SnapshotMaker:
+    """Allocates, frees and records.
+
+    ``requested_curve`` and ``reserved_curve`` are the requested live bytes and the reserved bytes after each entry.
+    """
 
     device: int = 0
     stream: int = 0
     entries: list[dict[str, Any]] = field(default_factory=list)
-    curve: list[int] = field(default_factory=list)
+    requested_curve: list[int] = field(default_factory=list)
     reserved_curve: list[int] = field(default_factory=list)
     segments: dict[int, int] = field(default_factory=dict)
     blocks: dict[int, Block] = field(default_factory=dict)
@@ -61,7 +65,7 @@ class Maker:
             self._record("free_completed", address, block.requested, [])
 
     def release(self) -> None:
-        """Give empty segments back, as empty_cache does."""
+        """Release empty segments, as ``torch.cuda.empty_cache`` does."""
         for start, size in list(self.segments.items()):
             if not any(start <= address < start + size for address in self.blocks):
                 del self.segments[start]
@@ -75,7 +79,7 @@ class Maker:
         self._record("snapshot", 0, sum(block.size for block in self.blocks.values()), None)
 
     def snapshot(self, *, last: int | None = None) -> dict[str, Any]:
-        """What torch would dump; with ``last`` only the newest entries, as of a ring."""
+        """Return the snapshot; with ``last`` only the newest entries, as in a ring buffer that wrapped around."""
         trace = self.entries if last is None else self.entries[len(self.entries) - last :]
         return {
             "segments": [self._segment(start, size) for start, size in self.segments.items()],
@@ -110,7 +114,7 @@ class Maker:
         if stack is not None:
             entry["frames"] = stack
         self.entries.append(entry)
-        self.curve.append(sum(block.requested for block in self.blocks.values()))
+        self.requested_curve.append(sum(block.requested for block in self.blocks.values()))
         self.reserved_curve.append(sum(self.segments.values()))
 
     def _segment(self, start: int, length: int) -> dict[str, Any]:
@@ -149,10 +153,10 @@ def frame(file: str, line: int, name: str, **more: Any) -> dict[str, Any]:
     return {"filename": file, "line": line, "name": name, **more}
 
 
-def random_life(seed: int, num_actions: int, maker: Maker | None = None) -> Maker:
-    """A program that allocates and frees at random, with some streams behind and some caches emptied."""
+def random_history(seed: int, num_actions: int, maker: SnapshotMaker | None = None) -> SnapshotMaker:
+    """Run a program that allocates and frees at random, with some pending frees and some released segments."""
     dice = random.Random(seed)
-    maker = maker or Maker()
+    maker = maker or SnapshotMaker()
     stacks = [[frame("train.py", line, "step"), frame("main.py", 1, "<module>")] for line in range(5)]
     for _ in range(num_actions):
         roll = dice.random()
@@ -168,9 +172,9 @@ def random_life(seed: int, num_actions: int, maker: Maker | None = None) -> Make
     return maker
 
 
-def read_here(path: Path, value: Any) -> Trace:
-    """Read a snapshot without the process of its own, for tests that read many."""
+def read_in_process(path: Path, value: Any) -> Trace:
+    """Read a snapshot in this process, for tests that read many snapshots."""
     path.write_bytes(pickle.dumps(value))
     content = Content.of(path)
-    ((manifest, tables),) = reader_for(content).read(content)
-    return Trace.from_tables(manifest, tables)
+    (rank,) = find_reader(content).read(content)
+    return Trace.from_tables(rank.manifest, rank.tables)

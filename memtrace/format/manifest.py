@@ -1,0 +1,240 @@
+"""The manifest of a rank (``manifest.json``): where its trace comes from, what it covers, and which parts it has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from memtrace.errors import TraceError
+from memtrace.format.schema import FORMAT_VERSION, MANIFEST_NAME
+
+PartRanges = tuple[tuple[int, int], ...]
+"""Numbers of the parts of a table as ranges: first and last number of each, both included."""
+
+
+@dataclass(frozen=True)
+class TraceSource:
+    """What the trace was made from."""
+
+    kind: str = "recording"
+    """``recording``, or the kind of file: ``cuda_snapshot``, ``chrome_trace``, ``memory_timeline``, ..."""
+    observer: str | None = None
+    """Observer of a recording: ``native`` or ``dispatch``."""
+    file: str | None = None
+    """Name of the file that was read."""
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """A device of the process."""
+
+    name: str | None = None
+    num_threads: int | None = None
+    """CPU: threads that torch uses within an operator."""
+    total_bytes: int | None = None
+    """Memory of the device."""
+
+
+@dataclass(frozen=True)
+class RecordingOptions:
+    """The options of ``memtrace.record``; see there."""
+
+    stacks: bool = True
+    accesses: bool = True
+    last_steps: int | None = None
+    max_steps: int | None = None
+    observer: str = "auto"
+    stack_min_bytes: int = 512
+    flush_seconds: float = 5.0
+    device_time_min_bytes: int = -1
+    """Operators that touch a block on a GPU of at least this size are timed there; -1: none."""
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """How this rank's clock relates to that of the reference rank. None: unknown."""
+
+    reference_rank: int = 0
+    offset_ns: int | None = None
+    """Added to a time of this rank, gives the time of the reference rank."""
+    error_ns: int | None = None
+    """Bound on the error of the offset."""
+    drift_ns: int | None = None
+    """Change of the offset until the end of the recording."""
+    note: str | None = None
+    """What prevented the measurement."""
+
+
+@dataclass(frozen=True)
+class FileCoverage:
+    """What the events of the trace cover, as far as its writer knows."""
+
+    lost_events: int | None = None
+    """Events that the recorder could not write; None: unknown."""
+    dropped_events: int | None = None
+    """Events older than the steps that a ring recording keeps; None: unknown."""
+    has_times: bool = True
+    """Whether ``time_ns`` is a time. Where a file has no times it numbers the entries, and durations are unknown."""
+    has_blocks: bool = True
+    """Whether the blocks are the program's. A file of totals has one block per category, replaced at every change."""
+    has_accesses: bool | None = None
+    """Whether reads and writes were recorded; None: they were if there are any."""
+    notes: tuple[str, ...] = ()
+    """Sentences about what the trace cannot show, and why."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is known of the trace of one rank besides its tables."""
+
+    memtrace_version: str = ""
+    source: TraceSource = TraceSource()
+    rank: int = 0
+    rank_is_known: bool = False
+    """Whether the process or the file itself named the rank; otherwise it is 0 by default."""
+    world_size: int = 1
+    finished: bool = True
+    """False: the process died while recording; the trace ends at the last flush."""
+    stop_reason: str | None = None
+    """Why the recording ended before the program did."""
+    t0_epoch_ns: int | None = None
+    """Unix time at which ``time_ns`` is 0, ns."""
+    num_events: int | None = None
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    """Versions of python, torch and cuda in the recorded process."""
+    devices: Mapping[str, DeviceInfo] = field(default_factory=dict)
+    host: str | None = None
+    process: int | None = None
+    command: tuple[str, ...] = ()
+    options: RecordingOptions | None = None
+    """None: not a recording."""
+    clock: ClockOffset | None = None
+    """None: the recording was of a single rank, or the file has no clock."""
+    allocator_settings: Mapping[str, Any] | None = None
+    """Settings of torch's CUDA allocator, as a snapshot names them."""
+    coverage: FileCoverage = FileCoverage()
+    parts: Mapping[str, PartRanges] | None = None
+    """Numbers of the parts of each table, so that a lost part is noticed; None: the tables are in memory."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of ``manifest.json``."""
+        return {"format": "memtrace", "format_version": FORMAT_VERSION, **asdict(self)}
+
+    def with_notes(self, *notes: str) -> Manifest:
+        """Return the manifest with more notes in its coverage."""
+        return replace(self, coverage=replace(self.coverage, notes=(*self.coverage.notes, *notes)))
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read ``manifest.json``; TraceError where it is missing, damaged, foreign or of another format version."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TraceError(f"{path} is missing: {path.parent} is not the folder of a memtrace rank.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise TraceError(
+            f"{path} cannot be read ({error}). Copy the trace again from where it was recorded."
+        ) from error
+    return parse_manifest(content, str(path))
+
+
+def parse_manifest(content: Any, where: str) -> Manifest:
+    """Return the manifest in the JSON value ``content``.
+
+    Args:
+        content: what ``Manifest.to_json`` returned, after a round trip through JSON.
+        where: the file, for errors.
+
+    Raises:
+        TraceError: it is not a manifest, has another format version, or a member has the wrong type.
+    """
+    if not isinstance(content, dict) or content.get("format") != "memtrace":
+        raise TraceError(f'{where} is not the manifest of a memtrace trace (no "format": "memtrace").')
+    version = content.get("format_version")
+    if not isinstance(version, int):
+        raise TraceError(f"{where} has no format_version. Copy the trace again from where it was recorded.")
+    if version > FORMAT_VERSION:
+        raise TraceError(
+            f"{where} has format version {version}, written by memtrace {content.get('memtrace_version')}; this "
+            f"memtrace reads version {FORMAT_VERSION}. Install a newer memtrace."
+        )
+    if version < FORMAT_VERSION:
+        raise TraceError(
+            f"{where} has format version {version}, which this memtrace no longer reads (it reads version "
+            f"{FORMAT_VERSION}). Record the program again, or import the original file again."
+        )
+    manifest: Manifest = _parse(Manifest, content, where, "")
+    return manifest
+
+
+def _parse(kind: Any, value: Any, where: str, member: str) -> Any:
+    """Return a JSON value as ``kind``: a dataclass, a mapping, a tuple, a union or a plain type."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        present = {item.name for item in fields(kind)} & value.keys()
+        return kind(**{name: _parse(hints[name], value[name], where, f"{member}.{name}") for name in present})
+    if origin in (Union, UnionType):
+        if value is None and NoneType in arguments:
+            return None
+        return _parse(next(option for option in arguments if option is not NoneType), value, where, member)
+    if origin is tuple and isinstance(value, list):
+        if arguments[-1] is ...:
+            return tuple(_parse(arguments[0], item, where, member) for item in value)
+        if len(value) == len(arguments):
+            return tuple(_parse(option, item, where, member) for option, item in zip(arguments, value, strict=True))
+    if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, dict):
+        return {str(key): _parse(arguments[1], item, where, f"{member}.{key}") for key, item in value.items()}
+    if kind is Any or _is_plain(kind, value):
+        return value
+    raise TraceError(
+        f"{where}: the member {member.lstrip('.')} has the invalid value {str(value)[:80]!r}. Copy the trace again "
+        "from where it was recorded."
+    )
+
+
+def _is_plain(kind: Any, value: Any) -> bool:
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) is kind
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write ``manifest.json`` in one step, so that it is whole at every moment."""
+    temporary = folder / f".{MANIFEST_NAME}.tmp"
+    temporary.write_text(json.dumps(manifest.to_json(), indent=1, sort_keys=True), encoding="utf-8")
+    temporary.replace(folder / MANIFEST_NAME)
+
+
+def part_ranges(numbers: Iterable[int]) -> PartRanges:
+    """Return part numbers as ranges."""
+    ordered = sorted(numbers)
+    runs = [list(run) for _, run in groupby(enumerate(ordered), key=lambda item: item[1] - item[0])]
+    return tuple((run[0][1], run[-1][1]) for run in runs)
+
+
+def missing_parts(ranges: PartRanges, present: Sequence[int], first: int) -> tuple[int, int | None]:
+    """Compare the parts of a table that the manifest lists with those that are there.
+
+    Args:
+        ranges: what the manifest lists; damaged manifests can list more than any folder holds.
+        present: the numbers that are there, sorted.
+        first: parts with smaller numbers were dropped by a ring.
+
+    Returns:
+        How many parts are missing, and the first of their numbers.
+    """
+    num_missing, first_missing = 0, None
+    for low, high in ranges:
+        low = max(low, first)
+        inside = [number for number in present if low <= number <= high]
+        absent = max(0, high - low + 1) - len(inside)
+        num_missing += absent
+        if absent and first_missing is None:
+            first_missing = next((low + i for i, number in enumerate(inside) if number != low + i), low + len(inside))
+    return num_missing, first_missing

@@ -1,0 +1,289 @@
+"""Stack frames: how they are written, whose code they are, and what they reveal about the training step.
+
+Every rule about the names of files and functions in a call stack is in this module: user code against library code,
+optimizer steps, module calls, backward passes, recomputation, and the C++ frames of CUDA snapshots. Rules name the
+functions of PyTorch 2.0 to 2.13.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from typing import Final
+
+from memtrace.format.schema import PHASES
+
+FORWARD: Final = PHASES.index("forward")
+BACKWARD: Final = PHASES.index("backward")
+OPTIMIZER: Final = PHASES.index("optimizer")
+
+_SITE_PATH_PARTS: Final = 2
+
+_LIBRARY_PARTS: Final = ("/site-packages/", "/dist-packages/", "/lib/python3", "/torch/")
+_LIBRARY_PREFIXES: Final = ("torch/", "<frozen ", "<string>", "<eval_with_key>")
+_NATIVE_SUFFIXES: Final = (".cpp", ".cc", ".c", ".cxx", ".h", ".hpp", ".cu", ".cuh", ".so", ".o")
+_WINDOWS_LIBRARY: Final = re.compile(r"^[a-z]:/.*/lib/(\w+)(\.py$|/)", re.IGNORECASE)
+
+# The stack unwinder and the interpreter loop: part of every stack with C++ frames, whatever the program does.
+_MACHINERY_FUNCTION: Final = re.compile(
+    r"unwind::unwind|CapturedTraceback::gather|gather_with_cpp|^_start$|^__libc_start|"
+    r"^_?Py(Eval|Object|Function|Run|_BytesMain)|^pymain_|^cfunction_|^method_vectorcall|^slot_tp_"
+)
+_MACHINERY_FILE: Final = re.compile(r"(Python|Objects|Modules)/\w+\.c$|ceval\.c$|pycore_ceval\.h$")
+_DISPATCHED_OPERATOR: Final = re.compile(r"^at::_ops::(\w+)::(?:call|redispatch)\(")
+_AUTOGRAD_NODE: Final = re.compile(r"^torch::autograd::(?:generated::)?(\w+)::apply\(")
+# `File "train.py", line 12, in forward`, as Python's tracebacks print it.
+_TRACEBACK_LINE: Final = re.compile(r'File "([^"\n]+)", line (\d{1,9})(?:, in ([^\n]+))?')
+_MAX_TRACEBACK_CHARS: Final = 100_000
+# `train.py(12): forward`, as torch.profiler names Python functions.
+_PROFILER_FUNCTION: Final = re.compile(r"(.+)\((\d{1,9})\): (.*)")
+
+_OPTIMIZER_FOLDER: Final = "torch/optim/"
+_OPTIMIZER_BASE_CLASS: Final = "torch/optim/optimizer.py"
+# They are in torch/optim, and their `step` changes no parameter.
+_NOT_OPTIMIZERS: Final = ("lr_scheduler.py", "swa_utils.py")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One frame of a call stack."""
+
+    file: str
+    """Path of the source file as the interpreter or the debug information gives it."""
+    line: int
+    """Line number; 0 where it is unknown."""
+    function: str
+    """Name of the function, qualified where Python provides that."""
+
+    @classmethod
+    def from_text(cls, text: str) -> Frame:
+        """Parse the form used in the table ``names``: ``file<TAB>line<TAB>function``."""
+        file, _, rest = text.partition("\t")
+        line, _, function = rest.partition("\t")
+        return cls(file, int(line) if line.isdecimal() else 0, function)
+
+    @property
+    def text(self) -> str:
+        """The frame in the form that ``from_text`` parses."""
+        return f"{self.file}\t{self.line}\t{self.function}"
+
+
+def parse_traceback(lines: Iterable[object]) -> list[Frame]:
+    """Parse a printed Python traceback.
+
+    Args:
+        lines: pieces of the traceback, outermost frame first; pieces that are not text are skipped.
+
+    Returns:
+        The frames, innermost first.
+    """
+    frames = [
+        Frame(match[1], int(match[2]), (match[3] or "").strip())
+        for text in lines
+        if isinstance(text, str)
+        for match in _TRACEBACK_LINE.finditer(text[:_MAX_TRACEBACK_CHARS])
+    ]
+    return frames[::-1]
+
+
+def parse_profiler_function(name: str) -> Frame | None:
+    """Parse the name that torch.profiler gives a Python function, ``file(line): function``; None for other names."""
+    match = _PROFILER_FUNCTION.fullmatch(name)
+    return Frame(match[1], int(match[2]), match[3]) if match else None
+
+
+# -- whose code a frame is ------------------------------------------------------------------------------------------
+
+
+def _normalized(file: str) -> str:
+    return file.replace("\\", "/")
+
+
+def _as_prefix(folder: str | Path) -> str:
+    return _normalized(str(folder)).rstrip("/") + "/"
+
+
+# In an editable install the packages memtrace.cli and memtrace.dashboards are next to the package memtrace.
+_OWN_FOLDERS: Final = (
+    _as_prefix(sysconfig.get_paths()["stdlib"]),
+    _as_prefix(Path(__file__).parent),
+    _as_prefix(Path(__file__).parents[1] / "cli"),
+    _as_prefix(Path(__file__).parents[1] / "dashboards"),
+)
+
+
+def is_library_frame(frame: Frame) -> bool:
+    """Return whether a frame belongs to PyTorch, an installed package, Python's library or memtrace, not to the user.
+
+    C++ frames count as library frames.
+    """
+    file = _normalized(frame.file)
+    if file in ("??", "") or file.startswith(_OWN_FOLDERS + _LIBRARY_PREFIXES) or file.endswith(_NATIVE_SUFFIXES):
+        return True
+    if any(part in file for part in _LIBRARY_PARTS):
+        return True
+    windows = _WINDOWS_LIBRARY.match(file)
+    return windows is not None and windows[1] in sys.stdlib_module_names
+
+
+def innermost_user_frame(frames: Sequence[Frame]) -> Frame | None:
+    """Return the innermost frame of the user's code, the innermost frame of all if there is none, None without frames.
+
+    Args:
+        frames: a call stack, innermost frame first.
+    """
+    return next((frame for frame in frames if not is_library_frame(frame)), frames[0] if frames else None)
+
+
+def format_allocation_site(frames: Sequence[Frame]) -> str | None:
+    """Format the place in the program that a call stack stands for, such as ``train.py:12 forward``.
+
+    The place is the innermost line of the user's code. Autograd's threads run no Python; their stacks are named by the
+    node of the autograd graph (``MmBackward0 (autograd)``), otherwise by the outermost operator (``aten::mm (torch)``).
+
+    Args:
+        frames: a call stack, innermost frame first.
+
+    Returns:
+        The place, or None for an empty stack.
+    """
+    frame = innermost_user_frame(frames)
+    if frame is None:
+        return None
+    if is_library_frame(frame):
+        node = _first_match(_AUTOGRAD_NODE, frames)
+        if node is not None:
+            return f"{node} (autograd)"
+        operator = _first_match(_DISPATCHED_OPERATOR, reversed(frames))
+        if operator is not None:
+            return f"aten::{operator} (torch)"
+    parts = Path(_normalized(frame.file)).parts
+    return f"{'/'.join(parts[-_SITE_PATH_PARTS:])}:{frame.line} {frame.function}"
+
+
+def _first_match(pattern: re.Pattern[str], frames: Iterable[Frame]) -> str | None:
+    return next((match[1] for frame in frames if (match := pattern.match(frame.function))), None)
+
+
+def is_stack_machinery(frame: Frame) -> bool:
+    """Return whether a frame belongs to the stack unwinder or to CPython's interpreter loop."""
+    return bool(_MACHINERY_FUNCTION.search(frame.function) or _MACHINERY_FILE.search(frame.file))
+
+
+def dispatched_operator(frames: Iterable[Frame]) -> str:
+    """Return the operator that the C++ frames of a call stack show, such as ``aten::linear``; "" if they show none.
+
+    It is the outermost dispatched operator below the innermost Python frame or node of the autograd graph.
+
+    Args:
+        frames: a call stack, innermost frame first.
+    """
+    operator = ""
+    for frame in frames:
+        if frame.file.endswith(".py") or "torch::autograd::Node::operator()" in frame.function:
+            break
+        match = _DISPATCHED_OPERATOR.match(frame.function)
+        if match:
+            operator = f"aten::{match[1]}"
+    return operator
+
+
+# -- what a frame reveals about the training step -------------------------------------------------------------------
+
+
+def is_optimizer_frame(frame: Frame) -> bool:
+    """Return whether a frame is code of an optimizer of ``torch.optim`` (learning-rate schedulers are not)."""
+    file = _normalized(frame.file)
+    return _OPTIMIZER_FOLDER in file and not file.endswith(_NOT_OPTIMIZERS)
+
+
+def is_optimizer_base_frame(frame: Frame) -> bool:
+    """Return whether a frame is code of ``torch.optim.Optimizer`` itself, which wraps the step of every optimizer."""
+    return _normalized(frame.file).endswith(_OPTIMIZER_BASE_CLASS)
+
+
+class PhaseHint(Enum):
+    """What one frame reveals about the phase of training that its call stack belongs to."""
+
+    NONE = auto()
+    MODULE_CALL = auto()
+    BACKWARD = auto()
+    OPTIMIZER_STEP = auto()
+    RECOMPUTE = auto()
+    FUNCTION_APPLY = auto()
+    """``apply`` of a Python autograd Function, which runs the forward pass and the backward pass. As the outermost
+    frame of a stack it is the backward pass, in a thread of autograd."""
+
+
+def phase_hint(frame: Frame) -> PhaseHint:
+    """Return what a frame reveals about the phase: the rules name functions of PyTorch that only one phase calls."""
+    if "torch::autograd::Engine::" in frame.function:
+        return PhaseHint.BACKWARD
+    file, function = _normalized(frame.file), frame.function
+    if "torch/" not in file:
+        return PhaseHint.NONE
+    if file.endswith("torch/utils/checkpoint.py"):
+        return PhaseHint.RECOMPUTE if function in ("unpack_hook", "recompute_fn", "backward") else PhaseHint.NONE
+    if file.endswith("torch/nn/modules/module.py"):
+        return PhaseHint.MODULE_CALL if function in ("_call_impl", "_wrapped_call_impl") else PhaseHint.NONE
+    if file.endswith(("torch/_tensor.py", "torch/autograd/__init__.py", "torch/autograd/graph.py")):
+        return PhaseHint.BACKWARD if function in ("backward", "grad", "_engine_run_backward") else PhaseHint.NONE
+    if file.endswith("torch/autograd/function.py"):
+        return PhaseHint.FUNCTION_APPLY if function == "apply" else PhaseHint.NONE
+    if is_optimizer_frame(frame) and function in ("step", "wrapper"):
+        return PhaseHint.OPTIMIZER_STEP
+    return PhaseHint.NONE
+
+
+def stack_phase(hints: Sequence[PhaseHint]) -> tuple[int, bool]:
+    """Return the phase of a call stack and whether it is a recomputation (activation checkpointing).
+
+    The innermost hint wins, because the closure of an optimizer runs a forward and a backward pass; but a module that
+    a backward pass calls belongs to the backward pass.
+
+    Args:
+        hints: the hints of all frames of the stack, innermost first.
+
+    Returns:
+        An index into ``PHASES`` (-1 where the phase is unknown), and True for a recomputation.
+    """
+    if PhaseHint.RECOMPUTE in hints:
+        return BACKWARD, True
+    if hints and hints[-1] is PhaseHint.FUNCTION_APPLY:
+        return BACKWARD, False
+    decisive = [hint for hint in hints if hint not in (PhaseHint.NONE, PhaseHint.FUNCTION_APPLY)]
+    if not decisive:
+        return -1, False
+    if decisive[0] is PhaseHint.OPTIMIZER_STEP:
+        return OPTIMIZER, False
+    callers = [hint for hint in decisive if hint is not PhaseHint.MODULE_CALL]
+    return (BACKWARD if callers and callers[0] is PhaseHint.BACKWARD else FORWARD), False
+
+
+def category_hint(frame: Frame) -> str:
+    """Return the category of what a function of PyTorch allocates, if it allocates for one purpose only.
+
+    Returns:
+        One of ``CATEGORIES``; "none" if the hints of its callers must be ignored; "" for every other function.
+    """
+    function = frame.function
+    if "AccumulateGrad::accumulateGrad" in function:
+        return "gradient"
+    if is_optimizer_frame(frame):
+        return "optimizer_state" if function == "_init_group" else ""
+    file = _normalized(frame.file)
+    if "torch/nn/modules/" not in file:
+        return ""
+    if file.endswith("torch/nn/modules/module.py"):
+        # Module.to, Module.cuda and Module.to_empty move parameters and buffers.
+        if function in ("convert", "_apply", "to_empty"):
+            return "parameter"
+        return "none" if function == "_call_impl" else ""
+    if function == "__init__":
+        return "parameter"
+    return "none" if function in ("reset_parameters", "forward") else ""
