@@ -277,4 +277,4 @@ def test_expandable_stretches_walk_back(tmp_path: Path) -> None:
 def test_the_page_tells_of_both(tmp_path: Path) -> None:
     page = render(_failing(tmp_path))
     assert "Reserved but unused" in page and "The largest request that fits is" in page
-    assert "Out of memory" in page and "expandable_segments:True" in page
+    assert "Out-of-memory errors" in page and "expandable_segments:True" in page

@@ -89,8 +89,8 @@ def test_record_runs_a_module(tmp_path: Path) -> None:
 
 def test_doctor_names_the_observer() -> None:
     result = json.loads(run_memtrace("doctor", "--json").stdout)
-    assert result["observer"] in ("native", "dispatch")
-    assert result["versions"]["torch"]
+    assert result["environment"]["observer"] in ("native", "dispatch")
+    assert result["environment"]["versions"]["torch"]
 
 
 def _set_newer_version(rank: Path) -> None:
@@ -177,10 +177,10 @@ def test_a_page_that_cannot_be_written_is_an_error_message_and_exit_code_2(
 
 def test_files_and_folders_that_are_not_traces_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("hello")
-    for path in (tmp_path, tmp_path / "file"):
+    for path, message in ((tmp_path, "is not a memtrace trace"), (tmp_path / "file", "unrecognised file format")):
         result = run_memtrace("summary", path)
         assert result.returncode == 2
-        assert str(path) in result.stderr and "Traceback" not in result.stderr
+        assert str(path) in result.stderr and message in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(
