@@ -1,8 +1,8 @@
-"""How exactly the allocator's model replays each recorded snapshot, and how many trace entries a second it takes.
+"""Measures how exactly and how fast the allocator model replays recorded and synthetic histories.
 
-Histories: the recorded snapshots beside the repository, where they are, and one of a million entries made by putting
-training-like requests to the model itself. Timed are the replay check with all it needs (start state, program, run,
-comparison), and one run of another setting with its start state laid out afresh. Target: 200,000 entries a second.
+The histories are the snapshots in the shared data folder, if it exists, and a synthetic one of a million entries,
+made by running training-like requests on the model itself. Timed are the replay with its preparation (start state,
+operations, comparison) and one simulation of another setting. Target: 200,000 trace entries per second.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from typing import Any
 
 import numpy as np
 
-from memtrace.allocator.devices import InventedDevice
 from memtrace.allocator.history import (
     ALLOC,
     FREE,
     FREE_REQUESTED,
     SEGMENT_ALLOC,
     SEGMENT_FREE,
-    Blocks,
-    History,
-    Segments,
+    AllocatorHistory,
+    RecordedBlocks,
+    RecordedSegments,
 )
-from memtrace.allocator.infer_rules import reproduce
-from memtrace.allocator.model import Allocator
-from memtrace.allocator.plan import case_of
-from memtrace.allocator.replay import Prepared, prepare, replay
-from memtrace.allocator.requests import read_device
-from memtrace.allocator.settings import Settings
-from memtrace.allocator.what_if import outcome
+from memtrace.allocator.infer_rules import reproduce_history
+from memtrace.allocator.model import CachingAllocator
+from memtrace.allocator.plan import workload_of
+from memtrace.allocator.replay import PreparedHistory, prepare_history, replay_history
+from memtrace.allocator.requests import read_device_history
+from memtrace.allocator.settings import AllocatorSettings
+from memtrace.allocator.simulated_devices import SyntheticDevice
+from memtrace.allocator.what_if import simulate_settings
 
 DATA = Path(__file__).parents[1] / ".." / "shared" / "data" / "snapshots"
 TARGET = 200_000
 MIN_ENTRIES = 5_000
-OTHER = Settings.parse("expandable_segments:True")
+OTHER = AllocatorSettings.parse("expandable_segments:True")
 
 
-def made_history(entries: int) -> History:
-    """A history of about `entries` entries: steps of 600 blocks that grow to a peak and are freed backwards."""
+def make_synthetic_history(entries: int) -> AllocatorHistory:
+    """Return a history of about `entries` entries: steps of 600 blocks that are freed in reverse order."""
     random = np.random.default_rng(0)
-    allocator = Allocator(Settings(), InventedDevice())
+    allocator = CachingAllocator(AllocatorSettings(), SyntheticDevice())
     rows: list[tuple[int, int, int]] = []
     sizes = random.choice([2048, 40_000, 700_000, 1 << 20, 3_000_000, 12_000_000, 40_000_000], 600)
     while len(rows) < entries:
@@ -67,7 +67,7 @@ def made_history(entries: int) -> History:
     sizes_held = np.array([sum(block.size for block in segment) for segment in allocator.segments()])
     assert not np.isin(columns[0], (SEGMENT_FREE,)).any() and np.isin(columns[0], (SEGMENT_ALLOC,)).any()
     nothing = np.zeros(0, np.int64)
-    return History(
+    return AllocatorHistory(
         device="cuda:0",
         kind=columns[0].astype(np.int8),
         address=columns[1],
@@ -77,46 +77,46 @@ def made_history(entries: int) -> History:
         by_program=np.full(len(rows), -1, np.int8),
         device_free=np.full(len(rows), -1),
         time_ns=np.arange(len(rows)),
-        settings=Settings(),
-        segments=Segments(
+        settings=AllocatorSettings(),
+        segments=RecordedSegments(
             address=np.array([head.address for head in heads]),
             size=sizes_held,
             stream=np.zeros(len(heads), np.int64),
             pool=np.zeros(len(heads), np.int64),
-            small=np.array([head.home.pool.small for head in heads]),
+            small=np.array([head.free_list.pool.small for head in heads]),
             expandable=np.zeros(len(heads), bool),
         ),
-        blocks=Blocks(address=nothing, size=nothing, requested=nothing),
+        blocks=RecordedBlocks(address=nothing, size=nothing, requested=nothing),
     )
 
 
-def free(allocator: Allocator, rows: list[tuple[int, int, int]], block: Any) -> None:
+def free(allocator: CachingAllocator, rows: list[tuple[int, int, int]], block: Any) -> None:
     rows.append((FREE_REQUESTED, block.address, block.requested))
     rows.append((FREE, block.address, block.requested))
     allocator.free(block)
 
 
-def recorded() -> dict[str, History]:
+def load_recorded_histories() -> dict[str, AllocatorHistory]:
     from memtrace.trace import load
 
-    found = {}
+    histories = {}
     for path in sorted(DATA.glob("*.pickle")):
         trace = load(path)
-        history = read_device(trace, trace.devices[0])
-        assert isinstance(history, History)
-        found[path.stem] = history
-    return found
+        history = read_device_history(trace, trace.devices[0])
+        assert isinstance(history, AllocatorHistory)
+        histories[path.stem] = history
+    return histories
 
 
-def exactness(name: str, history: History) -> dict[str, Any]:
-    """How the model reproduces a file, by the rules of the torch that wrote it."""
-    result = reproduce(history)[1]
+def measure_exactness(name: str, history: AllocatorHistory) -> dict[str, Any]:
+    """Replay a file under the rules of the PyTorch version that wrote it."""
+    result = reproduce_history(history)[1]
     return {
         "file": name,
-        "allocations": result.allocations,
-        "allocations_exact": result.allocations_exact,
-        "segment_events": result.segment_events,
-        "segment_events_exact": result.segment_events_exact,
+        "num_allocations": result.num_allocations,
+        "num_allocations_exact": result.num_allocations_exact,
+        "num_segment_events": result.num_segment_events,
+        "num_segment_events_exact": result.num_segment_events_exact,
         "peak_reserved_bytes": result.peak_reserved_bytes,
         "recorded_peak_reserved_bytes": result.recorded_peak_reserved_bytes,
         "final_blocks_match": result.final_blocks_match,
@@ -124,46 +124,54 @@ def exactness(name: str, history: History) -> dict[str, Any]:
     }
 
 
-def timed(call: Callable[[], object], rounds: int) -> float:
-    """Seconds of the median round."""
-    taken = []
+def median_seconds(call: Callable[[], object], rounds: int) -> float:
+    """Return the median time of a call, in seconds."""
+    seconds = []
     for _ in range(rounds):
         begin = time.perf_counter()
         call()
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
 
 
-def measure(name: str, history: History, rounds: int) -> dict[str, Any]:
-    prepared: Prepared = prepare(history)
-    result = replay(prepared)[0]
+def measure_speed(name: str, history: AllocatorHistory, rounds: int) -> dict[str, Any]:
+    prepared: PreparedHistory = prepare_history(history)
+    result = replay_history(prepared)[0]
     assert result.is_exact, result.reason
-    case = case_of(prepared)
+    workload = workload_of(prepared)
     return {
         "history": name,
         "entries": len(history),
-        "replay_entries_per_s": round(len(history) / timed(lambda: replay(prepare(history)), rounds)),
-        "what_if_entries_per_s": round(len(history) / timed(lambda: outcome(case, OTHER), rounds)),
+        "replay_entries_per_s": round(
+            len(history) / median_seconds(lambda: replay_history(prepare_history(history)), rounds)
+        ),
+        "what_if_entries_per_s": round(
+            len(history) / median_seconds(lambda: simulate_settings(workload, OTHER), rounds)
+        ),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--entries", type=int, default=1_000_000, help="length of the made history")
+    parser.add_argument("--entries", type=int, default=1_000_000, help="length of the synthetic history")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    histories = recorded() if DATA.is_dir() else {}
-    replays = [exactness(name, history) for name, history in histories.items()]
-    rows = [measure(name, history, options.rounds) for name, history in histories.items() if len(history) > MIN_ENTRIES]
-    rows.append(measure("made", made_history(options.entries), min(3, options.rounds)))
+    histories = load_recorded_histories() if DATA.is_dir() else {}
+    replays = [measure_exactness(name, history) for name, history in histories.items()]
+    rows = [
+        measure_speed(name, history, options.rounds)
+        for name, history in histories.items()
+        if len(history) > MIN_ENTRIES
+    ]
+    rows.append(measure_speed("synthetic", make_synthetic_history(options.entries), min(3, options.rounds)))
     if options.json:
         print(json.dumps({"target_entries_per_s": TARGET, "replays": replays, "histories": rows}, indent=1))
         return
     print(f"{'file':30} {'allocations exact':>19} {'segment events':>15} {'peak reserved, MiB':>19} final blocks")
     for row in replays:
-        exact = f"{row['allocations_exact']:,}/{row['allocations']:,}"
-        events = f"{row['segment_events_exact']}/{row['segment_events']}"
+        exact = f"{row['num_allocations_exact']:,}/{row['num_allocations']:,}"
+        events = f"{row['num_segment_events_exact']}/{row['num_segment_events']}"
         peaks = f"{row['peak_reserved_bytes'] / 2**20:,.0f}/{row['recorded_peak_reserved_bytes'] / 2**20:,.0f}"
         end = "equal" if row["final_blocks_match"] else "differ"
         print(f"{row['file']:30} {exact:>19} {events:>15} {peaks:>19} {end}")

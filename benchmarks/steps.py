@@ -1,7 +1,7 @@
-"""Steps found without marks in eight real programs of 30 steps: against their optimizer, and how stable they are.
+"""Step detection without marks on eight training programs of 30 steps: agreement with the optimizer, and stability.
 
-``allocations only`` looks at the same run recorded without accesses, as a CUDA snapshot would have it: boundaries then
-lie where the least is live, so that a GAN's round may begin with its other half.
+The column ``from allocations`` repeats detection on the same program recorded without accesses, as a CUDA snapshot
+would hold it. Boundaries then lie at memory minima, so that the step of a GAN may begin with either of its two models.
 """
 
 from __future__ import annotations
@@ -11,35 +11,50 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import memtrace  # noqa: E402
-from memtrace.analysis.detection import detect  # noqa: E402
-from memtrace.analysis.leaks import leaks  # noqa: E402
-from memtrace.analysis.stability import law, stability, step_pattern  # noqa: E402
-from tests.programs.training import PROGRAMS, not_iterative, recorded  # noqa: E402
+from memtrace.analysis import analyze_steps, detect_steps, find_leaks  # noqa: E402
+from memtrace.analysis.step_analysis import find_boundaries  # noqa: E402
+from memtrace.units import format_share  # noqa: E402
+from tests.programs.training import PROGRAMS, Program, not_iterative, recorded  # noqa: E402
+
+COLUMNS = ("program", "steps", "agreement", "confidence", "events", "stable events", "stable bytes", "stable blocks",
+           "allocations", "leaks", "from allocations")  # fmt: skip
+
+
+def benchmark_row(program: Program, folder: Path) -> tuple[str, ...]:
+    """Return the row of one program, which is recorded twice in ``folder``."""
+    trace = recorded(program.run, folder / "run.memtrace")
+    boundaries, result = find_boundaries(trace, from_events=True), analyze_steps(trace)
+    allocations = find_boundaries(
+        recorded(program.run, folder / "allocations.memtrace", accesses=False), from_events=True
+    )
+    assert boundaries.marks is not None and allocations.marks is not None and result.allocation_fit is not None
+    fit, stability = result.allocation_fit, result.stability
+    return (
+        program.name,
+        str(boundaries.detected.num_steps),
+        format_share(boundaries.marks.agreement),
+        f"{boundaries.detected.confidence:.2f}",
+        str(boundaries.detected.period_events),
+        format_share(stability.events),
+        format_share(stability.bytes),
+        format_share(stability.blocks),
+        f"{fit.constant} + {fit.per_step} n{'' if fit.is_exact else ' (median)'}",
+        str(len(find_leaks(trace).leaks)),
+        f"{allocations.detected.num_steps}, {format_share(allocations.marks.agreement)}",
+    )
 
 
 def main() -> None:
-    head = ("program", "steps", "agree", "conf.", "events", "stable: events", "bytes", "roles", "allocations",
-            "leaks", "allocations only")  # fmt: skip
-    print(" | ".join(head))
+    print(" | ".join(COLUMNS))
     with tempfile.TemporaryDirectory() as folder:
         for number, program in enumerate(PROGRAMS):
-            trace = recorded(program.run, Path(folder) / f"{number}.memtrace")
-            found, even, told = step_pattern(trace, from_events=True), stability(trace), law(trace)
-            with memtrace.record(Path(folder) / f"{number}-bare.memtrace", accesses=False):
-                program.run()
-            bare = step_pattern(memtrace.load(Path(folder) / f"{number}-bare.memtrace"), from_events=True)
-            print(
-                f"{program.name} | {found.detection.num_steps} | {found.agreement:.1%} | "
-                f"{found.detection.confidence:.2f} | {found.detection.period_events} | {even.usual_events:.1%} | "
-                f"{even.usual_bytes:.1%} | {even.usual_roles:.1%} | {told.constant} + {told.per_step} n"
-                f"{'' if told.exact else ' (usual)'} | {len(leaks(trace).leaks)} | "
-                f"{bare.detection.num_steps}, {bare.agreement:.1%}"
-            )
-        found = detect(recorded(not_iterative, Path(folder) / "none.memtrace"))
-        print(f"not iterative | {found.num_steps} | - | {found.confidence:.2f}")
+            program_folder = Path(folder, str(number))
+            program_folder.mkdir()
+            print(" | ".join(benchmark_row(program, program_folder)))
+        detected = detect_steps(recorded(not_iterative, Path(folder) / "none.memtrace"))
+        print(f"not iterative | {detected.num_steps} | - | {detected.confidence:.2f}")
 
 
 if __name__ == "__main__":

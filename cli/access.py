@@ -1,107 +1,138 @@
-"""``memtrace access``: how long blocks lie untouched, and which could be swapped out meanwhile."""
+"""``memtrace access``: access intervals, and the blocks that could be swapped out during them."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Final
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.output import console, missing_blocks_reason, plain_table, print_json
+from memtrace.cli.output import console, escape, plain_table, print_json
 from memtrace.cli.quantities import BYTES_OR_ZERO
 from memtrace.cli.tabular import print_csv
-from rich.console import Console
-from rich.markup import escape
 
+from memtrace.analysis.access import AccessAnalysis, analyze_access
+from memtrace.analysis.bandwidth import TITAN_XP, CopyBandwidths, bandwidths_from_json, bandwidths_from_rates
+from memtrace.analysis.thresholds import MIN_SWAP_BYTES
 from memtrace.errors import MemtraceError
-from memtrace.units import UNKNOWN, format_bytes, format_duration
+from memtrace.format.schema import NO_BLOCKS
+from memtrace.units import UNKNOWN, format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
-    from memtrace.analysis.access import Bandwidths
+    from rich.console import Console
 
-CSV_COLUMNS = ("site", "category", "bytes", "num_intervals", "median_ns", "swap_ns", "bytes_at_peak")
+    from memtrace.analysis.access import IntervalGroup
+    from memtrace.analysis.swap import SwapCandidate
+
+RESULT: Final = AccessAnalysis
+CSV_COLUMNS: Final = ("site", "category", "bytes", "num_intervals", "median_ns", "swap_ns", "bytes_at_peak")
 
 
 @click.command("access")
 @selects_traces
-@click.option("--bandwidths", type=click.Path(), help="What memtrace doctor --bandwidth --json printed.")
-@click.option("--out", "out_gb", type=float, help="Bandwidth out of the device in GB/s; with --in.")
-@click.option("--in", "in_gb", type=float, help="Bandwidth into the device in GB/s.")
-@click.option("--min-bytes", type=BYTES_OR_ZERO, default=1 << 20, help="Smallest block to swap; default 1MiB.")
-@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
-@click.option("--csv", "as_csv", is_flag=True, help="Print one line an outlier.")
+@click.option("--bandwidths", type=click.Path(), metavar="FILE",
+              help="Bandwidths of this machine: the output of memtrace doctor --bandwidth --json.")  # fmt: skip
+@click.option("--d2h", "d2h_gb_per_s", type=float, metavar="GB/s", help="Device-to-host bandwidth; requires --h2d.")
+@click.option("--h2d", "h2d_gb_per_s", type=float, metavar="GB/s", help="Host-to-device bandwidth; requires --d2h.")
+@click.option("--min-bytes", type=BYTES_OR_ZERO, default=MIN_SWAP_BYTES, metavar="SIZE",
+              help="Smallest block to swap; default: 1MiB.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV, one row per swap candidate.")
 def command(
-    selection: Selection, bandwidths: str | None, out_gb: float | None, in_gb: float | None,
+    selection: Selection, bandwidths: str | None, d2h_gb_per_s: float | None, h2d_gb_per_s: float | None,
     min_bytes: int, as_json: bool, as_csv: bool,
 ) -> None:  # fmt: skip
-    """Tell how long the blocks of TRACE lie untouched between accesses, and what could be swapped out meanwhile."""
-    from memtrace.analysis.access import access
+    """Show the access intervals of TRACE and the swap candidates.
 
-    costs = _costs(bandwidths, out_gb, in_gb)
-    one = selection.open_rank()
-    found = access(one, costs, min_bytes)
+    An access interval is the time between two accesses of a block. A block is a swap candidate if it can be copied to
+    the host and back within one. Bandwidths are those of a TITAN Xp (6.4 GB/s) unless --bandwidths, or --d2h and --h2d,
+    are given.
+    """
+    costs = _copy_bandwidths(bandwidths, d2h_gb_per_s, h2d_gb_per_s)
+    trace = selection.open_rank()
+    result = analyze_access(trace, costs, min_bytes=min_bytes)
     if as_json:
-        print_json(found)
+        print_json(result)
     elif as_csv:
-        print_csv(CSV_COLUMNS, found["outliers"])
-    elif reason := missing_blocks_reason(one):
-        console().print(f"[bold]{escape(selection.name)}[/]: access intervals {reason}")
+        print_csv(CSV_COLUMNS, map(asdict, result.candidates))
+    elif not trace.has_blocks:
+        console().print(f"[bold]{escape(selection.name)}[/]: access intervals unavailable: {NO_BLOCKS}")
     else:
-        _print(console(), selection.name, found)
+        _print(console(), selection.name, result)
 
 
-def _costs(file: str | None, out_gb: float | None, in_gb: float | None) -> Bandwidths:
-    from memtrace.analysis.access import PUBLISHED, from_dict, given
-
-    if (out_gb is None) != (in_gb is None):
-        raise MemtraceError("give both --out and --in, or neither")
-    if out_gb is not None and in_gb is not None:
-        return given(out_gb, in_gb)
+def _copy_bandwidths(file: str | None, d2h_gb_per_s: float | None, h2d_gb_per_s: float | None) -> CopyBandwidths:
+    if file is not None and (d2h_gb_per_s is not None or h2d_gb_per_s is not None):
+        raise click.UsageError("--bandwidths cannot be combined with --d2h and --h2d.")
+    if (d2h_gb_per_s is None) != (h2d_gb_per_s is None):
+        raise click.UsageError("--d2h and --h2d must be given together.")
+    if d2h_gb_per_s is not None and h2d_gb_per_s is not None:
+        return bandwidths_from_rates(d2h_gb_per_s, h2d_gb_per_s)
     if file is None:
-        return PUBLISHED
+        return TITAN_XP
     try:
-        return from_dict(json.loads(Path(file).read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise MemtraceError(f"{file} cannot be read: {error}") from error
+        return bandwidths_from_json(json.loads(Path(file).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise MemtraceError(f"{file}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise MemtraceError(f"{file}: not JSON ({error}). Write it with: memtrace doctor --bandwidth --json") from error
     except MemtraceError as error:
         raise MemtraceError(f"{file}: {error}") from error
 
 
-def _print(out: Console, name: str, found: dict[str, Any]) -> None:
-    if not found["num_intervals"]:
-        why = "reads and writes were not recorded" if found["num_intervals"] is None else "no block is used twice"
-        out.print(f"[bold]{escape(name)}[/]: no access intervals; {why}")
+def _print(out: Console, name: str, result: AccessAnalysis) -> None:
+    if not result.num_intervals:
+        reason = "reads and writes were not recorded" if result.num_intervals is None else "no block is accessed twice"
+        out.print(f"[bold]{escape(name)}[/]: no access intervals ({reason})")
         return
-    out.print(f"[bold]{escape(name)}[/]: {found['num_intervals']:,} access intervals")
-    out.print(", ".join(f"{p} %: {format_duration(value)}" for p, value in found["percentiles"].items()))
-    for title, key in (("by category", "by_category"), ("by size", "by_size")):
-        table = plain_table(title, "intervals", "median", "90 %", "")
-        for row in found[key]:
-            table.add_row(
-                row["name"],
-                f"{row['num_intervals']:,}",
-                format_duration(row["median_ns"]),
-                format_duration(row["p90_ns"]),
-            )
-        out.print()
-        out.print(table)
-    costs = found["bandwidths"]
+    out.print(f"[bold]{escape(name)}[/]: {format_count(result.num_intervals, 'access interval')}")
+    out.print("\nPercentiles of the interval length")
+    table = plain_table(*(f"{percent} %" for percent in result.percentiles_ns), "")
+    table.add_row(*map(format_duration, result.percentiles_ns.values()))
+    out.print(table)
+    _print_groups(out, "category", result.by_category)
+    _print_groups(out, "block size", result.by_size)
+    _print_swap_totals(out, result)
+    _print_candidates(out, result.candidates)
+
+
+def _print_groups(out: Console, header: str, groups: tuple[IntervalGroup, ...]) -> None:
+    table = plain_table(header, "intervals", "median", "p90", "")
+    for row in groups:
+        table.add_row(row.name, f"{row.num_intervals:,}", format_duration(row.median_ns), format_duration(row.p90_ns))
+    out.print()
+    out.print(table)
+
+
+def _print_swap_totals(out: Console, result: AccessAnalysis) -> None:
+    costs = result.bandwidths
     out.print(
-        f"\n[bold]swap[/] at {costs['out']['gb_per_s']:.2f} GB/s out and {costs['in']['gb_per_s']:.2f} GB/s in "
-        f"({escape(costs['source'])}), blocks from {format_bytes(found['min_bytes'])}:"
+        f"\n[bold]Swap candidates[/] of at least {format_bytes(result.min_bytes)}, at {costs.d2h.gb_per_s:.2f} GB/s to "
+        f"the host (D2H) and {costs.h2d.gb_per_s:.2f} GB/s back (H2D), {escape(costs.source)}"
     )
-    for text, key in (("t = a + b*S", "swappable"), ("bandwidth alone", "swappable_bandwidth_only")):
-        row = found[key]
-        out.print(
-            f"  {text}: {row['num_intervals']:,} intervals are long enough, {format_bytes(row['bytes'])} of blocks, "
-            f"{format_bytes(row['bytes_at_peak'])} untouched across the peak"
+    table = plain_table("copy time", "intervals", "blocks", "at peak", "")
+    for label, totals in (("latency + size / bandwidth", result.swappable),
+                          ("size / bandwidth", result.swappable_bandwidth_only)):  # fmt: skip
+        table.add_row(
+            label, f"{totals.num_intervals:,}", format_bytes(totals.bytes), format_bytes(totals.bytes_at_peak)
         )
-    if found["outliers"]:
-        table = plain_table("size", "intervals", "median", "out and in", "at the peak", "category", "line")
-        for row in found["outliers"]:
-            table.add_row(format_bytes(row["bytes"]), f"{row['num_intervals']:,}", format_duration(row["median_ns"]),
-                          format_duration(row["swap_ns"]), format_bytes(row["bytes_at_peak"]), row["category"],
-                          escape(row["site"] or UNKNOWN))  # fmt: skip
-        out.print()
-        out.print(table)
+    out.print(table)
+
+
+def _print_candidates(out: Console, candidates: tuple[SwapCandidate, ...]) -> None:
+    if not candidates:
+        return
+    table = plain_table("at peak", "block", "intervals", "median", "D2H + H2D", "allocation site (category)")
+    for row in candidates:
+        table.add_row(
+            format_bytes(row.bytes_at_peak),
+            format_bytes(row.bytes),
+            f"{row.num_intervals:,}",
+            format_duration(row.median_ns),
+            format_duration(row.swap_ns),
+            escape(f"{row.site or UNKNOWN} ({row.category})"),
+        )
+    out.print()
+    out.print(table)

@@ -1,30 +1,49 @@
-"""``memtrace check``: limits on a trace, made for CI."""
+"""``memtrace check``: compare a trace with memory limits, for CI."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Final
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.output import console, plain_table, print_json
+from memtrace.cli.output import console, escape, plain_table, print_json
 from memtrace.cli.quantities import BYTES_OR_ZERO
 from memtrace.cli.tabular import print_csv
-from rich.markup import escape
 
+from memtrace.analysis.check import LimitCheck, LimitReport, MemoryLimits
 from memtrace.errors import MemtraceError
-from memtrace.units import UNKNOWN, format_bytes
+from memtrace.units import format_bytes, format_count, parse_bytes
+
+RESULT: Final = LimitReport
+"""The type of what ``--json`` prints."""
 
 
 @click.command("check")
 @selects_traces
-@click.option("--max-peak", type=BYTES_OR_ZERO, help="Most requested bytes live at once, devices added.")
-@click.option("--max-growth", type=BYTES_OR_ZERO, help="Most bytes by which a step may leave more live than the last.")
-@click.option("--max-category", multiple=True, metavar="NAME=BYTES", help="Most held at the peak; repeat for more.")
-@click.option("--max-module", multiple=True, metavar="NAME=BYTES", help="The same of a module with all in it.")
-@click.option("--limits", type=click.Path(path_type=Path), help="The same in a JSON file.")
-@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
-@click.option("--csv", "as_csv", is_flag=True, help="Print the same as CSV.")
+@click.option("--max-peak", type=BYTES_OR_ZERO, help="Maximum peak memory, such as 20GiB, summed over the devices.")
+@click.option("--max-growth", type=BYTES_OR_ZERO, help="Maximum growth of live memory per step, such as 1MiB.")
+@click.option(
+    "--max-category",
+    multiple=True,
+    metavar="NAME=BYTES",
+    help="Maximum memory of a category at the peak, such as activation=8GiB; repeatable.",
+)
+@click.option(
+    "--max-module",
+    multiple=True,
+    metavar="NAME=BYTES",
+    help="Maximum memory of a module and its submodules at the peak, such as GPT.head=1GiB; repeatable.",
+)
+@click.option(
+    "--limits",
+    type=click.Path(path_type=Path),
+    help="JSON file with limits under peak, growth, categories and modules; the options above take precedence.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print one CSV row per rank and limit.")
 def command(
     selection: Selection,
     max_peak: int | None,
@@ -35,54 +54,67 @@ def command(
     as_json: bool,
     as_csv: bool,
 ) -> None:
-    """Check TRACE against limits. Exit code 1 where one is broken, with the line that holds most of it; 0 where all are
-    kept; 2 where the trace or a limit cannot be read.
+    """Compare TRACE with memory limits, for CI.
+
+    Every rank is checked. The exit code is 0 if all limits hold, 1 if a limit is exceeded or cannot be checked, and 2
+    if the trace or a limit cannot be read.
     """
-    from memtrace.analysis.check import Limits, check, read_limits
+    from memtrace.analysis.check import check_limits, read_limits
 
-    told = read_limits(limits, _bytes) if limits is not None else Limits()
-    wanted = Limits(
-        told.peak if max_peak is None else max_peak,
-        told.growth if max_growth is None else max_growth,
-        told.categories | _pairs(max_category),
-        told.modules | _pairs(max_module),
+    from_file = read_limits(limits) if limits is not None else MemoryLimits()
+    wanted = MemoryLimits(
+        peak_bytes=from_file.peak_bytes if max_peak is None else max_peak,
+        growth_bytes_per_step=from_file.growth_bytes_per_step if max_growth is None else max_growth,
+        category_bytes={**from_file.category_bytes, **_named_bytes("--max-category", max_category)},
+        module_bytes={**from_file.module_bytes, **_named_bytes("--max-module", max_module)},
     )
-    if not wanted:
-        raise MemtraceError("nothing to check: give --max-peak, --max-growth, --max-category, --max-module or --limits")
-    opened = selection.open()
-    # A rank that cannot be opened has not kept its limits: the error that it raises below is the answer.
-    ranks = sorted({*opened.ranks, *opened.unreadable}) if selection.rank is None else [selection.rank]
-    rows = [{"rank": n} | verdict.as_dict() for n in ranks for verdict in check(opened.rank(n), wanted)]
-    passed = all(row["passed"] for row in rows)
+    if wanted.is_empty:
+        raise MemtraceError(
+            "no limits given; pass --max-peak, --max-growth, --max-category, --max-module or a file with --limits"
+        )
+    report = check_limits(selection.open(), wanted, rank=selection.rank)
     if as_json:
-        print_json({"passed": passed, "limits": rows})
+        print_json(report)
     elif as_csv:
-        print_csv(("rank", "limit", "allowed_bytes", "found_bytes", "passed", "site"), rows)
+        print_csv([field.name for field in fields(LimitCheck)], map(asdict, report.limits))
     else:
-        table = plain_table("", "rank", "found", "allowed", "limit: line that holds most of it")
-        for row in rows:
-            where = escape(f"{row['limit']}: {row['site'] or UNKNOWN}")
-            table.add_row("ok" if row["passed"] else "BROKEN", str(row["rank"]), format_bytes(row["found_bytes"]),
-                          format_bytes(row["allowed_bytes"]), where)  # fmt: skip
-        console().print(table)
-    sys.exit(0 if passed else 1)
+        _print_report(report)
+    sys.exit(0 if report.passed else 1)
 
 
-def _bytes(value: object) -> int:
-    try:
-        return BYTES_OR_ZERO.convert(str(value), None, None)  # a number of JSON may be negative too
-    except click.UsageError as error:
-        raise ValueError(error.message) from None
+def _print_report(report: LimitReport) -> None:
+    out = console()
+    has_ranks = len({check.rank for check in report.limits}) > 1
+    names = [f"rank {check.rank}, {check.limit}" if has_ranks else check.limit for check in report.limits]
+    table = plain_table("result", "actual", "limit", "check")
+    for name, check in zip(names, report.limits, strict=True):
+        table.add_row(_status(check), format_bytes(check.actual_bytes), format_bytes(check.limit_bytes), escape(name))
+    out.print(table)
+    if report.passed:
+        out.print("\nAll checks passed.")
+        return
+    failed = [(name, check) for name, check in zip(names, report.limits, strict=True) if not check.passed]
+    out.print(f"\n[bold]{len(failed)} of {format_count(len(report.limits), 'check')} failed.[/]")
+    for name, check in failed:
+        if check.site is not None:
+            out.print(f"Largest allocation site ({escape(name)}): {escape(check.site)}")
 
 
-def _pairs(texts: tuple[str, ...]) -> dict[str, int]:
-    pairs = {}
+def _status(check: LimitCheck) -> str:
+    if check.passed:
+        return "ok"
+    return "UNKNOWN" if check.actual_bytes is None else "EXCEEDED"
+
+
+def _named_bytes(option: str, texts: tuple[str, ...]) -> dict[str, int]:
+    """Return the bytes by name of texts such as ``activation=8GiB``."""
+    sizes = {}
     for text in texts:
-        name, equals, value = text.rpartition("=")
-        if not equals or not name:
-            raise MemtraceError(f"{text!r} is no NAME=BYTES, such as activation=1GiB")
+        name, separator, size = text.rpartition("=")
+        if not separator or not name:
+            raise MemtraceError(f"{option} {text}: expected NAME=BYTES, such as activation=1GiB")
         try:
-            pairs[name] = _bytes(value)
+            sizes[name] = parse_bytes(size)
         except ValueError as error:
-            raise MemtraceError(f"{text!r}: {error}") from None
-    return pairs
+            raise MemtraceError(f"{option} {text}: {error}") from None
+    return sizes

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
+from itertools import groupby
+from typing import TYPE_CHECKING, Final
+
 import click
 from memtrace.cli.arguments import RANK, WINDOW, Selection
-from memtrace.cli.output import console, missing_blocks_reason, plain_table, print_json
+from memtrace.cli.output import console, escape, plain_table, print_json
 from memtrace.cli.tabular import print_csv
-from rich.console import Console
-from rich.markup import escape
 
-from memtrace.analysis.diff import Diff
+from memtrace.analysis.diff import GROUPINGS, MEASURES, MemoryChange, TraceComparison, TraceTotals
+from memtrace.format.schema import NO_BLOCKS
 from memtrace.units import UNKNOWN, format_bytes, format_duration
 
-_ROWS = 15
+if TYPE_CHECKING:
+    from rich.console import Console
+
+RESULT: Final = TraceComparison
+"""The type of what ``--json`` prints."""
+MAX_ROWS: Final = 15
+"""Most changes in each table on the terminal."""
+_MEASURE_TITLES: Final = {"live_at_peak": "Live at the peak", "allocated_per_step": "Allocated per step (median)"}
+_GROUPING_TITLES: Final = {"category": "category", "module": "module", "site": "allocation site"}
 
 
 @click.command("diff")
@@ -21,65 +32,95 @@ _ROWS = 15
 @RANK
 @WINDOW[0]
 @WINDOW[1]
-@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
-@click.option("--csv", "as_csv", is_flag=True, help="Print the changes as CSV.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print one CSV row per change.")
 def command(
     before: str, after: str, rank: int | None, from_step: int | None, to_step: int | None, as_json: bool, as_csv: bool
-) -> None:  # fmt: skip
-    """Say what changed from trace BEFORE to trace AFTER: by step, category, module and line, never by address."""
-    from memtrace.analysis.diff import diff
+) -> None:
+    """Compare two traces.
 
-    one, two = (Selection((path,), rank, from_step, to_step).open_rank() for path in (before, after))
-    found = diff(one, two)
+    Shows how memory changed from trace BEFORE to trace AFTER, by category, module and allocation site: what is live at
+    the peak, and what a median step allocates. Allocation sites whose line numbers moved are matched; addresses are
+    ignored.
+    """
+    from memtrace.analysis.diff import compare_traces
+
+    if from_step is not None and to_step is not None and from_step > to_step:
+        raise click.UsageError(f"--from-step {from_step} is after --to-step {to_step}")
+    old, new = (Selection((path,), rank, from_step, to_step).open_rank() for path in (before, after))
+    result = compare_traces(old, new)
     if as_json:
-        print_json(found.as_dict())
+        print_json(result)
     elif as_csv:
-        rows = [change.as_dict() for change in found.changes]
-        print_csv(("kind", "measure", "grouping", "name", "before_bytes", "after_bytes", "change_bytes",
-                   "before_blocks", "after_blocks"), rows)  # fmt: skip
+        print_csv([field.name for field in fields(MemoryChange)], map(asdict, result.changes))
     else:
         out = console()
-        for name, trace in ((before, one), (after, two)):
-            if reason := missing_blocks_reason(trace):
-                out.print(f"[bold]{escape(name)}[/]: steps, modules and lines {reason}")
-        _print(out, found)
+        for name, trace in ((before, old), (after, new)):
+            if not trace.has_blocks:
+                out.print(f"{escape(name)}: steps, modules and allocation sites are unknown ({NO_BLOCKS}).")
+        _print_totals(out, result.before, result.after)
+        _print_changes(out, result)
 
 
-def _print(out: Console, found: Diff) -> None:
+def _print_totals(out: Console, before: TraceTotals, after: TraceTotals) -> None:
     table = plain_table("", "before", "after", "change")
-    for name, (one, two) in found.totals.items():
-        show = format_duration if name.endswith("_ns") else format_bytes if name.endswith("_bytes") else _number
-        what = name.removesuffix("_ns").removesuffix("_bytes").removeprefix("num_").replace("_", " ")
-        table.add_row(what, show(_whole(one)), show(_whole(two)), _ratio(one, two))
+    for title, old, new, text in (
+        ("peak memory", before.peak_bytes, after.peak_bytes, format_bytes),
+        ("number of steps", before.num_steps, after.num_steps, _format_number),
+        ("peak of a step (median)", before.median_step_peak_bytes, after.median_step_peak_bytes, format_bytes),
+        (
+            "allocated per step (median)",
+            before.median_step_allocated_bytes,
+            after.median_step_allocated_bytes,
+            format_bytes,
+        ),
+        (
+            "allocations per step (median)",
+            before.median_step_allocations,
+            after.median_step_allocations,
+            _format_number,
+        ),
+        ("duration of a step (median)", before.median_step_duration_ns, after.median_step_duration_ns, format_duration),
+    ):
+        table.add_row(title, text(old), text(new), _format_change(old, new))
     out.print(table)
-    for measure in dict.fromkeys(change.measure for change in found.changes):
-        for grouping in dict.fromkeys(change.grouping for change in found.changes if change.measure == measure):
-            rows = [row for row in found.changes if (row.measure, row.grouping) == (measure, grouping)]
-            table = plain_table("change", "before", "after", f"{measure}, by {grouping}")
-            for row in rows[:_ROWS]:
-                sign = "+" if row.change_bytes > 0 else ""
-                name = escape(row.name or UNKNOWN) + ("" if row.kind in ("grew", "shrank") else f" ({row.kind})")
-                table.add_row(
-                    f"{sign}{format_bytes(row.change_bytes)}",
-                    format_bytes(row.before_bytes or 0),
-                    format_bytes(row.after_bytes or 0),
-                    name,
-                )
-            out.print()
-            out.print(table)
-            if len(rows) > _ROWS:
-                out.print(f"and {len(rows) - _ROWS} more: --csv has all")
-    if not found.changes:
-        out.print("\nnothing is held or allocated differently")
 
 
-def _whole(value: float | None) -> int | None:
-    return None if value is None else round(value)
+def _print_changes(out: Console, result: TraceComparison) -> None:
+    if not result.changes:
+        out.print("\nNo category, module or allocation site changed.")
+        return
+
+    def table_order(change: MemoryChange) -> tuple[int, int]:
+        return MEASURES.index(change.measure), GROUPINGS.index(change.grouping)
+
+    for (measure, grouping), group in groupby(sorted(result.changes, key=table_order), key=table_order):
+        changes = list(group)
+        group_title = _GROUPING_TITLES[GROUPINGS[grouping]]
+        out.print(f"\n[bold]{_MEASURE_TITLES[MEASURES[measure]]}, by {group_title}[/]")
+        table = plain_table("change", "before", "after", group_title)
+        for change in changes[:MAX_ROWS]:
+            sign = "+" if change.change_bytes > 0 else ""
+            note = f" ({change.kind})" if change.kind in ("appeared", "disappeared") else ""
+            table.add_row(
+                f"{sign}{format_bytes(change.change_bytes)}",
+                format_bytes(change.before_bytes or 0),
+                format_bytes(change.after_bytes or 0),
+                escape(f"{change.name or UNKNOWN}{note}"),
+            )
+        out.print(table)
+        if len(changes) > MAX_ROWS:
+            out.print(f"{len(changes) - MAX_ROWS} more are in the output of --json and --csv.")
 
 
-def _number(value: int | None) -> str:
-    return UNKNOWN if value is None else f"{value:,}"
+def _format_number(number: int | None) -> str:
+    return UNKNOWN if number is None else f"{number:,}"
 
 
-def _ratio(one: float | None, two: float | None) -> str:
-    return f"{(two - one) / one:+.1%}" if one and two is not None else UNKNOWN
+def _format_change(before: int | None, after: int | None) -> str:
+    """Return the relative change, such as ``+12.5 %``."""
+    if not before or after is None:
+        return UNKNOWN
+    if before == after:
+        return "0 %"
+    return f"{(after - before) / before:+.1%}".replace("%", " %")

@@ -1,84 +1,62 @@
-"""``memtrace doctor``: what works on this machine, and what is missing."""
+"""``memtrace doctor``: what this machine offers for recording, and what is missing."""
 
 from __future__ import annotations
 
-import platform
-from importlib import metadata
-from typing import Any
+from dataclasses import dataclass
+from typing import Final
 
 import click
-from memtrace.cli.output import console, plain_table, print_json
+from memtrace.cli.output import print_json
 
+from memtrace.analysis.bandwidth import CopyBandwidths, CopyCost, measure_bandwidths
+from memtrace.recording.environment import Environment, examine_environment
 from memtrace.units import format_duration
 
-PACKAGES = ("memtrace", "torch", "numpy", "pandas", "pyarrow", "plotly")
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """The state of this machine, as ``memtrace doctor --json`` prints it."""
+
+    environment: Environment
+    bandwidth: CopyBandwidths | None
+    """Cost of copies between device and host; None: not measured."""
+
+
+RESULT: Final = DoctorReport
 
 
 @click.command("doctor")
-@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
-@click.option("--bandwidth", is_flag=True, help="Measure copies between the device and the host (some seconds).")
+@click.option("--bandwidth", is_flag=True, help="Also measure copies between device and host (takes seconds).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
 def command(as_json: bool, bandwidth: bool) -> None:
-    """Tell versions, the compiler, the observer that would be used, the GPU, and how to get what is missing."""
-    found = examine()
-    if bandwidth:
-        from memtrace.analysis.bandwidth import measure
-
-        found["bandwidth"] = measure().as_dict()
+    """Check the installation on this machine and list what is missing."""
+    report = DoctorReport(examine_environment(), measure_bandwidths() if bandwidth else None)
     if as_json:
-        print_json(found)
-        return
-    table = plain_table("", "")
-    for name, value in found["versions"].items():
-        table.add_row(name, value or "not installed")
-    for name in ("compiler", "cache", "observer", "gpu", "cuda_headers"):
-        table.add_row(name.replace("_", " "), str(found[name] or "none"))
-    for way in ("out", "in"):
-        if bandwidth:
-            told = found["bandwidth"][way]
-            cost = f"{told['gb_per_s']:.2f} GB/s, starting after {format_duration(told['start_ns'])}"
-            table.add_row(f"copies {way}", f"{cost} ({found['bandwidth']['source']})")
-    out = console()
-    out.print(table)
-    for advice in found["advice"] or ["Nothing is missing."]:
-        out.print(f"* {advice}", markup=False)
+        print_json(report)
+    else:
+        _print(report)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def _print(report: DoctorReport) -> None:
+    environment, bandwidth = report.environment, report.bandwidth
+    facts = [(name, version or "not installed") for name, version in environment.versions.items()]
+    facts += [
+        ("compiler", environment.compiler or "none"),
+        ("build cache", environment.build_cache),
+        ("observer", environment.observer),
+        ("GPU", ", ".join(environment.gpus) or "none"),
+        ("CUDA headers", environment.cuda_headers or "none"),
+    ]
+    if bandwidth is not None:
+        facts += [("D2H copies", _format_cost(bandwidth.d2h)), ("H2D copies", _format_cost(bandwidth.h2d))]
+        facts.append(("copy source", bandwidth.source))
+    for label, value in facts:
+        click.echo(f"{label:<14}{value}")
+    for sentence in environment.advice:
+        click.echo(f"Warning: {sentence}")
+    if not environment.advice:
+        click.echo("No problems found.")
 
 
-def examine() -> dict[str, Any]:
-    """What ``doctor --json`` prints: versions, compiler, cache, observer, gpu, cuda_headers, advice."""
-    import torch
-
-    from memtrace.recording.observers import build
-
-    advice: list[str] = []
-    observer = "dispatch"
-    try:
-        native = build.native_module()
-        observer = "native"
-        if torch.version.cuda and not native.status()["cuda"]:
-            advice.append("The native observer was built without CUDA.")
-    except build.BuildError as error:
-        advice.append(f"The native observer cannot be used, recording is several times slower: {error}")
-    headers = build.cuda_include()
-    if torch.version.cuda and headers is None:
-        advice.append(
-            "CUDA's headers were not found, so CUDA allocations are not seen: set CUDA_HOME to a CUDA toolkit."
-        )
-    gpus = (
-        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    )
-    return {
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
-        "compiler": build.compiler(),
-        "cache": str(build.cache_folder()),
-        "observer": observer,
-        "gpu": ", ".join(gpus) or None,
-        "cuda_headers": str(headers) if headers else None,
-        "advice": advice,
-    }
+def _format_cost(cost: CopyCost) -> str:
+    return f"{cost.gb_per_s:.2f} GB/s, latency {format_duration(cost.latency_ns)}"

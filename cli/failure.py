@@ -1,57 +1,84 @@
-"""What the terminal says of an allocation that failed."""
+"""Prints out-of-memory errors."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memtrace.cli.output import console, escape, plain_table
 
-from memtrace.analysis.summary import format_moment
 from memtrace.interpreter import run_python
-from memtrace.units import UNKNOWN, format_bytes
+from memtrace.units import format_bytes, format_count, format_duration
 
-NO_STACK = "(no stack: older than the recording, small, or stacks were off)"
+NO_STACK = "(no stack: allocated before the recording, or recorded without stacks)"
+MAX_HOLDERS = 6
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
-    from memtrace.analysis.oom import Room
-    from memtrace.analysis.summary import FailureSummary
+    from memtrace.analysis.oom import OutOfMemory, RequestRoom
 
 
-def print_failure(out: Console, failure: FailureSummary, name: str) -> None:
-    """Print one entry of ``out_of_memory`` of the summary of the trace ``name``."""
-    when = f"out of memory on {failure.device} at {format_moment(failure.event, failure.time_ns)}"
-    who = escape(failure.site or UNKNOWN)
-    out.print(f"\n[bold]{when}[/]: {format_bytes(failure.asked_bytes)} asked for by {who}")
-    left = failure.device_free_bytes
+def moment(found: dict[str, Any]) -> str:
+    """Format the time of a row of the summary; its event where the trace has no times."""
+    return _format_moment(found["event"], found["time_ns"])
+
+
+def print_failure(out: Console, failure: OutOfMemory, name: str) -> None:
+    """Print an out-of-memory error of the trace ``name``: the request, the memory it could not use, and what to try."""
+    where = f"at {escape(failure.site)}" if failure.site else "(no stack was recorded)"
     out.print(
-        f"{format_bytes(failure.live_bytes)} were "
-        f"live{'' if left is None else f', the device had {format_bytes(left)} left'}"
+        f"\n[bold]Out of memory on {failure.device} {_format_moment(failure.event, failure.time_ns)}[/]: request for "
+        f"{format_bytes(failure.asked_bytes)} {where}"
     )
+    free = (
+        "" if failure.device_free_bytes is None else f"; the device had {format_bytes(failure.device_free_bytes)} free"
+    )
+    out.print(f"Live memory: {format_bytes(failure.live_bytes)}{free}.")
     if failure.room is not None:
-        _print_room(out, failure.room)
-    table = plain_table("size", "blocks", "held by")
-    for holder in failure.holders[:6]:
-        table.add_row(format_bytes(holder.bytes), f"{holder.num_blocks:,}", escape(holder.name or NO_STACK))
+        out.print(_room_sentence(failure.room))
+    table = plain_table("Held", "Blocks", "Allocation site")
+    for holder in failure.holders[:MAX_HOLDERS]:
+        table.add_row(format_bytes(holder.requested_bytes), f"{holder.num_blocks:,}", escape(holder.site or NO_STACK))
     out.print(table)
-    for sentence in failure.advice:
-        out.print(f"try: {escape(sentence)}")
+    out.print("What to try:")
+    out.print(_bullet_list(failure.advice))
     if failure.room is not None:
-        out.print(f"Next: memtrace plan allocator {escape(name)}, for settings that would have let it fit", style="dim")
+        out.print(
+            f"Next: memtrace plan allocator {escape(name)} shows which allocator settings would have fitted.",
+            style="dim",
+        )
 
 
-def _print_room(out: Console, room: Room) -> None:
+def _room_sentence(room: RequestRoom) -> str:
     state = room.state
-    out.print(
-        f"of {format_bytes(state.reserved_bytes)} reserved {format_bytes(state.free_bytes)} were in no block, "
-        f"but the largest "
-        f"piece within reach was {format_bytes(room.largest_fit_bytes)}, and "
-        f"{format_bytes(room.free_elsewhere_bytes)} were on "
-        "other streams, in other pools or for blocks of another size"
+    elsewhere = ""
+    if room.free_elsewhere_bytes:
+        elsewhere = (
+            f"; {format_bytes(room.free_elsewhere_bytes)} belong to other streams, other pools or other block sizes"
+        )
+    return (
+        f"Reserved memory: {format_bytes(state.reserved_bytes)} in {format_count(state.num_segments, 'segment')}, "
+        f"of which {format_bytes(state.free_bytes)} unused. The request could use "
+        f"{format_bytes(room.free_same_stream_bytes)} of that, "
+        f"in free blocks of at most {format_bytes(room.largest_fit_bytes)}{elsewhere}."
     )
+
+
+def _bullet_list(sentences: Sequence[str]) -> Table:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 1))
+    for sentence in sentences:
+        table.add_row("  -", escape(sentence))
+    return table
+
+
+def _format_moment(event: int, time_ns: int | None) -> str:
+    return f"at event {event:,}" if time_ns is None else f"at {format_duration(time_ns)}"
 
 
 def explain_failure(folder: Path) -> None:
@@ -63,21 +90,19 @@ def explain_failure(folder: Path) -> None:
 
 
 def main() -> None:
-    """The work of that process: the folder is its argument."""
+    """Explain the last out-of-memory error of the rank folder in ``sys.argv[1]``: entry point of a separate process."""
     try:
-        _explain(Path(sys.argv[1]))
-    except Exception as trouble:
-        print(f"memtrace: why memory ran out cannot be told: {trouble}", file=sys.stderr)
+        _print_last_failure(Path(sys.argv[1]))
+    except Exception as error:
+        print(f"memtrace: cannot explain the out-of-memory error: {error}", file=sys.stderr)
 
 
-def _explain(folder: Path) -> None:
-    from memtrace.analysis.oom import out_of_memory
-    from memtrace.analysis.summary import summarize_failure
+def _print_last_failure(folder: Path) -> None:
+    from memtrace.analysis.oom import explain_out_of_memory
     from memtrace.trace import load
 
-    trace = load(folder)
-    failures = out_of_memory(trace)
+    failures = explain_out_of_memory(load(folder))
     if failures:
         out = console(stderr=True)
-        print_failure(out, summarize_failure(trace, failures[-1]), str(folder))
+        print_failure(out, failures[-1], str(folder))
         out.print(f"Next: memtrace report {escape(str(folder))} -o report.html", style="dim")

@@ -1,74 +1,118 @@
-"""``memtrace findings``: memory that is there without need, and what mending it would save."""
+"""``memtrace findings``: wasted memory, and how much each fix would save."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Final
+
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.output import console, plain_table, print_json
+from memtrace.cli.output import console, escape, plain_table, print_json
 from memtrace.cli.quantities import BYTES
 from memtrace.cli.tabular import print_csv
-from rich.console import Console
-from rich.markup import escape
 
-from memtrace.analysis.findings import FIELDS, DeviceFindings
+from memtrace.analysis.findings import DeviceWaste, Finding, WastedMemory
 from memtrace.units import UNKNOWN, format_bytes, format_count
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+RESULT: Final = WastedMemory
+"""The type of what ``--json`` prints."""
+MAX_ROWS: Final = 12
+"""Most findings of each kind of fix on the terminal."""
+_KINDS_OF_FIX: Final = (
+    (True, "Single-line fixes"),
+    (False, "Fixes that need recomputation, offloading or in-place operators"),
+)
 
 
 @click.command("findings")
 @selects_traces
-@click.option("--min-bytes", type=BYTES, help="Leave out what holds less at any time; default a 1,000th of the peak.")
-@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
-@click.option("--csv", "as_csv", is_flag=True, help="Print the findings as CSV.")
+@click.option(
+    "--min-bytes",
+    type=BYTES,
+    help="Leave out findings that waste less than this, such as 1MiB; default: 0.1 % of the peak.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print one CSV row per finding.")
 def command(selection: Selection, min_bytes: int | None, as_json: bool, as_csv: bool) -> None:
-    """Name memory of TRACE that is there without need, and the peak that would result without it.
+    """Find wasted memory in TRACE and estimate what each fix would save.
 
-    Each is mended on the recorded timeline, and the peak replayed. What moving or deleting a line mends stands first;
-    what takes recomputing, swapping or working in place stands behind.
+    Findings are leaks, retained autograd graphs, unused or redundant allocations, and blocks that are allocated too
+    early or freed too late. Each fix is applied to the recorded timeline to compute the new peak. Fixes that change a
+    single line are listed first.
     """
-    from memtrace.analysis.findings import findings
+    from memtrace.analysis.findings import find_wasted_memory
 
-    one = selection.open_rank()
-    found = [findings(one, device, min_bytes=min_bytes) for device in one.devices]
+    result = find_wasted_memory(selection.open_rank(), min_bytes=min_bytes)
     if as_json:
-        print_json({"devices": [device.as_dict() for device in found]})
+        print_json(result)
     elif as_csv:
-        rows = ({"device": device.device} | row.as_dict() for device in found for row in device.findings)
-        print_csv(("device", *FIELDS), rows)
+        rows = ({"device": waste.device} | asdict(finding) for waste in result.devices for finding in waste.findings)
+        print_csv(("device", *(field.name for field in fields(Finding))), rows)
     else:
         out = console()
-        for device in found:
-            _print_device(out, device)
+        for waste in result.devices:
+            _print_device(out, waste)
 
 
-def _print_device(out: Console, device: DeviceFindings) -> None:
-    out.print(f"[bold]{device.device}: peak {format_bytes(device.peak_bytes)}[/]")
-    if device.peak_if_all_mended_bytes is not None:
-        lowest = device.lower_bound_bytes
-        bound = (
-            "" if lowest is None else f"; one operator touches {format_bytes(lowest)} at most: no order is below that"
-        )
-        out.print(f"{format_bytes(device.peak_if_all_mended_bytes)} if all were mended that a line mends{bound}")
-    for reason in device.not_judged:
-        out.print(f"not judged: {escape(reason)}")
-    for mechanism, title in ((False, "a line mends it"), (True, "it takes recomputing, swapping or working in place")):
-        rows = [row for row in device.findings if row.needs_mechanism == mechanism and row.saved_bytes]
-        if not rows:
-            continue
-        table = plain_table("saves", "peak then", "at once", "blocks", f"{title}: what, where")
-        for row in rows[:12]:
-            what = (row.name or row.pattern).replace("_", " ")
-            table.add_row(format_bytes(row.saved_bytes), format_bytes(row.peak_if_mended_bytes),
-            format_bytes(row.bytes), f"{row.num_blocks:,}",
-                          escape(f"{what}: {row.site or UNKNOWN} ({row.category})"))  # fmt: skip
-        out.print()
-        out.print(table)
-        for what, advice in dict.fromkeys((row.name or row.pattern, row.advice) for row in rows[:3]):
-            out.print(f"try, {what.replace('_', ' ')}: {advice}", soft_wrap=True)
-    elsewhere = [row.bytes for row in device.findings if not row.saved_bytes]
-    if elsewhere:
-        out.print(f"\n{format_count(len(elsewhere), 'finding')} of up to {format_bytes(max(elsewhere))} at other "
-                  f"moments than the "
-                  "peak, which save nothing of it: --json and --csv list them")  # fmt: skip
-    elif not device.findings and device.peak_if_all_mended_bytes is not None:
-        out.print("nothing found")
+def _print_device(out: Console, waste: DeviceWaste) -> None:
+    out.print(f"[bold]{waste.device}: {format_bytes(waste.peak_bytes)} peak[/]")
+    if waste.peak_if_all_fixed_bytes is None:
+        for skipped in waste.skipped_patterns:
+            out.print(f"No pattern could be checked: {escape(skipped.reason)}.")
+        return
+    saving = [finding for finding in waste.findings if finding.saved_bytes]
+    limits = []
+    if any(finding.is_single_line_fix for finding in saving):
+        limits.append(f"All single-line fixes together: {format_bytes(waste.peak_if_all_fixed_bytes)}.")
+    if waste.lower_bound_bytes is not None:
+        limits.append(f"No schedule can go below {format_bytes(waste.lower_bound_bytes)}.")
+    if limits:
+        out.print(" ".join(limits))
+    for skipped in waste.skipped_patterns:
+        out.print(f"Not checked: {', '.join(skipped.patterns)} ({escape(skipped.reason)}).")
+    for is_single_line_fix, title in _KINDS_OF_FIX:
+        findings = [finding for finding in saving if finding.is_single_line_fix == is_single_line_fix]
+        if findings:
+            _print_findings(out, title, findings)
+    _print_rest(out, waste)
     out.print()
+
+
+def _print_findings(out: Console, title: str, findings: list[Finding]) -> None:
+    """Print a table per pattern, each under the advice on how to fix it."""
+    out.print(f"\n[bold]{title}[/]")
+    shown = findings[:MAX_ROWS]
+    for pattern in dict.fromkeys(finding.pattern for finding in shown):
+        rows = [finding for finding in shown if finding.pattern == pattern]
+        out.print(f"\n{pattern.capitalize()}: {rows[0].advice}")
+        table = plain_table("saves", "new peak", "blocks", "allocation site (category)")
+        for row in rows:
+            table.add_row(
+                format_bytes(row.saved_bytes),
+                format_bytes(row.peak_if_fixed_bytes),
+                f"{row.num_blocks:,}",
+                escape(f"{row.site or UNKNOWN} ({_spaced(row.category)})"),
+            )
+        out.print(table)
+    if len(findings) > MAX_ROWS:
+        out.print(f"\n{len(findings) - MAX_ROWS} more are in the output of --json and --csv.")
+
+
+def _print_rest(out: Console, waste: DeviceWaste) -> None:
+    """Print how much there is besides the findings that lower the peak."""
+    if not waste.findings:
+        out.print(f"No wasted memory of {format_bytes(waste.min_bytes)} or more was found.")
+        return
+    off_peak = [finding.wasted_bytes for finding in waste.findings if not finding.saved_bytes]
+    if off_peak:
+        out.print(
+            f"\n{format_count(len(off_peak), 'finding')} of up to {format_bytes(max(off_peak))} would not lower the "
+            "peak; --json and --csv list them."
+        )
+
+
+def _spaced(category: str) -> str:
+    return category.replace("_", " ")

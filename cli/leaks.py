@@ -1,76 +1,99 @@
-"""``memtrace leaks``: what grows from step to step, how fast, and when the memory is full."""
+"""``memtrace leaks``: which sites retain more memory from step to step, and when a capacity is exhausted."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Final
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.output import console, missing_blocks_reason, plain_table, print_json
+from memtrace.cli.output import console, escape, plain_table, print_json
 from memtrace.cli.quantities import BYTES
 from memtrace.cli.tabular import print_csv
-from rich.console import Console
-from rich.markup import escape
 
+from memtrace.analysis.leaks import LeakAnalysis, find_leaks
+from memtrace.analysis.thresholds import MIN_GROWING_STEPS
+from memtrace.format.schema import NO_BLOCKS
 from memtrace.units import format_bytes, format_count
 
-CSV_COLUMNS = ("site", "category", "bytes_per_step", "num_growing_steps", "num_blocks", "bytes_live", "cycle_bytes")
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from memtrace.analysis.leaks import Leak, LongLivedSignature
+
+RESULT: Final = LeakAnalysis
+CSV_COLUMNS: Final = ("site", "category", "bytes_per_step", "num_growing_steps", "num_blocks", "live_bytes",
+                      "gc_freed_bytes")  # fmt: skip
 
 
 @click.command("leaks")
 @selects_traces
-@click.option("--steps", "min_steps", type=click.IntRange(2), default=3, show_default=True,
-              help="Growth in fewer steps is none.")  # fmt: skip
-@click.option("--capacity", type=BYTES, help="Bytes there are, such as 16GiB: says after how many steps they are used.")
-@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
-@click.option("--csv", "as_csv", is_flag=True, help="Print one line a leak.")
+@click.option("--min-steps", type=click.IntRange(2), default=MIN_GROWING_STEPS, show_default=True, metavar="STEPS",
+              help="Minimum number of growing steps before growth is reported as a leak.")  # fmt: skip
+@click.option("--capacity", type=BYTES, metavar="SIZE",
+              help="Memory capacity (e.g. 16GiB); estimates how many steps until it is exhausted.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV, one row per leak.")
 def command(selection: Selection, min_steps: int, capacity: int | None, as_json: bool, as_csv: bool) -> None:
-    """Tell which lines of TRACE keep more memory after every step."""
-    from memtrace.analysis.leaks import leaks
-
-    one = selection.open_rank()
-    found = leaks(one, min_steps, capacity).as_dict()
+    """Find memory of TRACE that grows from step to step, and the lines that allocate it."""
+    trace = selection.open_rank()
+    result = find_leaks(trace, min_growing_steps=min_steps, capacity_bytes=capacity)
     if as_json:
-        print_json(found)
+        print_json(result)
     elif as_csv:
-        print_csv(CSV_COLUMNS, found["leaks"])
-    elif reason := missing_blocks_reason(one):
-        console().print(f"[bold]{escape(selection.name)}[/]: what grows {reason}")
+        print_csv(CSV_COLUMNS, map(asdict, result.leaks))
+    elif not trace.has_blocks:
+        console().print(f"[bold]{escape(selection.name)}[/]: leaks unavailable: {NO_BLOCKS}")
     else:
-        _print(console(), selection.name, found)
+        _print(console(), selection.name, result)
 
 
-def _print(out: Console, name: str, found: dict[str, Any]) -> None:
-    if not found["num_steps"]:
-        out.print(f"[bold]{escape(name)}[/]: too few steps to tell what grows")
+def _print(out: Console, name: str, result: LeakAnalysis) -> None:
+    if result.bytes_per_step is None:
+        needed = format_count(result.num_required_steps, "step")
+        out.print(f"[bold]{escape(name)}[/]: too few steps to find leaks (at least {needed} are needed)")
         return
-    if not found["leaks"]:
-        out.print(f"[bold]{escape(name)}[/]: no leaks in {format_count(found['num_steps'], 'step')} after warm-up")
+    excluded = format_count(result.num_warm_up_steps, "warm-up step")
+    steps = f"{format_count(result.num_steps, 'step')}; {excluded} excluded"
+    if result.leaks:
+        out.print(f"[bold]{escape(name)}: grows by {format_bytes(result.bytes_per_step)} per step[/] ({steps})")
+        _print_leaks(out, result.leaks)
     else:
+        out.print(f"[bold]{escape(name)}[/]: no leaks ({steps})")
+    if result.steps_to_capacity is not None:
+        more = format_count(result.steps_to_capacity, "more step")
+        out.print(f"Capacity of {format_bytes(result.capacity_bytes)} is exhausted after {more}.")
+    if result.gc_freed_bytes:
         out.print(
-            f"[bold]{escape(name)}: grows by {format_bytes(round(found['bytes_per_step']))} a step[/] "
-            f"({format_count(found['num_steps'], 'step')} after warm-up)"
+            f"Reference cycles: {format_bytes(result.gc_freed_bytes)} were freed only by Python's garbage collector."
         )
-        table = plain_table("a step", "live", "blocks", "category", "line")
-        for row in found["leaks"]:
-            table.add_row(format_bytes(round(row["bytes_per_step"])), format_bytes(row["bytes_live"]),
-            f"{row['num_blocks']:,}",
-                          row["category"], escape(row["site"] or "(no stack was taken)"))  # fmt: skip
-        out.print(table)
-    if found["steps_to_capacity"] is not None:
-        out.print(
-            f"{format_bytes(found['capacity_bytes'])} are reached after "
-            f"{format_count(found['steps_to_capacity'], 'more step')}"
+    _print_long_lived(out, result.long_lived)
+
+
+def _print_leaks(out: Console, leaks: tuple[Leak, ...]) -> None:
+    table = plain_table("per step", "live", "blocks", "category", "allocation site")
+    for row in leaks:
+        table.add_row(
+            format_bytes(row.bytes_per_step),
+            format_bytes(row.live_bytes),
+            f"{row.num_blocks:,}",
+            row.category,
+            escape(row.site or "unknown (no stack recorded)"),
         )
-    if found["cycle_bytes"]:
-        out.print(
-            f"reference cycles: {format_bytes(found['cycle_bytes'])} were freed only by Python's garbage collector"
+    out.print(table)
+
+
+def _print_long_lived(out: Console, signatures: tuple[LongLivedSignature, ...]) -> None:
+    if not signatures:
+        return
+    table = plain_table("bytes", "blocks", "usual", "longest", "allocation site and operator")
+    for row in signatures:
+        table.add_row(
+            format_bytes(row.bytes),
+            f"{row.num_blocks:,}",
+            format_count(row.usual_steps, "step"),
+            format_count(row.longest_steps, "step"),
+            escape(row.site),
         )
-    if found["outliving"]:
-        table = plain_table("outlives its usual life", "bytes", "blocks", "usual", "longest", "")
-        for row in found["outliving"]:
-            table.add_row(escape(row["site"]), format_bytes(row["bytes"]), f"{row['num_blocks']:,}",
-                          format_count(row["usual_steps"], "step"), format_count(row["longest_steps"], "step"),
-                          "")  # fmt: skip
-        out.print()
-        out.print(table)
+    out.print("\n[bold]Blocks that live longer than usual for their allocation site[/]")
+    out.print(table)

@@ -1,126 +1,176 @@
-"""``memtrace pipeline``: the stages of a recorded pipeline, and what one process predicts for them."""
+"""``memtrace pipeline``: stages and workers of a recorded pipeline."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.output import console, plain_table, print_json, working
 from memtrace.cli.quantities import BYTES
-from rich.console import Console
 
 from memtrace.errors import MemtraceError
-from memtrace.units import format_bytes, format_duration, format_share
+from memtrace.pipeline.prediction import PipelineComparison, PipelineReport, predict_recorded_pipeline
+from memtrace.units import UNKNOWN, format_bytes, format_duration, format_share
 
 if TYPE_CHECKING:
-    from memtrace.pipeline.compare import Comparison
-    from memtrace.pipeline.measured import Measured
+    from rich.console import Console
+    from rich.table import Table
+
+    from memtrace.pipeline.measured import MeasuredPipeline, MeasuredStage
     from memtrace.pipeline.schedules.schedule import Schedule
+    from memtrace.trace import Trace
+
+RESULT: Final = PipelineReport
 
 
 @click.command("pipeline")
 @selects_traces
-@click.option("--capacity", type=BYTES, help="Memory of one worker, such as 16GiB: what is left of it.")
-@click.option("--predict", type=click.Path(), metavar="TRACE1",
-              help="A trace of one process, the whole model on one micro-batch: predict from it.")  # fmt: skip
-@click.option("--schedule", help="With --predict: the schedule that was to run; without it the recorded order.")
-@click.option("--cut", help="With --predict: the first layer of every stage, such as 0,4,8,12.")
-@click.option("--layer", "layers", multiple=True, help="With --predict: modules that are layers, as patterns.")
-@click.option("--show", is_flag=True, help="Print the recorded order of actions as a table as well.")
-@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
+@click.option("--capacity", type=BYTES, help="Memory of one worker (e.g. 16GiB); shows the headroom.")
+@click.option("--predict", type=click.Path(), metavar="TRACE",
+              help="Trace of one process that trained the whole model, one micro-batch per step; compares the peaks "
+                   "predicted from it.")  # fmt: skip
+@click.option("--schedule", metavar="NAME[:OPTIONS]",
+              help="With --predict: simulate this schedule (e.g. 1f1b); default: the recorded order.")  # fmt: skip
+@click.option("--partition", metavar="LAYER,...",
+              help="With --predict: first layer of every stage (e.g. 0,4,8,12); default: inferred from the parameters "
+                   "of the stages.")  # fmt: skip
+@click.option("--layer", "layers", multiple=True, metavar="PATTERN",
+              help="With --predict: modules that are layers (e.g. 'blocks.*'); repeatable; default: the repeated "
+                   "blocks of the model.")  # fmt: skip
+@click.option("--show-schedule", is_flag=True, help="Also print the recorded order of actions.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables; unknown values are null.")
 def command(
     selection: Selection,
     capacity: int | None,
     predict: str | None,
     schedule: str | None,
-    cut: str | None,
+    partition: str | None,
     layers: tuple[str, ...],
-    show: bool,
+    show_schedule: bool,
     as_json: bool,
 ) -> None:
-    """Compare the stages of the pipeline that the ranks of TRACE ran."""
-    from memtrace.pipeline.measured import measured
-    from memtrace.pipeline.recorded import recorded_schedule
+    """Show memory, micro-batches in flight and bubbles of a recorded pipeline.
 
-    if predict is None and (schedule or cut or layers):
-        raise MemtraceError("--schedule, --cut and --layer are for --predict: give the trace to predict from")
+    TRACE contains the ranks of a pipeline-parallel job. Actions of torch.distributed.pipelining are recorded
+    automatically; other programs mark them with rec.stage(...) and rec.microbatch(...).
+    """
+    from memtrace.pipeline.measured import measure_pipeline
+    from memtrace.pipeline.recorded import recorded_actions, recorded_schedule
+
+    if predict is None and (schedule or partition or layers):
+        raise MemtraceError("--schedule, --partition and --layer need --predict TRACE, the trace to predict from.")
     with working(f"reading {selection.name}"):
-        found = measured(selection.open(), capacity)
-        against = None if predict is None else _compare(found, predict, schedule, cut, layers)
+        trace = selection.open()
+        measured = measure_pipeline(trace, capacity)
+        predicted = None if predict is None else _predict(trace, predict, schedule, partition, layers)
     if as_json:
-        predicted = {} if against is None else {"predicted": against.as_dict()}
-        print_json({**found.as_dict(), **predicted})
+        print_json(PipelineReport(measured=measured, predicted=predicted))
         return
     out = console()
-    _print_stages(out, found)
-    _print_workers(out, found, against)
-    if show:
-        out.print("\n" + str(recorded_schedule(found.ranks)), soft_wrap=True, markup=False)
+    _print_stages(out, measured)
+    _print_workers(out, measured, predicted)
+    if show_schedule:
+        out.print("\n" + str(recorded_schedule(recorded_actions(trace))), soft_wrap=True, markup=False)
 
 
-def _compare(
-    found: Measured, predict: str, schedule: str | None, cut: str | None, layers: tuple[str, ...]
-) -> Comparison:
-    from memtrace.pipeline.compare import compare
-    from memtrace.pipeline.from_trace import trace_costs
+def _predict(
+    trace: Trace, path: str, schedule: str | None, partition: str | None, layers: tuple[str, ...]
+) -> PipelineComparison:
+    from memtrace.pipeline.layer_costs import measure_layer_costs
     from memtrace.trace import load
 
-    opened = load(predict)
-    costs = trace_costs(opened.rank(opened.ranks[0]), layers)
-    return compare(found, costs, _schedule(found, schedule), _first_layers(cut))
+    single_process = load(path)
+    costs = measure_layer_costs(single_process.rank(single_process.ranks[0]), layers)
+    prediction = predict_recorded_pipeline(
+        trace, costs, schedule=_build_schedule(trace, schedule), first_layers=_parse_partition(partition)
+    )
+    return prediction.comparison
 
 
-def _schedule(found: Measured, text: str | None) -> Schedule | None:
-    from memtrace.pipeline.recorded import one_pipeline, recorded_schedule
-    from memtrace.pipeline.schedules.registry import parse_choice
+def _build_schedule(trace: Trace, text: str | None) -> Schedule | None:
+    """The schedule named on the command line, for the sizes of the recorded pipeline."""
+    from memtrace.pipeline.recorded import first_pipeline, recorded_actions, recorded_schedule
+    from memtrace.pipeline.schedules.registry import parse_schedule_choice
 
     if text is None:
         return None
-    microbatches = recorded_schedule(found.ranks).num_microbatches
-    return parse_choice(text).build(len(one_pipeline(found.ranks)), microbatches)
+    ranks = recorded_actions(trace)
+    return parse_schedule_choice(text).build(len(first_pipeline(ranks)), recorded_schedule(ranks).num_microbatches)
 
 
-def _first_layers(text: str | None) -> list[int] | None:
+def _parse_partition(text: str | None) -> list[int] | None:
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise MemtraceError(f"--cut {text}: give the number of the first layer of every stage, such as 0,4,8,12")
+        raise MemtraceError(
+            f"--partition {text}: invalid partition. Give the index of the first layer of every stage, such as "
+            "0,4,8,12."
+        )
     return [int(part) for part in parts]
 
 
-def _print_stages(out: Console, found: Measured) -> None:
-    table = plain_table("stage", "rank", "parameters", "gradients", "optimizer", "activations", "in flight", "forward",
-                        "backward")  # fmt: skip
-    for one in sorted(found.stages, key=lambda stage: (stage.pipeline, stage.stage)):
-        name = f"{one.stage} of pipeline {one.pipeline}" if one.pipeline else str(one.stage)
-        table.add_row(name, str(one.rank), format_bytes(one.parameter_bytes), format_bytes(one.gradient_bytes),
-                      format_bytes(one.optimizer_bytes), format_bytes(one.activation_bytes), str(one.in_flight_peak),
-                      format_duration(one.forward_ns), format_duration(one.backward_ns))  # fmt: skip
-    ran = f"torch's {found.torch_schedule}" if found.torch_schedule else "marked by the program"
-    out.print(f"[bold]stages[/] ({ran}); activations and times of one micro-batch")
+def _print_stages(out: Console, measured: MeasuredPipeline) -> None:
+    stages = sorted(measured.stages, key=lambda stage: (stage.pipeline, stage.stage))
+    has_pipelines = any(stage.pipeline for stage in stages)
+    table = plain_table("stage", "rank", "pipeline" if has_pipelines else "parameters", "model state", "activations",
+                        "in flight", "forward", "backward")  # fmt: skip
+    for stage in stages:
+        table.add_row(
+            str(stage.stage),
+            str(stage.rank),
+            str(stage.pipeline) if has_pipelines else format_bytes(stage.parameter_bytes),
+            format_bytes(_state_bytes(stage)),
+            format_bytes(stage.activation_bytes),
+            str(stage.in_flight_peak),
+            format_duration(stage.forward_ns),
+            format_duration(stage.backward_ns),
+        )
+    program = f"torch {measured.torch_schedule}" if measured.torch_schedule else "marked by the program"
+    out.print(f"[bold]Pipeline stages[/] ({program})")
     out.print(table)
+    out.print(
+        "Model state: parameters, gradients and optimizer state. Activations and times are per micro-batch. In flight: "
+        "peak number of micro-batches.",
+        style="dim",
+    )
 
 
-def _print_workers(out: Console, found: Measured, against: Comparison | None) -> None:
-    predicted = {} if against is None else {one.rank: one for one in against.workers}
-    with_capacity = any(worker.headroom_bytes is not None for worker in found.workers)
-    headers = ["rank", "stages", "peak", *(["headroom"] if with_capacity else [])]
-    headers += ["predicted", "error", "in flight (predicted)"] if predicted else ["in flight"]
-    table = plain_table(*headers, "bubbles")
-    for worker in found.workers:
+def _state_bytes(stage: MeasuredStage) -> int | None:
+    parts = (stage.parameter_bytes, stage.gradient_bytes, stage.optimizer_bytes)
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
+
+
+def _print_workers(out: Console, measured: MeasuredPipeline, predicted: PipelineComparison | None) -> None:
+    out.print("\n[bold]Pipeline workers[/]")
+    out.print(_worker_table(measured, predicted))
+    imbalance = UNKNOWN if measured.imbalance is None else f"{measured.imbalance:.2f}"
+    out.print(f"\nImbalance (highest peak / mean peak): {imbalance}")
+    if predicted is not None:
+        out.print(f"Largest prediction error: {format_share(predicted.largest_error)} of the measured peak")
+        out.print(f"Partition (first layer of each stage): {','.join(map(str, predicted.first_layers))}")
+    if measured.missing_ranks:
+        missing = ", ".join(map(str, measured.missing_ranks))
+        out.print(f"[bold]Missing ranks[/]: {missing} (part of the job, but not analyzed)")
+
+
+def _worker_table(measured: MeasuredPipeline, predicted: PipelineComparison | None) -> Table:
+    comparisons = {} if predicted is None else {worker.rank: worker for worker in predicted.workers}
+    has_capacity = any(worker.headroom_bytes is not None for worker in measured.workers)
+    headers = ["rank", "stages", "peak", *(["headroom"] if has_capacity else [])]
+    headers += ["predicted", "of measured"] if comparisons else []
+    table = plain_table(*headers, "in flight", "bubbles")
+    for worker in measured.workers:
         cells = [str(worker.rank), " ".join(map(str, worker.stages)), format_bytes(worker.peak_bytes)]
-        cells += [format_bytes(worker.headroom_bytes)] if with_capacity else []
-        one = predicted.get(worker.rank)
-        if one is None:
-            cells.append(str(worker.in_flight_peak))
-        else:
-            cells += [format_bytes(one.predicted_peak_bytes), f"{100 * one.error:+.1f} %",
-                      f"{worker.in_flight_peak} ({one.predicted_in_flight})"]  # fmt: skip
-        table.add_row(*cells, format_share(worker.bubble_share, 1))
-    out.print("\n[bold]workers[/]; bubbles are the idle share of one step")
-    out.print(table)
-    out.print(f"\nimbalance (highest peak over the mean): {found.imbalance:.2f}")
-    if found.missing:
-        out.print(f"[bold]missing[/]: rank {', '.join(map(str, found.missing))} of the job is not in the trace")
+        cells += [format_bytes(worker.headroom_bytes)] if has_capacity else []
+        comparison = comparisons.get(worker.rank)
+        in_flight = str(worker.in_flight_peak)
+        if comparison is not None:
+            share = format_share(comparison.predicted_peak_bytes, worker.peak_bytes)
+            cells += [format_bytes(comparison.predicted_peak_bytes), share]
+            if comparison.predicted_in_flight != worker.in_flight_peak:
+                in_flight += f" (predicted {comparison.predicted_in_flight})"
+        table.add_row(*cells, in_flight, format_share(worker.bubble_ratio))
+    return table

@@ -1,4 +1,4 @@
-"""``memtrace plan``: what would happen if. Each plan is a command of its own, imported when it is called."""
+"""``memtrace plan``: a group of commands that predict the effect of a change. Each is imported when it is called."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import click
 from memtrace.cli import LazyGroup
 
 PLANS: dict[str, tuple[str, str]] = {
-    "allocator": ("memtrace.cli.plan_allocator", "Would another setting of the CUDA allocator have fitted?"),
-    "pipeline": ("memtrace.cli.plan_pipeline", "Which pipeline schedule and which cut of the model?"),
+    "allocator": ("memtrace.cli.plan_allocator", "Predict reserved memory under other CUDA allocator settings."),
+    "pipeline": ("memtrace.cli.plan_pipeline", "Compare pipeline schedules and partitions of the model."),
 }
 
 
-class _Plans(LazyGroup):
+class _PlanGroup(LazyGroup):
     table: ClassVar[dict[str, tuple[str, str]]] = PLANS
 
 
-@click.group("plan", cls=_Plans)
+@click.group("plan", cls=_PlanGroup)
 def command() -> None:
-    """Predict what a change would give, from the tables of a trace."""
+    """Predict the effect of a change from a recorded trace."""

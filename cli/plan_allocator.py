@@ -1,9 +1,9 @@
-"""``memtrace plan allocator``: would another setting have saved memory, or avoided an out-of-memory?"""
+"""``memtrace plan allocator``: predicts reserved memory under other settings of the CUDA caching allocator."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
@@ -11,15 +11,23 @@ from memtrace.cli.output import console, plain_table, print_json
 from memtrace.cli.quantities import BYTES
 from rich.markup import escape
 
-from memtrace.units import UNKNOWN, format_bytes
+from memtrace.allocator.plan import AllocatorPlan
+from memtrace.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from memtrace.allocator.plan import DevicePlan
-    from memtrace.allocator.settings import Settings
-    from memtrace.allocator.what_if import Prediction
+    from memtrace.allocator.plan import CapacityEstimate, DeviceAllocatorPlan
+    from memtrace.allocator.replay import ReplayResult
+    from memtrace.allocator.settings import AllocatorSettings
+    from memtrace.allocator.what_if import AllocatorPrediction
     from memtrace.trace import Trace
+
+RESULT: Final = AllocatorPlan
+LEGEND: Final = (
+    "Peak: most memory reserved. Change: against the recorded settings. Unused: reserved but not "
+    "allocated at the peak. +/-: error of the prediction."
+)
 
 
 @click.command("allocator")
@@ -29,174 +37,137 @@ if TYPE_CHECKING:
     "texts",
     multiple=True,
     metavar="KEY:VALUE[,...]",
-    help="A setting to try, as PYTORCH_CUDA_ALLOC_CONF takes it. Repeat for more.",
+    help="Setting to simulate, written as in PYTORCH_CUDA_ALLOC_CONF. May be repeated; default: a sweep.",
 )
-@click.option("--sweep", is_flag=True, help="Try the usual settings too; without --setting they are tried anyway.")
+@click.option("--sweep", is_flag=True, help="Simulate a sweep of common settings in addition to --setting.")
 @click.option(
     "--capacity",
     type=BYTES,
-    help="What the device gives, such as 24GiB. Without it: what the trace tells of it.",
+    help="Memory that the device gives to the process, e.g. 24GiB; default: estimated from the trace.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON; unknown values are null.")
 def command(selection: Selection, texts: tuple[str, ...], sweep: bool, capacity: int | None, as_json: bool) -> None:
-    """Replay the CUDA caching allocator over TRACE, and predict what other settings would reserve.
+    """Predict reserved memory under other CUDA allocator settings.
 
-    First it checks that its model reproduces the trace exactly; a file it cannot reproduce gets no
-    predictions. A trace without CUDA gets an estimate of what a GPU would reserve for it.
+    Replays the requests of TRACE in a model of the CUDA caching allocator. The replay under the recorded settings is
+    compared with the recording; predictions are made only if it is exact. For a trace without CUDA memory, the command
+    estimates what a GPU would reserve for the same requests.
     """
-    from memtrace.allocator.settings import Settings
+    from memtrace.allocator.settings import AllocatorSettings
 
-    wanted = [Settings.parse(text) for text in texts]
-    one = selection.open_rank()
-    plans = _plans(one, _to_try(wanted, sweep, capacity), capacity)
+    requested = [AllocatorSettings.parse(text) for text in texts]
+    trace = selection.open_rank()
+    plan = _make_plan(trace, _settings_to_simulate(requested, sweep, capacity), capacity)
     if as_json:
-        print_json({"devices": [plan.as_dict() for plan in plans]})
+        print_json(plan)
         return
-    for plan in plans:
-        _print_device(plan)
-    if not plans:
-        console().print("No memory events were recorded.")
+    for device in plan.devices:
+        _print_device(device)
+    if not plan.devices:
+        console().print("The trace has no memory events.")
 
 
-def _to_try(wanted: list[Settings], sweep: bool, capacity: int | None) -> list[Settings] | None:
-    """The settings to predict; None: the sweep that the trace itself suggests."""
-    from memtrace.allocator.settings import Settings
+def _settings_to_simulate(
+    requested: list[AllocatorSettings], sweep: bool, capacity: int | None
+) -> list[AllocatorSettings] | None:
+    """Return the settings to simulate; None: the default sweep."""
+    from memtrace.allocator.settings import AllocatorSettings
     from memtrace.allocator.what_if import GC_SWEEP, SWEEP
 
-    if not wanted:
+    if not requested:
         return None
-    usual = SWEEP + (GC_SWEEP if capacity is not None else ()) if sweep else ()
-    return wanted + [other for other in map(Settings.parse, usual) if other not in wanted]
+    texts = SWEEP + (GC_SWEEP if capacity is not None else ()) if sweep else ()
+    return requested + [settings for settings in map(AllocatorSettings.parse, texts) if settings not in requested]
 
 
-def _plans(trace: Trace, settings: list[Settings] | None, capacity: int | None) -> list[DevicePlan]:
+def _make_plan(trace: Trace, settings: list[AllocatorSettings] | None, capacity: int | None) -> AllocatorPlan:
     from rich.console import Console
     from rich.progress import Progress
 
     from memtrace.allocator.plan import plan_allocator
 
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("trying settings", total=None)
+        task = progress.add_task("simulating settings", total=None)
         return plan_allocator(trace, settings, capacity=capacity, progress=lambda: progress.advance(task))
 
 
-def _print_device(plan: DevicePlan) -> None:
+def _print_device(plan: DeviceAllocatorPlan) -> None:
     out = console()
     out.print(plan.device, style="bold")
-    for line in (_replay_line(plan), _capacity_line(plan), *(f"note: {note}" for note in plan.notes)):
+    for line in (_replay_line(plan.replay), _capacity_line(plan.capacity), *(f"Note: {note}" for note in plan.notes)):
         out.print(escape(line))
     if plan.predictions:
-        out.print(_table(plan))
-        for line in _advice(plan):
-            out.print(escape(line), soft_wrap=True)
+        out.print()
+        out.print(_settings_table(plan))
+        out.print(LEGEND, style="dim")
+        out.print()
+    for sentence in plan.advice:
+        out.print(escape(sentence), soft_wrap=True)  # a setting can be pasted only if it stays on one line
     out.print()
 
 
-def _replay_line(plan: DevicePlan) -> str:
-    replay = plan.replay
+def _replay_line(replay: ReplayResult | None) -> str:
     if replay is None:
-        return "replay: none, for the allocator left no history here"
+        return "Replay: not possible, because the trace has no CUDA allocator history."
     return (
-        f"replay {'exact' if replay.is_exact else 'NOT exact'}: "
-        f"{replay.allocations_exact:,} of {replay.allocations:,} allocations at their recorded address, "
-        f"{replay.segment_events_exact:,} of {replay.segment_events:,} segment events foretold, "
-        f"peak {_mib(replay.peak_reserved_bytes)} of {_mib(replay.recorded_peak_reserved_bytes)}, "
-        f"final blocks {'equal' if replay.final_blocks_match else 'differ from'} the file's"
+        f"Replay: {'exact' if replay.is_exact else 'NOT exact'}. "
+        f"{replay.num_allocations_exact:,} of {format_count(replay.num_allocations, 'allocation')} at the "
+        "recorded address, "
+        f"{replay.num_segment_events_exact:,} of {format_count(replay.num_segment_events, 'segment event')} predicted, "
+        f"peak reserved {format_bytes(replay.peak_reserved_bytes)} "
+        f"(recorded {format_bytes(replay.recorded_peak_reserved_bytes)}), "
+        f"final blocks {'match' if replay.final_blocks_match else 'do not match'}."
     )
 
 
-def _capacity_line(plan: DevicePlan) -> str:
-    if plan.capacity is not None:
-        return f"capacity: {format_bytes(plan.capacity)}, as given"
-    ends = None if plan.bracket is None else plan.bracket.ends
-    if ends is None:
-        return "capacity: the trace does not tell it; give --capacity to see what fits"
-    estimate = plan.bracket.estimate if plan.bracket else None
-    told = "" if estimate is None else f"; about {format_bytes(estimate)}, by what was free when a request failed"
-    return (
-        f"capacity: between {format_bytes(ends[0])} and {format_bytes(ends[1])}, by what the device gave and "
-        f"what it refused{told}"
-    )
-
-
-def _table(plan: DevicePlan) -> Table:
-    table = plain_table(
-        "setting",
-        "reserved peak",
-        "change",
-        "+/-",
-        "unallocated",
-        "segments",
-        "retries",
-        "fits",
-    )
-    baseline = plan.baseline
-    for one in plan.predictions:
-        table.add_row(
-            one.settings.name.replace(",", ",\n")
-            + (" (recorded)" if one.is_recorded and plan.replay is not None else ""),
-            _mib(one.peak_reserved_bytes),
-            "" if baseline is None or one is baseline else _change(one, baseline),
-            _mib(one.spread_bytes),
-            _mib(one.unallocated_at_peak_bytes),
-            f"{one.num_segments:,}",
-            f"{one.num_retries:,}",
-            _fits(one),
+def _capacity_line(capacity: CapacityEstimate) -> str:
+    if capacity.stated_bytes is not None:
+        return f"Capacity: {format_bytes(capacity.stated_bytes)}, from --capacity."
+    if capacity.low_bytes is None or capacity.high_bytes is None:
+        return "Capacity: unknown. Pass --capacity to see which settings fit."
+    estimate = ""
+    if capacity.estimate_bytes is not None:
+        estimate = (
+            f" About {format_bytes(capacity.estimate_bytes)}, from the free memory reported when a request failed."
         )
+    return (
+        f"Capacity: {format_bytes(capacity.low_bytes)} to {format_bytes(capacity.high_bytes)}, from the requests "
+        f"that the device served and refused.{estimate}"
+    )
+
+
+def _settings_table(plan: DeviceAllocatorPlan) -> Table:
+    """Return the table of predictions, without columns that are zero or unknown in every row: it fits 80 columns."""
+    predictions = plan.predictions
+    has_spread = any(prediction.spread_bytes for prediction in predictions)
+    has_fits = any(prediction.fits_at_low is not None for prediction in predictions)
+    headers = ["Setting", "Peak", "Change", "+/-", "Unused", "Fits"]
+    shown = [True, True, True, has_spread, True, has_fits]
+    table = plain_table(*(header for header, is_shown in zip(headers, shown, strict=True) if is_shown))
+    for prediction in predictions:
+        name = prediction.setting.replace(",", "\n")
+        if prediction.is_recorded and plan.replay is not None:
+            name += " (recorded)"
+        cells = [
+            name,
+            format_bytes(prediction.peak_reserved_bytes),
+            _format_change(prediction),
+            format_bytes(prediction.spread_bytes),
+            format_bytes(prediction.unused_at_peak_bytes),
+            _format_fits(prediction),
+        ]
+        table.add_row(*(cell for cell, is_shown in zip(cells, shown, strict=True) if is_shown))
     return table
 
 
-def _change(one: Prediction, baseline: Prediction) -> str:
-    change = one.peak_reserved_bytes - baseline.peak_reserved_bytes
-    return ("+" if change > 0 else "") + _mib(change)
+def _format_change(prediction: AllocatorPrediction) -> str:
+    change = prediction.change_bytes
+    if change is None or prediction.is_recorded:
+        return ""
+    return ("+" if change > 0 else "") + format_bytes(change)
 
 
-def _mib(number: int) -> str:
-    """Bytes in MiB throughout, so that the rows compare."""
-    return f"{number / (1 << 20):,.0f} MiB" if number else "0"
-
-
-def _fits(one: Prediction) -> str:
-    if one.fits is not None:
-        return "yes" if one.fits else "no"
-    return UNKNOWN if one.fits_at is None else "at the larger"
-
-
-def _advice(plan: DevicePlan) -> list[str]:
-    lines = []
-    if plan.failed_requests:
-        failed = ", ".join(map(format_bytes, plan.failed_requests))
-        lines.append(f"requests that failed when it was recorded ({failed}) would have fitted under: {_rescuers(plan)}")
-    best = plan.best
-    if best is None and not any(one.certainty for one in plan.predictions):
-        least = min(plan.predictions, key=lambda one: one.peak_reserved_bytes)
-        lines.append(
-            f"no setting tried here fits; {least.settings.name} takes least: {_mib(least.peak_reserved_bytes)}"
-        )
-    elif best is None:
-        lines.append("no setting tried here gives more than its error bar: keep what you have")
-    else:
-        line = best.settings.ready_line if str(best.settings) else "the defaults (unset PYTORCH_CUDA_ALLOC_CONF)"
-        minds = "".join(f" ({mind})" for mind in _minds(best))
-        lines.append(f"to try: {line}{minds}")
-    if any(one.settings.garbage_collection_threshold and not one.settings.collects_garbage for one in plan.predictions):
-        lines.append("garbage_collection_threshold does nothing without per_process_memory_fraction: give both")
-    return lines
-
-
-def _minds(best: Prediction) -> list[str]:
-    """What to know before pasting it."""
-    from memtrace.allocator.settings import Settings
-
-    minds = []
-    if best.certainty == 1:
-        minds.append("it fits at the larger capacity only")
-    if best.settings.large_segment_bytes != Settings().large_segment_bytes:
-        minds.append("torch before 2.11 refuses large_segment_size_mb")
-    return minds
-
-
-def _rescuers(plan: DevicePlan) -> str:
-    sure = "; ".join(one.settings.name for one in plan.predictions if one.fits) or "none of these"
-    perhaps = "; ".join(one.settings.name for one in plan.predictions if one.certainty == 1)
-    return f"{sure}; at the larger capacity: {perhaps}" if perhaps else sure
+def _format_fits(prediction: AllocatorPrediction) -> str:
+    if prediction.fits is not None:
+        return "yes" if prediction.fits else "no"
+    return "maybe" if prediction.fit_rank else "unknown"

@@ -1,83 +1,89 @@
-"""``memtrace plan pipeline``: which schedule, where to cut the model, what every worker would hold."""
+"""``memtrace plan pipeline``: rank pipeline schedules and partitions for a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
-from memtrace.cli.output import console, plain_table, print_json, working
+from memtrace.cli.arguments import RANK, WINDOW, Selection
+from memtrace.cli.output import console, escape, plain_table, print_json, working
 from memtrace.cli.quantities import BYTES
-from rich.markup import escape
 
 from memtrace.errors import MemtraceError
-from memtrace.units import format_bytes, format_duration, format_share
+from memtrace.pipeline.plan_report import PipelinePlanReport, ScheduleSummary, report_plan, report_search
+from memtrace.pipeline.schedules.registry import SCHEDULE_FAMILIES
+from memtrace.units import UNKNOWN, format_bytes, format_duration, format_share
 
 if TYPE_CHECKING:
-    from memtrace.pipeline.costs import Layer
-    from memtrace.pipeline.plan import Plan, Prediction, Setting
-    from memtrace.pipeline.schedules.registry import Choice
-    from memtrace.pipeline.search import Configuration
-    from memtrace.pipeline.simulation.memory import MemoryModel
+    from rich.console import Console
 
-_COUNT = click.IntRange(min=1)
-_SHOWN = 20
-_RECOMPUTE = {"off": (False,), "on": (True,), "both": (False, True)}
+    from memtrace.pipeline.layer_costs import MeasuredLayers
+    from memtrace.pipeline.plan import PlanSettings
+    from memtrace.pipeline.schedules.registry import ScheduleChoice
+
+RESULT: Final = PipelinePlanReport
+_COUNT: Final = click.IntRange(min=1)
+_MAX_ROWS: Final = 20
+_RECOMPUTE: Final = {"off": (False,), "on": (True,), "both": (False, True)}
 
 
-def _cost_options(function: Callable[..., None]) -> Callable[..., None]:
-    """What a worker and the network between workers are like."""
+def _add_hardware_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that describe workers, the network between them, and preferences."""
     for option in (
-        click.option("--capacity", type=BYTES, help="Memory of one worker, such as 16GiB; without it all fit."),
-        click.option(
-            "--latency", type=click.FloatRange(min=0), default=0.0, help="Seconds that an empty message takes."
-        ),
-        click.option("--bandwidth", type=BYTES, help="Bytes a second between workers; else messages are free."),
-        click.option("--width", type=_COUNT, default=1, help="Copies of the pipeline, joined by all-reduce."),
-        click.option(
-            "--sync",
-            type=click.Choice(["after", "eager", "eager-opt"]),
-            default="eager",
-            help="When gradients of a stage with several copies are summed.",
-        ),
-        click.option(
-            "--overlap",
-            type=click.FloatRange(0.1, 1.0),
-            default=1.0,
-            help="DualPipe's forward and backward together, as a share of both.",
-        ),
-        click.option("--cut", type=click.Choice(["time", "memory"]), default="time", help="What to balance first."),
-        click.option(
-            "--recompute",
-            type=click.Choice(list(_RECOMPUTE)),
-            default="off",
-            help="Keep only the inputs of stages and run forwards again.",
-        ),
-    ):
+        click.option("--capacity", type=BYTES, help="Memory of one worker (e.g. 16GiB); default: unlimited."),
+        click.option("--latency", type=click.FloatRange(min=0), default=0.0, metavar="SECONDS",
+                     help="Latency of a message between workers, in seconds; default: 0."),
+        click.option("--bandwidth", type=BYTES,
+                     help="Bandwidth between workers, in bytes per second (e.g. 10GB); default: unlimited."),
+        click.option("--data-parallel", type=_COUNT, default=1, metavar="N",
+                     help="Data-parallel degree: copies of the pipeline, joined by all-reduce; default: 1."),
+        click.option("--sync", type=click.Choice(["after", "eager", "eager-opt"]), default="eager",
+                     help="When to all-reduce gradients: after all work of a worker, eagerly after the last backward "
+                          "of a stage, or eagerly only where a bubble follows; default: eager."),
+        click.option("--overlap", type=click.FloatRange(0.1, 1.0), default=1.0, metavar="SHARE",
+                     help="Time of an overlapped forward and backward (DualPipe), as a share of both; default: 1."),
+        click.option("--balance", type=click.Choice(["time", "memory"]), default="time",
+                     help="What the partition balances first; default: time."),
+        click.option("--recompute", type=click.Choice(list(_RECOMPUTE)), default="off",
+                     help="Recomputation: stages keep only their inputs and repeat their forward; default: off."),
+    ):  # fmt: skip
         function = option(function)
     return function
 
 
 @click.command("pipeline")
 @click.argument("trace", type=click.Path(), required=False)
-@click.option("--costs", type=click.Path(), help="A JSON list of layers instead of a trace.")
-@click.option("--stages", type=_COUNT, help="Workers of one pipeline.")
-@click.option("--microbatches", type=_COUNT, help="Micro-batches of one pipeline in a step.")
-@click.option("--schedule", "schedules", multiple=True, default=["all"], show_default=True,
-              help="all, or a name with options: chimera:f=2,method=doubling. Repeat for more.")  # fmt: skip
-@_cost_options
-@click.option("--workers", type=_COUNT, help="Search width, stages and micro-batch for so many workers instead.")
-@click.option("--batch", type=_COUNT, help="With --workers: samples in a step over all workers.")
-@click.option("--microbatch-size", "sizes", type=_COUNT, multiple=True,
-              help="With --workers: samples in a micro-batch to try. Repeat for more.")  # fmt: skip
-@click.option("--measured-size", type=_COUNT, default=1, help="With --workers: samples that the costs are of.")
-@click.option("--layer", "layers", multiple=True, help="Modules of TRACE that are layers, as patterns.")
-@click.option("--rank", type=int, help="One rank of a trace of several; without it the first.")
-@click.option("--show", is_flag=True, help="Print the best schedule's table as text as well.")
-@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
+@RANK
+@WINDOW[0]
+@WINDOW[1]
+@click.option("--costs", type=click.Path(), metavar="FILE", help="Read layer costs from JSON instead of TRACE.")
+@click.option("--layer", "layers", multiple=True, metavar="PATTERN",
+              help="Modules of TRACE that are layers (e.g. 'blocks.*'); repeatable; default: its repeated "
+                   "blocks.")  # fmt: skip
+@click.option("--stages", type=_COUNT, metavar="N",
+              help="Workers of one pipeline; one stage each, unless a schedule puts several on a worker.")  # fmt: skip
+@click.option("--microbatches", type=_COUNT, metavar="N", help="Micro-batches of one pipeline per step.")
+@click.option("--schedule", "schedules", multiple=True, default=["all"], metavar="NAME[:OPTIONS]",
+              help="Schedule to try, with options (e.g. chimera:f=2,method=doubling); repeatable; default: all of "
+                   f"{', '.join(SCHEDULE_FAMILIES)}.")  # fmt: skip
+@_add_hardware_options
+@click.option("--workers", type=_COUNT, metavar="N",
+              help="Search: try every data-parallel degree and number of stages for N workers.")  # fmt: skip
+@click.option("--batch", type=_COUNT, metavar="N", help="With --workers: samples per step over all workers.")
+@click.option("--microbatch-size", "sizes", type=_COUNT, multiple=True, metavar="N",
+              help="With --workers: samples per micro-batch to try; repeatable; default: --measured-size.")  # fmt: skip
+@click.option("--measured-size", type=_COUNT, default=1, metavar="N",
+              help="With --workers: samples per micro-batch of the layer costs; default: 1.")  # fmt: skip
+@click.option("--show-schedule", is_flag=True, help="Also print the action table of the best schedule.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables; unknown values are null.")
 def command(
     trace: str | None,
+    rank: int | None,
+    from_step: int | None,
+    to_step: int | None,
     costs: str | None,
+    layers: tuple[str, ...],
     stages: int | None,
     microbatches: int | None,
     schedules: tuple[str, ...],
@@ -85,231 +91,245 @@ def command(
     batch: int | None,
     sizes: tuple[int, ...],
     measured_size: int,
-    layers: tuple[str, ...],
-    rank: int | None,
-    show: bool,
+    show_schedule: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Rank pipeline schedules for the model of TRACE (one process, one micro-batch a step) or of --costs.
+    """Rank pipeline schedules for a model by predicted step time and memory.
 
-    Every schedule is cut, simulated and ranked by its step time, those first that fit the capacity.
+    TRACE is a trace of one process that trained the whole model on one micro-batch per step; --costs replaces it. Every
+    schedule gets its best partition into stages and is simulated. Schedules that fit the capacity come first.
+
+    Give --stages and --microbatches, or --workers and --batch to search for them.
     """
-    from memtrace.pipeline.plan import plan
-
-    _check(workers is not None, stages, microbatches, options["width"], batch, sizes)
-    model_layers, model, notes = _costs(trace, costs, layers, rank)
-    setting = _setting(model, options)
-    recompute = _RECOMPUTE[options["recompute"]]
+    selection = None if trace is None else Selection((trace,), rank, from_step, to_step)
+    _check_options(workers is not None, stages, microbatches, options["data_parallel"], batch, sizes)
+    measured = _layer_costs(selection, costs, layers)
+    settings, recompute = _settings(measured, options), _RECOMPUTE[options["recompute"]]
+    table = ""
     if workers is not None:
         with working(f"searching pipelines over {workers} workers"):
-            found = _search(
-                model_layers,
-                workers,
-                batch,
-                sizes or (measured_size,),
-                measured_size,
-                schedules,
-                recompute,
-                setting,
-            )
-        if as_json:
-            print_json({"configurations": [one.as_dict() for one in found], "notes": notes})
-        else:
-            _print_notes(notes)
-            _print_configurations(found)
-        return
-    if stages is None or microbatches is None:
-        raise MemtraceError("give --stages and --microbatches, or --workers and --batch to search for them")
-    chosen = _choices(schedules, stages, microbatches)
-    with working(f"cutting and simulating {len(chosen)} schedules"):
-        result = plan(model_layers, stages, microbatches, choices=chosen, recompute=recompute, setting=setting)
-    if not result.predictions:
-        reasons = dict.fromkeys(reason for _, reason in result.skipped)
-        raise MemtraceError("; ".join(reasons))
+            report = _search(measured, workers, batch, sizes, measured_size, schedules, recompute, settings)
+    else:
+        report, table = _plan(measured, stages, microbatches, schedules, recompute, settings)
     if as_json:
-        print_json({**result.as_dict(), "notes": notes})
+        print_json(report)
         return
-    _print_notes(notes)
-    _print_stages(result)
-    _print_schedules(result, setting.capacity_bytes)
-    if show:
-        console().print("\n" + escape(str(result.predictions[0].schedule)), soft_wrap=True)
+    out = console()
+    for note in report.notes:
+        out.print(f"[bold]Note[/]: {escape(note)}")
+    if workers is None:
+        _print_stages(out, report)
+        _print_schedules(out, report, settings.capacity_bytes)
+    else:
+        _print_configurations(out, report)
+    if show_schedule and table:
+        out.print("\n" + table, soft_wrap=True, markup=False)
 
 
-def _check(
-    searching: bool, stages: int | None, microbatches: int | None, width: int, batch: int | None, sizes: tuple[int, ...]
+def _check_options(
+    is_search: bool,
+    stages: int | None,
+    microbatches: int | None,
+    data_parallel: int,
+    batch: int | None,
+    sizes: tuple[int, ...],
 ) -> None:
-    """What belongs to the search alone, or is searched for, is not given beside the other."""
-    if searching and (stages or microbatches or width > 1):
-        raise MemtraceError("--workers searches for --stages, --microbatches and --width: give it without them")
-    if not searching and (batch or sizes):
-        raise MemtraceError("--batch and --microbatch-size belong to --workers")
+    """Reject options of a search without one, and options that a search decides."""
+    if is_search and (stages or microbatches or data_parallel > 1):
+        raise MemtraceError("--workers cannot be combined with --stages, --microbatches or --data-parallel, which it "
+                            "searches for.")  # fmt: skip
+    if not is_search and (batch or sizes):
+        raise MemtraceError("--batch and --microbatch-size need --workers N, the number of workers to search for.")
+    if is_search and batch is None:
+        raise MemtraceError("--workers needs --batch N, the samples per step over all workers.")
+    if not is_search and (stages is None or microbatches is None):
+        raise MemtraceError("Give --stages and --microbatches, or --workers and --batch to search for them.")
 
 
-def _costs(
-    trace: str | None, costs: str | None, patterns: tuple[str, ...], rank: int | None
-) -> tuple[list[Layer], MemoryModel, tuple[str, ...]]:
+def _layer_costs(selection: Selection | None, costs: str | None, patterns: tuple[str, ...]) -> MeasuredLayers:
     from memtrace.pipeline.costs import read_layers
-    from memtrace.pipeline.simulation.memory import PAPER
+    from memtrace.pipeline.layer_costs import MeasuredLayers, measure_layer_costs
+    from memtrace.pipeline.memory_rules import PAPER
 
-    if (trace is None) == (costs is None):
-        raise MemtraceError("give a trace, or --costs with a JSON list of layers; one of them")
-    if costs is not None:
-        if patterns or rank is not None:
-            raise MemtraceError("--layer and --rank choose from a trace, not from --costs")
-        return read_layers(costs), PAPER, ()
-    from memtrace.pipeline.from_trace import trace_costs
-    from memtrace.trace import load
-
-    assert trace is not None
-    opened = load(trace)
-    measured = trace_costs(opened.rank(opened.ranks[0] if rank is None else rank), patterns)
-    return measured.layers, measured.model, measured.notes
+    if (selection is None) == (costs is None):
+        raise MemtraceError("Give either TRACE or --costs FILE.")
+    if selection is not None:
+        return measure_layer_costs(selection.open_rank(), patterns)
+    assert costs is not None
+    if patterns:
+        raise MemtraceError("--layer chooses layers of a TRACE and cannot be combined with --costs.")
+    return MeasuredLayers(read_layers(costs), PAPER, None, 0)
 
 
-def _setting(model: MemoryModel, options: dict[str, Any]) -> Setting:
+def _settings(measured: MeasuredLayers, options: dict[str, Any]) -> PlanSettings:
     from memtrace.pipeline.costs import Network
-    from memtrace.pipeline.plan import Setting
+    from memtrace.pipeline.plan import PlanSettings
 
     bandwidth = options["bandwidth"]
-    return Setting(
+    return PlanSettings(
         network=Network(latency_s=options["latency"], seconds_per_byte=0.0 if bandwidth is None else 1 / bandwidth),
         capacity_bytes=options["capacity"],
-        width=options["width"],
+        data_parallel=options["data_parallel"],
         sync=options["sync"],
         overlap=options["overlap"],
-        objective=options["cut"],
-        model=model,
+        objective=options["balance"],
+        model=measured.model,
     )
 
 
-def _choices(schedules: Iterable[str], stages: int, microbatches: int) -> list[Choice]:
-    from memtrace.pipeline.schedules.registry import all_choices, parse_choice
+def _parse_schedules(texts: Iterable[str], num_workers: int, num_microbatches: int) -> list[ScheduleChoice]:
+    from memtrace.pipeline.schedules.registry import all_schedule_choices, parse_schedule_choice
 
-    chosen: list[Choice] = []
-    for text in schedules:
-        chosen += all_choices(stages, microbatches) if text.lower() == "all" else [parse_choice(text)]
-    return chosen
+    choices: list[ScheduleChoice] = []
+    for text in texts:
+        is_all = text.lower() == "all"
+        choices += all_schedule_choices(num_workers, num_microbatches) if is_all else [parse_schedule_choice(text)]
+    return choices
+
+
+def _plan(
+    measured: MeasuredLayers,
+    stages: int | None,
+    microbatches: int | None,
+    schedules: tuple[str, ...],
+    recompute: tuple[bool, ...],
+    settings: PlanSettings,
+) -> tuple[PipelinePlanReport, str]:
+    """The report, and the text of the best schedule."""
+    from memtrace.pipeline.plan import plan_pipeline
+
+    assert stages is not None and microbatches is not None
+    choices = _parse_schedules(schedules, stages, microbatches)
+    with working(f"simulating {len(choices)} schedules"):
+        plan = plan_pipeline(
+            measured.layers, stages, microbatches, choices=choices, recompute=recompute, settings=settings
+        )
+    if not plan.predictions:
+        raise MemtraceError("; ".join(dict.fromkeys(skipped.reason for skipped in plan.skipped)))
+    return report_plan(plan, microbatches, settings, measured.notes), str(plan.predictions[0].schedule)
 
 
 def _search(
-    layers: list[Layer],
+    measured: MeasuredLayers,
     workers: int,
     batch: int | None,
     sizes: tuple[int, ...],
     measured_size: int,
     schedules: tuple[str, ...],
     recompute: tuple[bool, ...],
-    setting: Setting,
-) -> list[Configuration]:
-    from memtrace.pipeline.search import search
+    settings: PlanSettings,
+) -> PipelinePlanReport:
+    from memtrace.pipeline.search import search_configurations
 
-    if batch is None:
-        raise MemtraceError("--workers needs --batch: the samples of one step over all workers")
-    return search(
-        layers,
+    assert batch is not None
+    configurations = search_configurations(
+        measured.layers,
         workers,
         batch,
-        choices=lambda stages, microbatches: _choices(schedules, stages, microbatches),
-        microbatch_sizes=sizes,
+        choices=lambda num_stages, num_microbatches: _parse_schedules(schedules, num_stages, num_microbatches),
+        microbatch_sizes=sizes or (measured_size,),
         measured_size=measured_size,
         recompute=recompute,
-        setting=setting,
+        settings=settings,
+    )
+    return report_search(configurations, measured.notes)
+
+
+def _format_seconds(seconds: float) -> str:
+    return format_duration(seconds * 1e9)
+
+
+def _print_stages(out: Console, report: PipelinePlanReport) -> None:
+    table = plain_table("stage", "forward", "backward", "parameters", "model state", "activations", "layers")
+    for stage in report.stages:
+        first, last, count = stage.layers[0], stage.layers[-1], len(stage.layers)
+        table.add_row(
+            str(stage.stage),
+            _format_seconds(stage.forward_s),
+            _format_seconds(stage.backward_s),
+            format_bytes(stage.parameter_bytes),
+            format_bytes(stage.state_bytes),
+            format_bytes(stage.activation_bytes),
+            escape(first if count == 1 else f"{first} to {last} ({count})"),
+        )
+    schedule = next(row for row in report.schedules if len(row.first_layers) == len(report.stages))
+    recompute = " with recomputation" if schedule.recompute else ""
+    out.print(f"[bold]Stages for {escape(schedule.name)}[/]{recompute}")
+    out.print(table)
+    out.print(
+        "Model state: parameters, gradients and optimizer state. Times and activations are per micro-batch.",
+        style="dim",
     )
 
 
-def _seconds(value: float) -> str:
-    return format_duration(round(value * 1e9))
-
-
-def _print_notes(notes: Iterable[str]) -> None:
-    for note in notes:
-        console().print(f"note: {escape(note)}")
-
-
-def _print_stages(result: Plan) -> None:
-    table = plain_table("stage", "layers", "forward", "backward", "parameters", "state", "activations", "from to")
-    for stage in result.as_dict()["stages"]:
-        state = stage["parameter_bytes"] + stage["gradient_bytes"] + stage["optimizer_bytes"]
+def _print_schedules(out: Console, report: PipelinePlanReport, capacity: int | None) -> None:
+    table = plain_table("schedule", "step", "bubbles", "max peak", "min peak", "fits", "in flight")
+    for row in report.schedules[:_MAX_ROWS]:
         table.add_row(
-            str(stage["stage"]),
-            str(stage["num_layers"]),
-            _seconds(stage["forward_s"]),
-            _seconds(stage["backward_s"]),
-            format_bytes(stage["parameter_bytes"]),
-            format_bytes(state),
-            format_bytes(stage["activation_bytes"]),
-            escape(f"{stage['layers'][0]} to {stage['layers'][-1]}"),
+            escape(_table_name(row)),
+            _format_seconds(row.step_time_s),
+            format_share(row.bubble_ratio),
+            format_bytes(row.max_peak_bytes),
+            format_bytes(row.min_peak_bytes),
+            _format_fits(row),
+            str(max(worker.in_flight_peak for worker in row.workers)),
         )
-    assert result.typical is not None
-    out = console()
-    out.print(f"[bold]cut for {escape(_named(result.typical))}[/], of one micro-batch")
+    limit = "" if capacity is None else f" (capacity {format_bytes(capacity)} per worker)"
+    out.print(f"\n[bold]Schedules by step time[/]{limit}")
     out.print(table)
+    out.print("Max and min peak: over the workers. In flight: most micro-batches on a worker.", style="dim")
+    _print_remarks(out, report.schedules)
+    for skipped in report.skipped:
+        out.print(f"Skipped {escape(skipped.schedule)}: {escape(skipped.reason)}", style="dim")
 
 
-def _named(prediction: Prediction) -> str:
-    return f"{prediction.choice}{' with recomputation' if prediction.recompute else ''}"
-
-
-def _print_schedules(result: Plan, capacity: int | None) -> None:
-    table = plain_table("schedule", "step", "bubbles", "fullest", "emptiest", "fits", "in flight on each worker")
-    for one in result.predictions[:_SHOWN]:
-        peaks = [memory.peak_bytes for memory in one.memories]
+def _print_configurations(out: Console, report: PipelinePlanReport) -> None:
+    table = plain_table("schedule", "DP", "stages", "mb x size", "samples/s", "max peak", "fits")
+    for row in report.schedules[:_MAX_ROWS]:
         table.add_row(
-            escape(_named(one)) + ("  (async)" if one.schedule.asynchronous else ""),
-            _seconds(one.step_time_s),
-            format_share(one.bubble_ratio, 1),
-            format_bytes(max(peaks)),
-            format_bytes(min(peaks)),
-            _fits(one),
-            " ".join(str(memory.in_flight_peak) for memory in one.memories),
+            escape(_table_name(row)),
+            str(row.data_parallel),
+            str(row.num_workers),
+            f"{row.num_microbatches} x {row.microbatch_size}",
+            UNKNOWN if row.samples_per_s is None else f"{row.samples_per_s:,.1f}",
+            format_bytes(row.max_peak_bytes),
+            _format_fits(row),
         )
-    out = console()
-    limit = "" if capacity is None else f", {format_bytes(capacity)} a worker"
-    out.print(f"\n[bold]schedules by step time{limit}[/]")
+    out.print("[bold]Configurations by throughput[/]")
     out.print(table)
-    if len(result.predictions) > _SHOWN:
-        out.print(f"and {len(result.predictions) - _SHOWN} slower ones; --json has them all")
-    for note in _notes(result.predictions[:_SHOWN]):
-        out.print(escape(note), style="dim")
-    for choice, reason in result.skipped:
-        out.print(f"left out: {escape(str(choice))}: {escape(reason)}", style="dim")
+    out.print(
+        "DP: data-parallel degree. mb x size: micro-batches per step of one pipeline x samples per micro-batch. "
+        "Max peak: over the workers.",
+        style="dim",
+    )
+    _print_remarks(out, report.schedules)
 
 
-def _fits(prediction: Prediction) -> str:
-    """No only where no cut at all fits."""
-    if prediction.fits:
+def _table_name(row: ScheduleSummary) -> str:
+    return f"{row.name} *" if row.recompute else row.name
+
+
+def _format_fits(row: ScheduleSummary) -> str:
+    """No only where no partition at all fits."""
+    if row.fits:
         return "yes"
-    return "no" if prediction.cut.exact else "not found"
+    return "no" if row.exact else "unknown"
 
 
-def _notes(shown: Sequence[Prediction]) -> list[str]:
-    """What the figures of some schedules rest on."""
-    notes = []
-    free = dict.fromkeys(_named(one) for one in shown if one.choice.family.free_running)
-    if free:
-        notes.append(f"{', '.join(free)}: each worker begins its next step when its own work is done")
-    inexact = dict.fromkeys(_named(one) for one in shown if not one.cut.exact)
-    if inexact:
-        notes.append(f"{', '.join(inexact)}: several stages share a worker and cuts are too many to try all; another "
-                     "may be better")  # fmt: skip
-    return notes
-
-
-def _print_configurations(found: list[Configuration]) -> None:
-    table = plain_table("schedule", "width", "stages", "micro-batch", "step", "samples/s", "fullest", "fits")
-    for one in found[:_SHOWN]:
-        table.add_row(
-            escape(_named(one.prediction)),
-            str(one.width),
-            str(one.depth),
-            f"{one.num_microbatches} x {one.microbatch_size}",
-            _seconds(one.prediction.step_time_s),
-            f"{one.samples_per_s:,.1f}",
-            format_bytes(one.prediction.peak_bytes),
-            _fits(one.prediction),
-        )
-    console().print(table)
-    for note in _notes([one.prediction for one in found[:_SHOWN]]):
-        console().print(escape(note), style="dim")
+def _print_remarks(out: Console, rows: Sequence[ScheduleSummary]) -> None:
+    """Print what the figures of some schedules rest on."""
+    shown = rows[:_MAX_ROWS]
+    remarks = {
+        "Steps follow each other without a flush": [row for row in shown if row.asynchronous],
+        "Each worker begins its next step when its own work is done": [row for row in shown if row.free_running],
+        "Too many partitions to try all; a better one may exist": [row for row in shown if not row.exact],
+    }
+    if len(rows) > _MAX_ROWS:
+        out.print(f"{len(rows) - _MAX_ROWS} slower schedules are not shown; --json contains all of them.")
+    if any(row.recompute for row in shown):
+        out.print("* with recomputation: stages keep only their inputs and repeat their forward.", style="dim")
+    for remark, remarked in remarks.items():
+        if remarked:
+            names = ", ".join(dict.fromkeys(_table_name(row) for row in remarked))
+            out.print(f"{remark}: {escape(names)}.", style="dim")

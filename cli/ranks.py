@@ -1,69 +1,98 @@
-"""``memtrace ranks``: the ranks of one job side by side."""
+"""``memtrace ranks``: compare the ranks of one job."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.output import console, plain_table, print_json, working
-from rich.markup import escape
+from memtrace.cli.output import console, escape, plain_table, print_json, working
 
+from memtrace.analysis.ranks import RankComparison, RankSummary, compare_ranks
 from memtrace.units import UNKNOWN, format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from memtrace.analysis.ranks import RankRow, Ranks
+    from rich.console import Console
+    from rich.table import Table
 
-_CATEGORIES = ("parameter", "gradient", "optimizer_state", "activation", "temporary")
+RESULT: Final = RankComparison
+_CATEGORIES: Final = ("parameter", "gradient", "optimizer_state", "activation", "temporary")
 
 
 @click.command("ranks")
 @selects_traces
-@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables; unknown values are null.")
 def command(selection: Selection, as_json: bool) -> None:
-    """Compare the ranks of TRACE: peaks and what held them, who is slow, which rank to look at first.
+    """Compare the ranks of a job by peak memory and step time.
 
-    Several traces or files are the ranks of one job.
+    TRACE is the trace of a job with several ranks. Several traces, or memory files of other tools, are compared as the
+    ranks of one job. The result names the rank to inspect first.
     """
-    from memtrace.analysis.ranks import ranks
-
-    opened = selection.open()
-    with working(f"comparing {len(opened.ranks)} ranks"):
-        found = ranks(opened)
+    trace = selection.open()
+    with working(f"comparing {len(trace.ranks)} ranks"):
+        comparison = compare_ranks(trace)
     if as_json:
-        print_json(found.as_dict())
+        print_json(comparison)
     else:
-        _print(found, selection.name)
+        _print_comparison(comparison, selection.name)
 
 
-def _print(found: Ranks, trace: str) -> None:
+def _print_comparison(comparison: RankComparison, trace_name: str) -> None:
     out = console()
-    held = (name.replace("_state", "") for name in _CATEGORIES)
-    table = plain_table("rank", "peak", *held, "other", "step", "works", "phase")
-    for row in found.rows:
-        table.add_row(*_cells(row))
-    out.print(table)
-    for row in found.rows:
-        if row.problem:
-            out.print(f"rank {row.rank}: {escape(row.problem)}")
-    if found.missing:
-        out.print(f"[bold]missing[/]: rank {', '.join(map(str, found.missing))} of the job is not in the trace")
-    errors = [row.clock_error_ns for row in found.rows if row.clock_error_ns is not None]
-    drifts = [abs(row.clock_drift_ns) for row in found.rows if row.clock_drift_ns is not None]
+    out.print("[bold]Peak memory by rank and category[/]")
+    out.print(_peak_table(comparison.ranks))
+    out.print("\n[bold]Step time by rank[/] (median; compute time excludes torch.distributed)")
+    out.print(_time_table(comparison.ranks))
+    _print_problems(out, comparison)
+    imbalance = UNKNOWN if comparison.imbalance is None else f"{comparison.imbalance:.2f}"
+    slowest = "none stands out" if comparison.slowest_rank is None else f"rank {comparison.slowest_rank}"
+    out.print(f"\nImbalance (highest peak / mean peak): {imbalance}")
+    out.print(f"Slowest rank: {slowest}")
+    if comparison.rank_to_inspect is not None:
+        out.print(f"[bold]Inspect rank {comparison.rank_to_inspect} first[/]: {escape(comparison.reason)}.")
+        next_command = f"memtrace summary {escape(trace_name)} --rank {comparison.rank_to_inspect}"
+        out.print(f"\nNext: {next_command}", style="dim", soft_wrap=True)
+
+
+def _peak_table(summaries: tuple[RankSummary, ...]) -> Table:
+    headers = (name.replace("_state", "") for name in _CATEGORIES)
+    table = plain_table("rank", "peak", *headers, "other")
+    for summary in summaries:
+        sizes = summary.bytes_by_category
+        other = sum(size for name, size in sizes.items() if name not in _CATEGORIES)
+        known = summary.peak_bytes is not None
+        cells = [sizes.get(name, 0) if known else None for name in _CATEGORIES] + [other if known else None]
+        table.add_row(str(summary.rank), *(_short_bytes(value) for value in (summary.peak_bytes, *cells)))
+    return table
+
+
+def _short_bytes(num_bytes: int | None) -> str:
+    return format_bytes(num_bytes, unknown="-")
+
+
+def _time_table(summaries: tuple[RankSummary, ...]) -> Table:
+    table = plain_table("rank", "device", "steps", "step", "compute", "phase of peak")
+    for summary in summaries:
+        table.add_row(
+            str(summary.rank),
+            summary.device or UNKNOWN,
+            UNKNOWN if summary.num_steps is None else str(summary.num_steps),
+            format_duration(summary.step_ns),
+            format_duration(summary.compute_ns),
+            summary.peak_phase or UNKNOWN,
+        )
+    return table
+
+
+def _print_problems(out: Console, comparison: RankComparison) -> None:
+    for summary in comparison.ranks:
+        if summary.problem:
+            out.print(f"[bold]Rank {summary.rank}[/]: {escape(summary.problem)}")
+    if comparison.missing_ranks:
+        missing = ", ".join(map(str, comparison.missing_ranks))
+        out.print(f"[bold]Missing ranks[/]: {missing} (part of the job, but not analyzed)")
+    errors = [summary.clock_error_ns for summary in comparison.ranks if summary.clock_error_ns is not None]
+    drifts = [abs(summary.clock_drift_ns) for summary in comparison.ranks if summary.clock_drift_ns is not None]
     if errors:
-        drift = format_duration(max(drifts)) if drifts else UNKNOWN
-        out.print(f"clocks agree to {format_duration(max(errors))}, drift over the recording {drift}")
-    imbalance = UNKNOWN if found.imbalance is None else f"{found.imbalance:.2f}"
-    slowest = "none stands out" if found.slowest is None else f"rank {found.slowest}"
-    out.print(f"\nimbalance (highest peak over the mean): {imbalance}; slowest: {slowest}")
-    if found.look_at is not None:
-        out.print(f"[bold]look at rank {found.look_at} first[/]: {escape(found.why)}")
-        out.print(f"\nNext: memtrace summary {escape(trace)} --rank {found.look_at}", style="dim")
-
-
-def _cells(row: RankRow) -> list[str]:
-    known = row.peak_bytes is not None
-    held = [format_bytes(row.by_category.get(name, 0)) if known else UNKNOWN for name in _CATEGORIES]
-    other = sum(held for name, held in row.by_category.items() if name not in _CATEGORIES) if known else None
-    return [f"{row.rank} {row.device or ''}".strip(), format_bytes(row.peak_bytes), *held, format_bytes(other),
-            format_duration(row.step_ns), format_duration(row.working_ns), row.phase or UNKNOWN]  # fmt: skip
+        drift = format_duration(max(drifts, default=None))
+        out.print(f"Clock error: at most {format_duration(max(errors))} between ranks; drift: {drift}")

@@ -13,7 +13,7 @@ from memtrace.errors import MemtraceError
 from memtrace.units import format_bytes
 
 if TYPE_CHECKING:
-    from memtrace.pipeline.compare import Comparison
+    from memtrace.pipeline.prediction import PipelinePrediction
     from memtrace.trace import Trace
 
 
@@ -42,11 +42,10 @@ def command(selection: Selection, output: str, predict: str | None) -> None:
     click.echo(f"Wrote {page} ({format_bytes(page.stat().st_size)}).")
 
 
-def _predict_pipeline(trace: Trace, single_process_path: str) -> Comparison:
-    from memtrace.pipeline.compare import compare
-    from memtrace.pipeline.from_trace import trace_costs
-    from memtrace.pipeline.measured import measured
+def _predict_pipeline(trace: Trace, single_process_path: str) -> PipelinePrediction:
+    from memtrace.pipeline.layer_costs import measure_layer_costs
+    from memtrace.pipeline.prediction import predict_recorded_pipeline
     from memtrace.trace import load
 
     single = load(single_process_path)
-    return compare(measured(trace), trace_costs(single.rank(single.ranks[0])))
+    return predict_recorded_pipeline(trace, measure_layer_costs(single.rank(single.ranks[0])))

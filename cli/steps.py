@@ -1,110 +1,126 @@
-"""``memtrace steps``: where the steps are, how alike they are, and what differs."""
+"""``memtrace steps``: where the steps are, how similar they are, and which blocks differ."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Final
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.output import console, missing_blocks_reason, plain_table, print_json
+from memtrace.cli.output import console, escape, plain_table, print_json
 from memtrace.cli.tabular import print_csv
-from rich.console import Console
-from rich.markup import escape
 
-from memtrace.units import UNKNOWN, format_bytes, format_count, format_duration, format_share
+from memtrace.analysis.step_analysis import StepAnalysis, analyze_steps
+from memtrace.analysis.thresholds import MIN_MATCHING_BYTES
+from memtrace.format.schema import NO_BLOCKS
+from memtrace.units import format_bytes, format_count, format_duration, format_share
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from memtrace.analysis.stability import BlockDifference
+    from memtrace.analysis.step_analysis import MarkAgreement
+
+RESULT: Final = StepAnalysis
+CSV_COLUMNS: Final = ("step", "start_ns", "duration_ns", "first_event", "end_event", "matching_events",
+                      "matching_bytes", "matching_blocks", "is_unusual")  # fmt: skip
+MAX_LISTED_STEPS: Final = 8
+_SOURCES: Final = {
+    "marks": "marked by the program or its optimizer",
+    "events": "detected in the events, without marks",
+}
 
 
 @click.command("steps")
 @selects_traces
-@click.option("--from-events", is_flag=True, help="Ignore marks and optimizers: find the steps in the events alone.")
-@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
-@click.option("--csv", "as_csv", is_flag=True, help="Print one line a step.")
+@click.option("--from-events", is_flag=True, help="Ignore step marks and detect the steps in the events alone.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV, one row per step.")
 def command(selection: Selection, from_events: bool, as_json: bool, as_csv: bool) -> None:
-    """Find the steps of TRACE, with or without marks, and tell whether they are alike."""
-    from memtrace.analysis.stability import pattern_as_dict
-
-    one = selection.open_rank()
-    found = pattern_as_dict(one, from_events)
+    """Detect the training steps of TRACE and measure how much they vary."""
+    trace = selection.open_rank()
+    result = analyze_steps(trace, from_events=from_events)
     if as_json:
-        print_json(found)
+        print_json(result)
     elif as_csv:
-        bounds, even = found["boundaries_ns"], {row["step"]: row for row in found["stability"]["by_step"]}
-        print_csv(
-            ("step", "start_ns", "end_ns", "events", "bytes", "roles"),
-            ({"start_ns": a, "end_ns": b, **even.get(n, {}), "step": n}
-             for n, (a, b) in enumerate(pairwise(bounds))),
-        )  # fmt: skip
-    elif reason := missing_blocks_reason(one):
-        console().print(f"[bold]{escape(selection.name)}[/]: steps {reason}")
+        print_csv(CSV_COLUMNS, map(asdict, result.steps))
+    elif not trace.has_blocks:
+        console().print(f"[bold]{escape(selection.name)}[/]: steps unavailable: {NO_BLOCKS}")
     else:
-        _print(console(), selection.name, found)
+        _print(console(), selection.name, result)
 
 
-_SOURCES = {"marks": "as marked by the program or its optimizer", "events": "found in the events alone"}
-
-
-def _print(out: Console, name: str, found: dict[str, Any]) -> None:
-    if not found["iterative"]:
+def _print(out: Console, name: str, result: StepAnalysis) -> None:
+    if not result.is_iterative:
         out.print(
-            f"[bold]{escape(name)}[/]: not iterative. Nothing repeats often enough to call it steps "
-            f"(confidence {found['confidence']:.2f})."
+            f"[bold]{escape(name)}[/]: not iterative. No sequence of events repeats often enough to be a step "
+            f"(confidence {result.confidence:.2f})."
         )
         return
-    bounds = found["boundaries_ns"]
-    lasts = sorted(b - a for a, b in pairwise(bounds))[found["num_steps"] // 2] if bounds else None
-    out.print(
-        f"[bold]{escape(name)}[/]: {format_count(found['num_steps'], 'step')}, {_SOURCES[found['source']]}; a usual "
-        f"one has "
-        f"{found['period_events']:,} events and takes {format_duration(lasts)}"
-    )
-    if found["source"] == "events":
-        out.print(f"confidence {found['confidence']:.2f}, by the beat of {found['method']}")
-    if found["agreement"] is not None:
+    out.print(f"[bold]{escape(name)}[/]: {format_count(result.num_steps, 'step')}, {_SOURCES[result.source]}")
+    duration = "" if result.median_duration_ns is None else f", {format_duration(result.median_duration_ns)}"
+    out.print(f"Median step: {format_count(result.median_events or 0, 'event')}{duration}")
+    if result.source == "events":
+        out.print(f"Detection: confidence {result.confidence:.2f}, from {result.method}")
+    if result.marks is not None:
+        _print_marks(out, result.marks)
+    if result.allocation_fit is not None:
+        fit = result.allocation_fit
+        quality = "exact in every step after warm-up" if fit.is_exact else "median step; some steps differ"
+        out.print(f"Allocations after n steps: {fit.constant:,} + {fit.per_step:,} n ({quality})")
+    _print_stability(out, result)
+    _print_differences(out, result.differences)
+
+
+def _print_marks(out: Console, marks: MarkAgreement) -> None:
+    out.print(f"Step marks: {format_share(marks.agreement)} of their ends were also detected in the events")
+    if marks.is_shifted and marks.shift_events is not None:
+        direction = "later" if marks.shift_events > 0 else "earlier"
+        events = format_count(abs(marks.shift_events), "event")
+        share = format_share(marks.shifted_agreement)
+        out.print(f"  {share} were detected exactly {events} {direction} (frees not counted)")
+
+
+def _print_stability(out: Console, result: StepAnalysis) -> None:
+    stability = result.stability
+    if stability.blocks is not None:
+        num_steady = result.num_steps - stability.num_warm_up_steps
         out.print(
-            f"check: the events alone give {format_share(found['agreement'], 1)} of the marked "
-            f"boundaries{_shifted(found)}"
+            f"Stability: {format_share(stability.bytes)} of bytes, {format_share(stability.blocks)} of blocks and "
+            f"{format_share(stability.events)} of events match the usual step (median of "
+            f"{format_count(num_steady, 'step')}; {format_count(stability.num_warm_up_steps, 'warm-up step')} excluded)"
         )
-    law = found["law"]
-    if law:
-        fit = "in every step after warm-up" if law["exact"] else "in the usual step; some differ"
-        out.print(f"allocations = {law['constant']:,} + {law['per_step']:,} x steps, {fit}")
-    even = found["stability"]
-    if even["roles"] is not None:
-        shares = ", ".join(f"{format_share(even[what], 1)} of {what}" for what in ("events", "bytes", "roles"))
-        out.print(f"stability after warm-up: a usual step matches the others in {shares}")
-    odd = [row for row in even["by_step"] if row["bytes"] < 0.99]
-    if odd:
-        steps = ", ".join(f"{row['step']} ({format_share(row['bytes'], 1)})" for row in odd[:8])
-        out.print(f"steps that differ (bytes that match): {steps}{f' and {len(odd) - 8} more' if len(odd) > 8 else ''}")
-    _print_differences(out, found["differences"])
+    unusual = [f"{row.step} ({format_share(row.matching_bytes)})" for row in result.steps if row.is_unusual]
+    if unusual:
+        more = f" and {len(unusual) - MAX_LISTED_STEPS} more" if len(unusual) > MAX_LISTED_STEPS else ""
+        steps = f"{format_count(len(unusual), 'step')}: {', '.join(unusual[:MAX_LISTED_STEPS])}{more}"
+        out.print(f"Less than {format_share(MIN_MATCHING_BYTES)} of bytes match in {steps}")
 
 
-def _shifted(found: dict[str, Any]) -> str:
-    """That a steady shift explains most of what does not agree: an update of averages after the optimizer, say."""
-    shift, agrees = found["shift_events"], found["shifted_agreement"]
-    if not shift or agrees < 0.5:
-        return ""
-    where = f"{format_count(abs(shift), 'event')} {'later' if shift > 0 else 'earlier'}"
-    return f", and {format_share(agrees, 1)} of them a steady {where} (frees not counted)"
-
-
-_HOW = (("missing", "missing in"), ("extra", "only in"), ("other_size", "other size in"),
-        ("other_accesses", "other accesses in"))  # fmt: skip
-
-
-def _print_differences(out: Console, differences: list[dict[str, Any]]) -> None:
+def _print_differences(out: Console, differences: tuple[BlockDifference, ...]) -> None:
     if not differences:
         return
-    table = plain_table("roles that differ", "usual size", "how")
-    for one in differences:
-        how = [f"{text} {_steps(one[key])}" for key, text in _HOW if one[key]]
-        table.add_row(escape(one["site"]), format_bytes(one["bytes"]) if one["bytes"] >= 0 else UNKNOWN, "; ".join(how))
-    out.print()
+    table = plain_table("block", "count", "allocation site and operator, steps that differ")
+    for row in differences:
+        table.add_row(
+            format_bytes(row.size_bytes), f"{row.num_blocks:,}", f"{escape(row.site)}\n{_describe_difference(row)}"
+        )
+    out.print("\n[bold]Blocks that differ between steps[/]")
     out.print(table)
 
 
-def _steps(numbers: list[int]) -> str:
-    if len(numbers) == 1:
-        return f"step {numbers[0]}"
-    return f"{len(numbers)} steps ({', '.join(map(str, numbers[:3]))}{', ...' if len(numbers) > 3 else ''})"
+def _describe_difference(row: BlockDifference) -> str:
+    """Return how a block differs between steps, one line for each difference."""
+    differences = (
+        ("missing in", row.missing_in),
+        ("only in", row.only_in),
+        ("different size in", row.other_size_in),
+        ("different number of accesses in", row.other_accesses_in),
+    )
+    return "\n".join(f"  {text} {_step_list(steps)}" for text, steps in differences if steps)
+
+
+def _step_list(steps: tuple[int, ...]) -> str:
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    return f"{len(steps)} steps ({', '.join(map(str, steps[:3]))}{', ...' if len(steps) > 3 else ''})"

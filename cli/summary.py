@@ -213,7 +213,7 @@ def _pattern_facts(patterns: PatternSummary) -> list[tuple[str, str]]:
         facts.append(("Leak", escape(f"{speed} per step, most at {patterns.leak_site}")))
     best = patterns.best_finding
     if best is not None:
-        what = (best.name or best.pattern).replace("_", " ")
+        what = best.pattern.replace("_", " ")
         facts.append(("Wasted memory", escape(f"{what} at {best.site or UNKNOWN}; fixing it lowers the peak to "
                                               f"{format_bytes(best.peak_if_fixed_bytes)}")))  # fmt: skip
     if patterns.swappable_bytes_at_peak:

@@ -1,4 +1,4 @@
-"""Access time intervals: how they are spread, and the blocks that lie untouched long enough to be swapped out."""
+"""Access intervals: their distribution, and the blocks that could be swapped out during them."""
 
 from __future__ import annotations
 
@@ -9,135 +9,162 @@ import plotly.graph_objects as go
 from memtrace.dashboards.palette import CATEGORY_COLORS, STACK_ORDER
 from plotly.subplots import make_subplots
 
-from memtrace.analysis.access import PUBLISHED, SIZE_CLASSES, intervals, swappable
+from memtrace.analysis.access import SIZE_CLASSES, size_classes
+from memtrace.analysis.bandwidth import TITAN_XP
 from memtrace.analysis.blocks import blocks
+from memtrace.analysis.intervals import access_intervals, device_intervals
+from memtrace.analysis.swap import IntervalSample, max_swappable_bytes, sample_intervals
 from memtrace.categories import CATEGORY_LABELS
 from memtrace.format.schema import CATEGORIES
-from memtrace.units import format_bytes
+from memtrace.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
     from memtrace.format.arrays import Array
     from memtrace.trace import Trace
 
-MAX_VIOLIN: Final = 600
-MAX_POINTS: Final = 1500
+MAX_VIOLIN_POINTS: Final = 600
+"""Number of quantiles from which a violin is drawn."""
+MAX_SCATTER_POINTS: Final = 1500
+"""Number of intervals drawn as swap candidates."""
 CURVE_POINTS: Final = 200
-_SIZES: Final = [32**power for power in range(9)]
+"""Number of points of a curve."""
+_SIZE_TICKS: Final = [32**power for power in range(9)]
+_GRAY: Final = "#8e98a3"
 
 
 def intervals_figure(trace: Trace, device: str) -> go.Figure | None:
-    """The intervals of a device: their cumulative share to the left, violins by category and by size to the right.
+    """Return the distribution of the access intervals of a device: cumulative, by category and by block size.
 
-    None where no accesses were recorded. Violins are drawn from evenly spread quantiles, so that they stay small.
+    None where accesses were not recorded. Violins are drawn from evenly spaced quantiles, which keeps the page small.
     """
-    found, told = intervals(trace), blocks(trace)
-    here = (told.device[found.block] == trace.devices.index(device)) & (found.ns > 0)
-    if not here.any():
+    rows = device_intervals(trace, device)
+    if not len(rows):
         return None
-    block, us = found.block[here], found.ns[here] / 1e3
+    intervals, table = access_intervals(trace), blocks(trace)
+    block, duration_ns = intervals.block[rows], intervals.duration_ns[rows]
     figure = make_subplots(
         rows=1, cols=3, column_widths=[0.34, 0.33, 0.33], horizontal_spacing=0.06,
-        subplot_titles=("share of intervals up to a length", "by category", "by size of the block"),
+        subplot_titles=("cumulative share of intervals", "length by category", "length by block size"),
     )  # fmt: skip
-    figure.add_trace(
-        go.Scatter(
-            x=_quantiles(us, CURVE_POINTS),
-            y=np.linspace(0, 100, CURVE_POINTS),
-            line={"color": "#0072b2"},
-            hovertemplate="%{y:.0f} % are at most %{x:,.1f} µs<extra></extra>",
-        ),
-        row=1,
-        col=1,
-    )
+    figure.add_trace(_cumulative_curve(duration_ns), row=1, col=1)
     for category in STACK_ORDER:
-        mine = us[told.category[block] == CATEGORIES.index(category)]
-        if len(mine):
-            figure.add_trace(_violin(mine, CATEGORY_LABELS[category], CATEGORY_COLORS[category]), row=1, col=2)
-    size_class = np.searchsorted([limit for limit, _ in SIZE_CLASSES], told.size[block], side="right") - 1
+        lengths = duration_ns[table.category[block] == CATEGORIES.index(category)]
+        if len(lengths):
+            figure.add_trace(_violin(lengths, CATEGORY_LABELS[category], CATEGORY_COLORS[category]), row=1, col=2)
+    size_class = size_classes(table.size[block])
     for number, (_, name) in enumerate(SIZE_CLASSES):
-        mine = us[size_class == number]
-        if len(mine):
-            figure.add_trace(_violin(mine, name.replace("<", "below").replace(">=", "from"), "#8e98a3"), row=1, col=3)
-    times = _decades(us)
-    figure.update_xaxes(type="log", **times, row=1, col=1)
+        lengths = duration_ns[size_class == number]
+        if len(lengths):
+            # plotly would read "<" as markup.
+            label = name.replace("<", "below").replace(">=", "from")
+            figure.add_trace(_violin(lengths, label, _GRAY), row=1, col=3)
+    ticks = _time_ticks(duration_ns)
+    figure.update_xaxes(type="log", **ticks, row=1, col=1)
     figure.update_yaxes(ticksuffix=" %", row=1, col=1)
     for column in (2, 3):
-        figure.update_yaxes(tickvals=np.log10(times["tickvals"]), ticktext=times["ticktext"], row=1, col=column)
+        figure.update_yaxes(tickvals=np.log10(ticks["tickvals"]), ticktext=ticks["ticktext"], row=1, col=column)
     figure.update_layout(
         showlegend=False,
         violingap=0.1,
-        meta={"note": f"{len(us):,} intervals between accesses of different operator calls; times are the host's."},
+        meta={
+            "note": f"{format_count(len(rows), 'interval')} between accesses by different operator calls, in host time."
+        },
     )
     return figure
 
 
-def outliers_figure(trace: Trace, device: str) -> go.Figure | None:
-    """Interval against size, with the line S/B_out + S/B_in = ATI: blocks below it can go out and come back in time.
+def swap_figure(trace: Trace, device: str) -> go.Figure | None:
+    """Return block size against access interval, with the largest size that can be swapped within an interval.
 
-    Half of the intervals drawn are the longest of the largest blocks, the others evenly spread. None without accesses.
+    None where accesses were not recorded. Bandwidths are the published ones of a TITAN Xp.
     """
-    found, told = intervals(trace), blocks(trace)
-    here = np.flatnonzero((told.device[found.block] == trace.devices.index(device)) & (found.ns > 0))
-    here = here[told.size[found.block[here]] > 0]
-    if not len(here):
+    sample = sample_intervals(trace, device, TITAN_XP, MAX_SCATTER_POINTS)
+    if sample is None:
         return None
-    size = told.size[found.block[here]]
-    # Long intervals of large blocks matter most; a few of all the others show how rare they are.
-    order = here[np.argsort(-(np.log2(size) + np.log2(found.ns[here])), kind="stable")]
-    rest = order[MAX_POINTS // 2 :]
-    chosen = np.concatenate([order[: MAX_POINTS // 2], rest[:: max(1, -(-2 * len(rest) // MAX_POINTS))]])
-    fits = np.isin(chosen, swappable(trace, PUBLISHED))
-    us, size = found.ns[chosen] / 1e3, told.size[found.block[chosen]]
-    category = told.category[found.block[chosen]]
+    intervals, table = access_intervals(trace), blocks(trace)
+    block, duration_ns = intervals.block[sample.rows], intervals.duration_ns[sample.rows]
+    size, category = table.size[block], table.category[block]
     figure = go.Figure()
     for name in STACK_ORDER:
-        for passes in (True, False):
-            mine = (category == CATEGORIES.index(name)) & (fits == passes)
-            if mine.any():
-                figure.add_trace(
-                    go.Scatter(
-                        x=us[mine],
-                        y=size[mine],
-                        customdata=[format_bytes(number) for number in size[mine].tolist()],
-                        mode="markers",
-                        name=CATEGORY_LABELS[name],
-                        legendgroup=name,
-                        showlegend=passes or not (fits & (category == CATEGORIES.index(name))).any(),
-                        marker={
-                            "color": CATEGORY_COLORS[name],
-                            "size": 7,
-                            "symbol": "circle" if passes else "x-thin-open",
-                            "opacity": 0.8,
-                        },
-                        hovertemplate="%{customdata} untouched for %{x:,.1f} µs",
-                    )
-                )
-    span = np.geomspace(us.min(), us.max(), 100)
-    per_byte = PUBLISHED.out.ns_per_byte + PUBLISHED.back.ns_per_byte
-    start = PUBLISHED.out.start_ns + PUBLISHED.back.start_ns
-    for label, overhead, dash in (("bandwidth alone", 0.0, "dot"), ("t = a + b·S", start, "solid")):
-        limit = np.maximum(span * 1e3 - overhead, 0) / per_byte
-        limit[limit < size.min() / 10] = np.nan
-        figure.add_trace(
-            go.Scatter(x=span, y=limit, name=label, mode="lines", line={"dash": dash, "color": "#8c9299"},
-                       hoverinfo="skip")
-        )  # fmt: skip
-    held = int(told.size[np.unique(found.block[chosen[fits]])].sum())
+        of_category = category == CATEGORIES.index(name)
+        for is_swappable in (True, False):
+            chosen = of_category & (sample.is_swappable == is_swappable)
+            if chosen.any():
+                trace_of_category = _scatter(duration_ns[chosen], size[chosen], name, is_swappable)
+                # The legend has one entry per category: that of its swappable intervals where it has any.
+                trace_of_category.showlegend = is_swappable or not (of_category & sample.is_swappable).any()
+                figure.add_trace(trace_of_category)
+    for limit in _limit_curves(duration_ns, int(size.min())):
+        figure.add_trace(limit)
     figure.update_layout(
-        xaxis={"type": "log", "title": {"text": "untouched for"}, **_decades(us)},
-        yaxis={"type": "log", "title": {"text": "size of the block"}, "tickvals": _SIZES,
-               "ticktext": [format_bytes(number) for number in _SIZES]},
+        xaxis={"type": "log", "title": {"text": "access interval"}, **_time_ticks(duration_ns)},
+        yaxis={"type": "log", "title": {"text": "block size"}, "tickvals": _SIZE_TICKS,
+               "ticktext": [format_bytes(num_bytes) for num_bytes in _SIZE_TICKS]},
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        meta={"note": f"{len(chosen):,} of {len(here):,} intervals, half of them those of most bytes and time; "
-              f"{int(fits.sum()):,} (dots, blocks of {format_bytes(held)}) lie below the line at the "
-              f"{PUBLISHED.out.gb_per_s:.2f} and {PUBLISHED.back.gb_per_s:.2f} GB/s of {PUBLISHED.source}."},
+        meta={"note": _sample_note(sample)},
     )  # fmt: skip
     return figure
 
 
-def _violin(us: Array, name: str, color: str) -> go.Violin:
+def _scatter(duration_ns: Array, size: Array, category: str, is_swappable: bool) -> go.Scatter:
+    texts = [
+        f"{format_bytes(num_bytes)} block, interval {format_duration(length_ns)}"
+        for num_bytes, length_ns in zip(size.tolist(), duration_ns.tolist(), strict=True)
+    ]
+    return go.Scatter(
+        x=duration_ns / 1e3,
+        y=size,
+        customdata=texts,
+        mode="markers",
+        name=CATEGORY_LABELS[category],
+        legendgroup=category,
+        marker={
+            "color": CATEGORY_COLORS[category],
+            "size": 7,
+            "symbol": "circle" if is_swappable else "x-thin-open",
+            "opacity": 0.8,
+        },
+        hovertemplate="%{customdata}",
+    )
+
+
+def _limit_curves(duration_ns: Array, smallest_bytes: int) -> list[go.Scatter]:
+    """Return the curves of the largest size that can be swapped within an interval, with and without latency."""
+    length_ns = np.geomspace(duration_ns.min(), duration_ns.max(), 100)
+    curves = []
+    for label, with_latency, dash in (("bandwidth only", False, "dot"), ("latency and bandwidth", True, "solid")):
+        limit = max_swappable_bytes(length_ns, TITAN_XP, with_latency=with_latency)
+        # A logarithmic axis cannot show 0, and need not show what is far below all blocks.
+        limit[limit < smallest_bytes / 10] = np.nan
+        line = {"dash": dash, "color": "#8c9299"}
+        curves.append(go.Scatter(x=length_ns / 1e3, y=limit, name=label, mode="lines", line=line, hoverinfo="skip"))
+    return curves
+
+
+def _sample_note(sample: IntervalSample) -> str:
+    num_swappable = format_count(int(sample.is_swappable.sum()), "interval")
+    return (
+        f"{len(sample.rows):,} of {sample.num_intervals:,} intervals, half of them the longest of the largest blocks. "
+        f"{num_swappable} (dots; {format_bytes(sample.swappable_bytes)} of blocks) are long enough for a swap at "
+        f"{TITAN_XP.d2h.gb_per_s:.2f} GB/s D2H and {TITAN_XP.h2d.gb_per_s:.2f} GB/s H2D ({TITAN_XP.source})."
+    )
+
+
+def _cumulative_curve(duration_ns: Array) -> go.Scatter:
+    quantiles = _quantiles(duration_ns, CURVE_POINTS)
+    return go.Scatter(
+        x=quantiles / 1e3,
+        y=np.linspace(0, 100, CURVE_POINTS),
+        customdata=[format_duration(length_ns) for length_ns in quantiles.tolist()],
+        line={"color": "#0072b2"},
+        hovertemplate="%{y:.0f} % of intervals are at most %{customdata}<extra></extra>",
+    )
+
+
+def _violin(duration_ns: Array, name: str, color: str) -> go.Violin:
+    points = _quantiles(duration_ns, MAX_VIOLIN_POINTS) if len(duration_ns) > MAX_VIOLIN_POINTS else duration_ns
     return go.Violin(
-        y=np.log10(_quantiles(us, MAX_VIOLIN) if len(us) > MAX_VIOLIN else us),
+        y=np.log10(points / 1e3),
         name=name,
         line={"color": color, "width": 1.2},
         points=False,
@@ -148,18 +175,12 @@ def _violin(us: Array, name: str, color: str) -> go.Violin:
     )
 
 
-def _quantiles(values: Array, count: int) -> Array:
-    return np.quantile(values, np.linspace(0, 1, count))
+def _quantiles(values: Array, num_points: int) -> Array:
+    return np.quantile(values, np.linspace(0, 1, num_points))
 
 
-def _decades(us: Array) -> dict[str, Any]:
-    """Ticks at 1 µs, 10 µs, 100 µs, 1 ms ..."""
-    decades = 10.0 ** np.arange(np.floor(np.log10(us.min())), np.ceil(np.log10(us.max())) + 1)
-    return {"tickvals": decades, "ticktext": [_time(decade) for decade in decades]}
-
-
-def _time(us: float) -> str:
-    for limit, divisor, unit in ((1e3, 1, "µs"), (1e6, 1e3, "ms")):
-        if us < limit:
-            return f"{us / divisor:g} {unit}"
-    return f"{us / 1e6:g} s"
+def _time_ticks(duration_ns: Array) -> dict[str, Any]:
+    """Return tick values in microseconds at powers of ten, with their texts."""
+    lowest, highest = np.floor(np.log10(duration_ns.min())), np.ceil(np.log10(duration_ns.max()))
+    ticks_ns = 10.0 ** np.arange(lowest, highest + 1)
+    return {"tickvals": ticks_ns / 1e3, "ticktext": [format_duration(tick_ns) for tick_ns in ticks_ns.tolist()]}

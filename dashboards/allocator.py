@@ -1,217 +1,243 @@
-"""Figures of the caching allocator: segments over time, blocks and holes at the peak, the sweep of settings.
+"""Figures of the caching allocator: segments over time, blocks at the peak, and reserved memory under other settings.
 
-Each takes a table of `memtrace.allocator` and returns a figure bounded in size: what is left out is
-said in its title.
+Each figure takes a table of `memtrace.allocator` and is bounded in size; its note says what is left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import plotly.graph_objects as go
+from numpy.typing import NDArray
 
-from memtrace.allocator.history import History
-from memtrace.allocator.infer_rules import reproduce
-from memtrace.allocator.plan import plan_device, settings_table
-from memtrace.allocator.requests import read_device
-from memtrace.allocator.states import segment_lifetimes, state_at_peak
+from memtrace.allocator.history import AllocatorHistory
+from memtrace.allocator.infer_rules import reproduce_history
+from memtrace.allocator.plan import plan_reproduced, settings_table
+from memtrace.allocator.requests import read_device_history
+from memtrace.allocator.state_tables import block_map_at_peak, free_bytes_by_segment, segment_lifetimes
+from memtrace.units import choose_byte_unit, choose_time_unit, format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from memtrace.allocator.replay import Prepared
+    from memtrace.allocator.replay import PreparedHistory, ReplayResult
     from memtrace.trace import Trace
 
 MAX_ENTRIES: Final = 100_000
-"""Longest history that the page replays: a second or two for all settings. `memtrace plan allocator` takes any."""
+"""Longest history that the page replays, in a second or two. `memtrace plan allocator` has no limit."""
 MAX_SEGMENTS: Final = 1500
-"""Most segments drawn over time; the largest are."""
+"""Most segments drawn over time: the largest."""
 MAX_ROWS: Final = 120
-"""Most segments in the state view; those with most free bytes are."""
-HEIGHT: Final = 460
-LIVE: Final = "#0072b2"
-HOLE: Final = "#e69f00"
-SMALL: Final = "#56b4e9"
-_GIB: Final = 1 << 30
-_MIB: Final = 1 << 20
+"""Most segments in the block map: those with most free memory."""
+FIGURE_HEIGHT: Final = 460
+LIVE_COLOR: Final = "#0072b2"
+FREE_COLOR: Final = "#e69f00"
+SMALL_COLOR: Final = "#56b4e9"
 
 
 def segments_section(trace: Trace, device: str) -> go.Figure | None:
-    """Segments over time; None where the allocator left no history that replays exactly."""
-    prepared = _replayed(trace, device)
-    if prepared is None or not len(prepared.history.time_ns):
+    """Return the segments over time; None where the device has no allocator history that replays exactly."""
+    reproduced = trace.cached(_reproduce_exactly, device)
+    if reproduced is None or not len(reproduced[0].history.time_ns):
         return None
-    times = prepared.history.time_ns
-    return _untitled(segments_figure(segment_lifetimes(prepared), int(times[0]), int(times[-1])))
+    times = reproduced[0].history.time_ns
+    return segments_figure(segment_lifetimes(reproduced[0]), int(times[0]), int(times[-1]))
 
 
 def state_section(trace: Trace, device: str) -> go.Figure | None:
-    """Blocks and holes when most was reserved; None as for `segments_section`."""
-    prepared = _replayed(trace, device)
-    return None if prepared is None else _untitled(state_figure(state_at_peak(prepared)))
+    """Return the blocks at the peak of reserved memory; None as in `segments_section`."""
+    reproduced = trace.cached(_reproduce_exactly, device)
+    return None if reproduced is None else block_map_figure(block_map_at_peak(reproduced[0]))
 
 
 def sweep_section(trace: Trace, device: str) -> go.Figure | None:
-    """What other settings would reserve; None as for `segments_section`."""
-    prepared = _replayed(trace, device)
-    if prepared is None:
+    """Return the reserved memory under other settings; None as in `segments_section`."""
+    reproduced = trace.cached(_reproduce_exactly, device)
+    if reproduced is None:
         return None
-    plan = plan_device(prepared.history)
-    figure = _untitled(sweep_figure(settings_table([plan])))
-    best, replay = plan.best, plan.replay
-    if best is not None:
-        told = f"To try: {best.settings.ready_line}."
-    elif any(one.certainty for one in plan.predictions):
-        told = "No setting here gives more than its error bar."
-    else:
-        told = "No setting here fits."
-    if replay is not None:
-        told += f" {replay.allocations_exact:,} of {replay.allocations:,} allocations replay at their recorded address."
-    figure.update_layout(meta={"note": " ".join((told, *(f"Mind: {note}." for note in plan.notes)))})
+    prepared, result = reproduced
+    plan = plan_reproduced(prepared, result)
+    figure = sweep_figure(settings_table(plan))
+    check = (
+        f"The model reproduces the recording: {result.num_allocations_exact:,} of "
+        f"{format_count(result.num_allocations, 'allocation')} replay at their recorded address."
+    )
+    figure.update_layout(meta={"note": " ".join((*plan.advice, *plan.notes, check))})
     return figure
 
 
-def _replayed(trace: Trace, device: str) -> Prepared | None:
-    """A device's history, taken apart, where it is one that replays exactly."""
-    return trace.cached(_replayed, device)
-
-
-def _replayed(trace: Trace, device: str) -> Prepared | None:
-    source = read_device(trace, device)
-    if not isinstance(source, History) or len(source.kind) > MAX_ENTRIES:
+def _reproduce_exactly(trace: Trace, device: str) -> tuple[PreparedHistory, ReplayResult] | None:
+    """Replay the history of a device; None where it has none, is too long for the page, or does not replay exactly."""
+    source = read_device_history(trace, device)
+    if not isinstance(source, AllocatorHistory) or len(source) > MAX_ENTRIES:
         return None
-    prepared, result = reproduce(source)
-    return prepared if result.is_exact else None
-
-
-def _untitled(figure: go.Figure) -> go.Figure:
-    """The page has titles of its own; what a title says of what is left out becomes the note."""
-    left_out = figure.layout.title.text.partition(" (")[2].rstrip(")")
-    note = f"{left_out[0].upper()}{left_out[1:]}." if left_out else ""
-    figure.update_layout(title=None, meta={"note": note}, margin={"t": 40})
-    return figure
+    prepared, result = reproduce_history(source)
+    return (prepared, result) if result.is_exact else None
 
 
 def segments_figure(segments: pd.DataFrame, first_ns: int, last_ns: int) -> go.Figure:
-    """Each segment as a bar from its birth to its end, as high as it is long; `segments` of
-    `segment_lifetimes`.
+    """Draw each segment as a bar from its allocation to its release; its height shows bytes.
 
-    `first_ns`, `last_ns`: the history, at whose ends bars of older segments begin and of segments still held
-    stop.
+    Args:
+        segments: the table of `segment_lifetimes`.
+        first_ns: start of the history, where bars of older segments begin.
+        last_ns: end of the history, where bars of segments still held end.
     """
     shown = segments.nlargest(MAX_SEGMENTS, "size_bytes").sort_values("address")
-    begin = (shown["from_ns"].fillna(first_ns).to_numpy(np.int64) - first_ns) / 1e6
-    end = (shown["to_ns"].fillna(last_ns).to_numpy(np.int64) - first_ns) / 1e6
-    size = shown["size_bytes"].to_numpy(np.float64) / _GIB
-    top = np.cumsum(size)
-    figure = go.Figure()
+    nanoseconds, time_name = choose_time_unit(last_ns - first_ns)
+    size = shown["size_bytes"].to_numpy(np.int64)
+    num_bytes, byte_name = choose_byte_unit(int(size.sum()))
+    top = np.cumsum(size) / num_bytes
+    begin_ns = shown["from_ns"].fillna(first_ns).to_numpy(np.int64) - first_ns
+    end_ns = shown["to_ns"].fillna(last_ns).to_numpy(np.int64) - first_ns
+    text = [
+        f"{format_bytes(int(bytes_))} at {address:#x}, held for {format_duration(int(held))}"
+        for bytes_, address, held in zip(size, shown["address"], end_ns - begin_ns, strict=True)
+    ]
+    boxes = _Boxes(begin_ns / nanoseconds, end_ns / nanoseconds, top - size / num_bytes, top, np.array(text, object))
     small = shown["small"].to_numpy(np.bool_)
-    for name, rows, colour in (("large segments", ~small, LIVE), ("small segments", small, SMALL)):
-        boxes = (begin[rows], end[rows], (top - size)[rows], top[rows])
-        text = [f"{s * 1024:,.0f} MiB at {a:#x}" for s, a in zip(size[rows], shown["address"][rows], strict=True)]
-        if rows.any():
-            figure.add_trace(_boxes(name, boxes, colour, text))
-    title = _title("Segments over time", len(shown), len(segments), "largest segments")
-    return _styled(figure, title, "time (ms)", "segments, stacked by address (GiB)")
-
-
-def state_figure(state: pd.DataFrame) -> go.Figure:
-    """One row a segment, its live blocks and the free holes between them; `state` of `state_at_peak`."""
-    holes = state["size_bytes"].where(~state["live"], 0).groupby(state["segment"]).sum()
-    rows = holes.sort_values(ascending=False, kind="stable").index[:MAX_ROWS]
-    place = {segment: row for row, segment in enumerate(rows)}
-    shown = state[state["segment"].isin(rows)]
-    y = shown["segment"].map(place).to_numpy(np.float64)
-    begin = ((shown["address"] - shown["segment_address"]) / _MIB).to_numpy(np.float64)
-    length = (shown["size_bytes"] / _MIB).to_numpy(np.float64)
-    live = shown["live"].to_numpy(np.bool_)
     figure = go.Figure()
-    for name, mask, colour in (("live", live, LIVE), ("free", ~live, HOLE)):
-        boxes = (begin[mask], (begin + length)[mask], y[mask] - 0.42, y[mask] + 0.42)
-        text = [f"{name}: {size:,.2f} MiB" for size in length[mask]]
-        if mask.any():
-            figure.add_trace(_boxes(name, boxes, colour, text))
-    title = _title("Blocks and holes when most was reserved", len(rows), len(holes), "segments with most free bytes")
-    figure = _styled(figure, title, "offset in the segment (MiB)", "segment, most free bytes first")
+    for name, rows, color in (("Large segments", ~small, LIVE_COLOR), ("Small segments (2 MiB)", small, SMALL_COLOR)):
+        if rows.any():
+            figure.add_trace(boxes.take(rows).as_trace(name, color))
+    note = _left_out_note(len(shown), len(segments), "largest segments")
+    return _styled(figure, f"Time ({time_name})", f"Segments, stacked by address ({byte_name})", note)
+
+
+def block_map_figure(blocks: pd.DataFrame) -> go.Figure:
+    """Draw one row per segment with its live and free blocks; `blocks` is the table of `block_map_at_peak`."""
+    free = free_bytes_by_segment(blocks)
+    segments = free.index[:MAX_ROWS]
+    place = {segment: row for row, segment in enumerate(segments)}
+    shown = blocks[blocks["segment"].isin(segments)]
+    row = shown["segment"].map(place).to_numpy(np.float64)
+    start = (shown["address"] - shown["segment_address"]).to_numpy(np.int64)
+    size = shown["size_bytes"].to_numpy(np.int64)
+    num_bytes, byte_name = choose_byte_unit(int((start + size).max(initial=0)))
+    live = shown["live"].to_numpy(np.bool_)
+    text = [
+        f"{'Live' if is_live else 'Free'} block: {format_bytes(int(bytes_))}"
+        for is_live, bytes_ in zip(live, size, strict=True)
+    ]
+    boxes = _Boxes(start / num_bytes, (start + size) / num_bytes, row - 0.42, row + 0.42, np.array(text, object))
+    figure = go.Figure()
+    for name, rows, color in (("Live", live, LIVE_COLOR), ("Free", ~live, FREE_COLOR)):
+        if rows.any():
+            figure.add_trace(boxes.take(rows).as_trace(name, color))
+    note = _left_out_note(len(segments), len(free), "segments with most free memory")
+    figure = _styled(figure, f"Offset in the segment ({byte_name})", "Segments, most free memory first", note)
     figure.update_yaxes(autorange="reversed", showticklabels=False)
     return figure
 
 
 def sweep_figure(settings: pd.DataFrame, capacity: int | None = None) -> go.Figure:
-    """Reserved peak of each setting, split in allocated and not; `settings` of `settings_table`, of one
-    device."""
+    """Draw the peak of reserved memory under each setting, split into allocated and unused.
+
+    Args:
+        settings: the table of `settings_table`.
+        capacity: bytes that the device gives, drawn as a line; None: unknown.
+    """
     table = settings.iloc[::-1]
-    peak = table["peak_reserved_bytes"].to_numpy(np.float64) / _GIB
-    idle = table["unallocated_at_peak_bytes"].to_numpy(np.float64) / _GIB
-    spread = table["spread_bytes"].to_numpy(np.float64) / _GIB / 2
+    num_bytes, byte_name = choose_byte_unit(int(table["peak_reserved_bytes"].max()))
+    peak = table["peak_reserved_bytes"].to_numpy(np.float64) / num_bytes
+    unused = table["unused_at_peak_bytes"].to_numpy(np.float64) / num_bytes
+    spread = table["spread_bytes"].to_numpy(np.float64) / num_bytes / 2
     names = [
-        name + (" (recorded)" if recorded else "")
-        for name, recorded in zip(table["setting"], table["is_recorded"], strict=True)
+        name + (" (recorded)" if is_recorded else "")
+        for name, is_recorded in zip(table["setting"], table["is_recorded"], strict=True)
     ]
-    figure = go.Figure()
-    figure.add_trace(go.Bar(name="allocated", y=names, x=peak - idle, orientation="h", marker_color=LIVE))
-    errors = {"type": "data", "array": spread, "visible": bool(spread.any())}
-    figure.add_trace(
-        go.Bar(
-            name="reserved, not allocated",
-            y=names,
-            x=idle,
-            orientation="h",
-            marker_color=HOLE,
-            error_x=errors,
+    text = [
+        f"{name}: peak {format_bytes(int(peak_bytes))}, {format_bytes(int(unused_bytes))} unused"
+        for name, peak_bytes, unused_bytes in zip(
+            names, table["peak_reserved_bytes"], table["unused_at_peak_bytes"], strict=True
         )
-    )
+    ]
+    errors = {"type": "data", "array": spread, "visible": bool(spread.any())}
+    figure = go.Figure()
+    for name, widths, color, error in (
+        ("Allocated", peak - unused, LIVE_COLOR, None),
+        ("Reserved but unused", unused, FREE_COLOR, errors),
+    ):
+        figure.add_trace(
+            go.Bar(
+                name=name,
+                y=names,
+                x=widths,
+                orientation="h",
+                marker_color=color,
+                error_x=error,
+                text=text,
+                textposition="none",
+                hoverinfo="text",
+            )
+        )
     if capacity is not None:
-        figure.add_vline(x=capacity / _GIB, line_dash="dash", annotation_text="capacity")
+        figure.add_vline(x=capacity / num_bytes, line_dash="dash", annotation_text="Capacity")
     figure.update_layout(barmode="stack", height=140 + 34 * len(table))
-    return _styled(figure, "Reserved at the peak, by setting", "GiB", "")
+    return _styled(figure, f"Peak of reserved memory ({byte_name})", "")
 
 
 def reserved_figure(curves: Mapping[str, pd.DataFrame]) -> go.Figure:
-    """Bytes reserved over time under each setting; the tables of `reserved_over_time` by setting."""
+    """Draw reserved memory over time under each setting; `curves` has the tables of `reserved_over_time` by setting."""
+    filled = [curve for curve in curves.values() if len(curve)]
+    first = min((int(curve["time_ns"].min()) for curve in filled), default=0)
+    nanoseconds, time_name = choose_time_unit(max((int(curve["time_ns"].max()) for curve in filled), default=0) - first)
+    num_bytes, byte_name = choose_byte_unit(max((int(curve["reserved_bytes"].max()) for curve in filled), default=0))
     figure = go.Figure()
-    first = min((int(curve["time_ns"].min()) for curve in curves.values() if len(curve)), default=0)
     for name, curve in curves.items():
-        x = (curve["time_ns"].to_numpy(np.int64) - first) / 1e6
-        y = curve["reserved_bytes"].to_numpy(np.float64) / _GIB
+        x = (curve["time_ns"].to_numpy(np.int64) - first) / nanoseconds
+        y = curve["reserved_bytes"].to_numpy(np.float64) / num_bytes
         figure.add_trace(go.Scatter(name=name, x=x, y=y, mode="lines", line_shape="hv"))
-    return _styled(figure, "Reserved over time, by setting", "time (ms)", "GiB")
+    return _styled(figure, f"Time ({time_name})", f"Reserved memory ({byte_name})")
 
 
-def _boxes(name: str, boxes: tuple[Any, Any, Any, Any], colour: str, text: list[str]) -> go.Scatter:
-    """Rectangles (left, right, bottom, top) as one filled line, so that thousands stay one trace."""
-    left, right, bottom, top = boxes
-    gap = np.full(len(left), np.nan)
-    x = np.stack([left, right, right, left, left, gap], axis=1).ravel()
-    y = np.stack([bottom, bottom, top, top, bottom, gap], axis=1).ravel()
-    return go.Scatter(
-        name=name,
-        x=x,
-        y=y,
-        mode="lines",
-        fill="toself",
-        fillcolor=colour,
-        text=np.repeat(text, 6),
-        line={"width": 0.5, "color": "white"},
-        hoverinfo="text",
-        hoveron="points",
-    )
+@dataclass(frozen=True)
+class _Boxes:
+    """Rectangles in the coordinates of a figure, with hover texts."""
+
+    left: NDArray[np.float64]
+    right: NDArray[np.float64]
+    bottom: NDArray[np.float64]
+    top: NDArray[np.float64]
+    text: NDArray[np.object_]
+
+    def take(self, rows: NDArray[np.bool_]) -> _Boxes:
+        return _Boxes(self.left[rows], self.right[rows], self.bottom[rows], self.top[rows], self.text[rows])
+
+    def as_trace(self, name: str, color: str) -> go.Scatter:
+        """Return the rectangles as one filled line, so that thousands of them are one trace."""
+        gap = np.full(len(self.left), np.nan)
+        x = np.stack([self.left, self.right, self.right, self.left, self.left, gap], axis=1).ravel()
+        y = np.stack([self.bottom, self.bottom, self.top, self.top, self.bottom, gap], axis=1).ravel()
+        return go.Scatter(
+            name=name,
+            x=x,
+            y=y,
+            mode="lines",
+            fill="toself",
+            fillcolor=color,
+            text=np.repeat(self.text, 6),
+            line={"width": 0.5, "color": "white"},
+            hoverinfo="text",
+            hoveron="points",
+        )
 
 
-def _title(what: str, shown: int, whole: int, which: str) -> str:
-    return what if shown == whole else f"{what} (the {shown:,} {which} of {whole:,})"
+def _left_out_note(num_shown: int, num_all: int, which: str) -> str:
+    return "" if num_shown == num_all else f"The figure shows the {num_shown:,} {which} of {num_all:,}."
 
 
-def _styled(figure: go.Figure, title: str, x: str, y: str) -> go.Figure:
+def _styled(figure: go.Figure, x_title: str, y_title: str, note: str = "") -> go.Figure:
     figure.update_layout(
-        title=title,
         legend={"orientation": "h", "y": 1, "yanchor": "bottom"},
-        margin={"l": 60, "r": 20, "t": 90},
+        margin={"l": 60, "r": 20, "t": 40},
+        meta={"note": note},
     )
     if figure.layout.height is None:
-        figure.update_layout(height=HEIGHT)
-    figure.update_xaxes(title=x)
-    figure.update_yaxes(title=y)
+        figure.update_layout(height=FIGURE_HEIGHT)
+    figure.update_xaxes(title=x_title)
+    figure.update_yaxes(title=y_title)
     return figure

@@ -1,4 +1,4 @@
-"""What a GPU's allocator holds without use, and the allocations that failed."""
+"""Tables of the caching allocator: fragmented segments, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -8,68 +8,93 @@ from memtrace.dashboards.sections import Column, Row, Table
 from memtrace.dashboards.text import name_text
 
 from memtrace.analysis.allocation_sites import allocation_site
-from memtrace.analysis.fragmentation import fragmentation, pinned_segments
-from memtrace.analysis.oom import out_of_memory
-from memtrace.analysis.summary import summarize_failure
-from memtrace.units import format_bytes, format_duration
+from memtrace.analysis.fragmentation import Fragmentation, compute_fragmentation, pinned_segments_table
+from memtrace.analysis.oom import OutOfMemory, explain_out_of_memory
+from memtrace.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
     from memtrace.trace import Trace
 
 MAX_ROWS: Final = 15
+NO_STACK: Final = "no stack"
 
 
 def fragmentation_table(trace: Trace, device: str) -> Table | None:
-    """The segments that cannot be given back though they hold free memory; None where segments are not told."""
-    told = fragmentation(trace, device)
-    if told is None:
+    """Return the segments with free memory that live blocks pin; None where the trace has no segments."""
+    fragmentation = compute_fragmentation(trace, device)
+    if fragmentation is None:
         return None
-    segments = pinned_segments(trace, device)
+    segments = pinned_segments_table(trace, device)
     columns = (
-        Column("segment", "number"),
-        Column("free in it", "number"),
-        Column("largest piece", "number"),
+        Column("segment size", "number"),
+        Column("free", "number"),
+        Column("largest free block", "number"),
         Column("live blocks", "number"),
-        Column("largest of them", "number"),
-        Column("allocated by", "code"),
+        Column("largest live block", "number"),
+        Column("allocated at", "code"),
     )
     rows = tuple(
-        Row((format_bytes(int(row.size)), format_bytes(int(row.free_bytes)), format_bytes(int(row.largest_free_bytes)),
-             f"{row.num_blocks:,}", format_bytes(int(row.pin_bytes)), name_text(allocation_site(trace,
-             int(row.pin_stack)) or "–")))  # noqa: RUF001
-        for row in segments.head(MAX_ROWS).itertuples(index=False)
-    )  # fmt: skip
-    when = "" if told.time_ns is None else f" ({format_duration(told.time_ns)})"
-    note = (
-        f"At the fullest moment{when} {format_bytes(told.reserved_bytes)} are reserved in "
-        f"{told.num_segments:,} segments: {format_bytes(told.requested_bytes)} asked for, "
-        f"{format_bytes(told.waste_bytes)} "
-        f"of rounding, {format_bytes(told.free_bytes)} free, of which {format_bytes(told.releasable_bytes)} could "
-        f"be given "
-        f"back. The largest request that fits is {format_bytes(told.largest_fit_bytes)}. The {len(rows)} of "
-        f"{len(segments):,} segments with most free memory that a live block keeps."
+        Row(
+            (
+                format_bytes(int(segment.size)),
+                format_bytes(int(segment.free_bytes)),
+                format_bytes(int(segment.largest_free_bytes)),
+                f"{segment.num_blocks:,}",
+                format_bytes(int(segment.pin_bytes)),
+                name_text(allocation_site(trace, int(segment.pin_stack)) or NO_STACK),
+            )
+        )
+        for segment in segments.head(MAX_ROWS).itertuples(index=False)
     )
+    note = _fragmentation_note(fragmentation)
+    if len(rows) < len(segments):
+        note += f" The table shows the {len(rows)} of {len(segments):,} such segments with most free memory."
     return Table(columns, rows, note=note)
 
 
+def _fragmentation_note(fragmentation: Fragmentation) -> str:
+    when = "" if fragmentation.time_ns is None else f" (at {format_duration(fragmentation.time_ns)})"
+    return (
+        f"Peak of reserved memory{when}: {format_bytes(fragmentation.reserved_bytes)} in "
+        f"{format_count(fragmentation.num_segments, 'segment')}, of which "
+        f"{format_bytes(fragmentation.requested_bytes)} requested, "
+        f"{format_bytes(fragmentation.waste_bytes)} added by rounding, {format_bytes(fragmentation.free_bytes)} free. "
+        f"Of the free memory, {format_bytes(fragmentation.releasable_bytes)} could be released and "
+        f"{format_bytes(fragmentation.pinned_bytes)} are in segments with live blocks. The largest request that fits "
+        f"without a new segment is {format_bytes(fragmentation.largest_fit_bytes)}."
+    )
+
+
 def failures_table(trace: Trace, device: str) -> Table | None:
-    """The allocations that failed on a device, each with what held the memory; None where none did."""
-    failures = [summarize_failure(trace, found) for found in out_of_memory(trace) if found.device == device]
+    """Return the out-of-memory errors of a device with what held the memory; None where there was none."""
+    failures = [failure for failure in explain_out_of_memory(trace) if failure.device == device]
     if not failures:
         return None
     columns = (
-        Column("when", "number"),
-        Column("asked for", "number"),
-        Column("live", "number"),
-        Column("by", "code"),
+        Column("time", "number"),
+        Column("request", "number"),
+        Column("live memory", "number"),
+        Column("allocation site", "code"),
         Column("what to try"),
     )
-    rows = tuple(
-        Row((format_duration(told.time_ns), format_bytes(told.asked_bytes), format_bytes(told.live_bytes),
-             name_text(told.site or "–"), " ".join(told.advice)),  # noqa: RUF001
-            tuple(f"{format_bytes(held.bytes)} in {held.num_blocks:,} blocks: {name_text(held.name or 'no stack')}"
-                  for held in told.holders))
-        for told in failures[:MAX_ROWS]
-    )  # fmt: skip
-    note = f"{len(rows)} of {len(failures)} failures."
-    return Table(columns, rows, note=note, detail="held by")
+    rows = tuple(_failure_row(failure) for failure in failures[:MAX_ROWS])
+    note = f"{format_count(len(failures), 'failed allocation')}."
+    if len(rows) < len(failures):
+        note = f"The first {len(rows)} of {len(failures):,} failed allocations."
+    return Table(columns, rows, note=note, detail="largest allocation sites")
+
+
+def _failure_row(failure: OutOfMemory) -> Row:
+    cells = (
+        format_duration(failure.time_ns),
+        format_bytes(failure.asked_bytes),
+        format_bytes(failure.live_bytes),
+        name_text(failure.site or NO_STACK),
+        " ".join(failure.advice),
+    )
+    holders = tuple(
+        f"{format_bytes(holder.requested_bytes)} in {format_count(holder.num_blocks, 'block')}: "
+        f"{name_text(holder.site or NO_STACK)}"
+        for holder in failure.holders
+    )
+    return Row(cells, holders)

@@ -148,11 +148,11 @@ DEVICE_SECTIONS: Final = (
         height=380,
     ),
     Section(
-        "outliers",
+        "swap",
         "Swap candidates",
         "An interval below the line is long enough to copy the block to the host and back before its next access. "
         "Run memtrace access with the measured bandwidths of your machine for exact results.",
-        access.outliers_figure,
+        access.swap_figure,
         height=440,
     ),
     Section(

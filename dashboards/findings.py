@@ -1,4 +1,4 @@
-"""Memory that is there without need, and what mending it would save."""
+"""The section of the page on wasted memory: findings, and what each fix would save."""
 
 from __future__ import annotations
 
@@ -7,48 +7,66 @@ from typing import TYPE_CHECKING, Final
 from memtrace.dashboards.sections import Column, Row, Table
 from memtrace.dashboards.text import name_text
 
-from memtrace.analysis.findings import findings
-from memtrace.units import format_bytes
+from memtrace.analysis.findings import DeviceWaste, Finding, find_device_waste
+from memtrace.units import UNKNOWN, format_bytes
 
 if TYPE_CHECKING:
     from memtrace.trace import Trace
 
 MAX_ROWS: Final = 15
+"""Most findings on the page."""
+MAX_RESTRUCTURING_ROWS: Final = 5
+"""Most findings on the page whose fix needs more than a single line."""
+_COLUMNS: Final = (
+    Column("Pattern"),
+    Column("Allocation site", "code"),
+    Column("Category", "category"),
+    Column("Saves", "number"),
+    Column("Share of peak", "share"),
+    Column("New peak", "number"),
+    Column("Blocks", "number"),
+)
 
 
 def findings_table(trace: Trace, device: str) -> Table | None:
-    """The findings of a device with the peak that would result without each; None where there are none to be had."""
-    told = findings(trace, device)
-    untold = " ".join(f"Not judged: {reason}." for reason in told.not_judged)
-    if not told.findings or told.peak_if_all_mended_bytes is None:
-        return Table((), (), note=f"Nothing was found. {untold}") if untold else None
-    columns = (
-        Column("what"),
-        Column("line", "code"),
-        Column("category", "category"),
-        Column("saves", "number"),
-        Column("of the peak", "share"),
-        Column("peak then", "number"),
-        Column("blocks", "number"),
+    """Return the findings of a device with the peak after each fix; None if there is nothing to show."""
+    waste = find_device_waste(trace, device)
+    skipped = " ".join(f"Not checked: {', '.join(part.patterns)} ({part.reason})." for part in waste.skipped_patterns)
+    if not waste.findings:
+        return Table((), (), note=f"No wasted memory was found. {skipped}") if skipped else None
+    findings = _choose_findings(waste)
+    rows = tuple(_row(waste, finding) for finding in findings)
+    return Table(_COLUMNS, rows, note=f"{_note(waste, findings)} {skipped}".rstrip(), detail="advice")
+
+
+def _choose_findings(waste: DeviceWaste) -> list[Finding]:
+    """Return the best findings of both kinds of fixes, so that many of one kind do not hide the other."""
+    saving = [finding for finding in waste.findings if finding.saved_bytes] or list(waste.findings)
+    single_line = [finding for finding in saving if finding.is_single_line_fix]
+    others = [finding for finding in saving if not finding.is_single_line_fix][:MAX_RESTRUCTURING_ROWS]
+    return [*single_line[: MAX_ROWS - len(others)], *others]
+
+
+def _row(waste: DeviceWaste, finding: Finding) -> Row:
+    mark = "" if finding.is_single_line_fix else " *"
+    cells = (
+        f"{finding.pattern}{mark}",
+        name_text(finding.site or UNKNOWN),
+        finding.category,
+        format_bytes(finding.saved_bytes),
+        finding.saved_bytes / max(waste.peak_bytes, 1),
+        format_bytes(finding.peak_if_fixed_bytes),
+        f"{finding.num_blocks:,}",
     )
-    # The best of both kinds: those that a line mends come first, however many they are.
-    saving = [one for one in told.findings if one.saved_bytes] or told.findings
-    by_line = [one for one in saving if not one.needs_mechanism]
-    others = [one for one in saving if one.needs_mechanism]
-    shown = [*by_line[: MAX_ROWS - min(len(others), 5)], *others[:5]]
-    rows = tuple(
-        Row((f"{(one.name or one.pattern).replace('_', ' ')}{' *' if one.needs_mechanism else ''}",
-             name_text(one.site or "–"), one.category, format_bytes(one.saved_bytes),  # noqa: RUF001
-             one.saved_bytes / max(told.peak_bytes, 1), format_bytes(one.peak_if_mended_bytes), f"{one.num_blocks:,}"),
-            (one.advice,))
-        for one in shown
-    )  # fmt: skip
-    lowest = told.lower_bound_bytes
-    bound = "" if lowest is None else f"; one operator touches {format_bytes(lowest)} at most: no order is below that"
-    note = (
-        f"{len(shown)} of {len(told.findings)}; those that save nothing of the peak come last. With all mended that a "
-        f"line mends it would be {format_bytes(told.peak_if_all_mended_bytes)}{bound}. * takes recomputing, "
-        f"swapping or "
-        f"working in place. {untold}"
-    )
-    return Table(columns, rows, note=note, detail="advice")
+    return Row(cells, (finding.advice,))
+
+
+def _note(waste: DeviceWaste, shown: list[Finding]) -> str:
+    sentences = [f"{len(shown)} of {len(waste.findings)} findings."]
+    if any(finding.saved_bytes and finding.is_single_line_fix for finding in waste.findings):
+        sentences.append(f"All single-line fixes together: {format_bytes(waste.peak_if_all_fixed_bytes)}.")
+    if waste.lower_bound_bytes is not None:
+        sentences.append(f"No schedule can go below {format_bytes(waste.lower_bound_bytes)}.")
+    if not all(finding.is_single_line_fix for finding in shown):
+        sentences.append("* Needs recomputation, offloading or in-place operators.")
+    return " ".join(sentences)

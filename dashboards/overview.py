@@ -1,181 +1,162 @@
-"""The head of the page: coverage, key figures, sentences a newcomer understands, and what to do next."""
+"""The head of the page: what the trace covers, key figures of a device, and what to do next."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
+import numpy as np
 from memtrace.dashboards.text import name_text
 
-from memtrace.analysis import compute_coverage
-from memtrace.analysis.growth import growth
+from memtrace.analysis.coverage import Coverage, compute_coverage
+from memtrace.analysis.growth import measure_growth
+from memtrace.analysis.hints import Hint, find_hints
 from memtrace.analysis.peak import Peak, find_peak, peak_by_category, peak_by_module, peak_by_site
 from memtrace.analysis.steps import step_columns
 from memtrace.categories import CATEGORY_LABELS
-from memtrace.units import format_bytes, format_count, format_duration, format_share
+from memtrace.units import UNKNOWN, format_bytes, format_count, format_duration, format_share
 
 if TYPE_CHECKING:
     from memtrace.trace import Trace
 
-ADVICE = {
-    "activation": "Recompute them in backward (torch.utils.checkpoint) for the modules that hold most, train in bf16 "
-    "(autocast), or take a smaller batch and accumulate gradients.",
-    "optimizer_state": "Use an optimizer that keeps less (SGD, Adafactor, 8-bit Adam), or shard it (ZeRO, FSDP).",
-    "gradient": "Call zero_grad(set_to_none=True) before forward, or free gradients as they are used "
-    "(optimizer in backward).",
-    "parameter": "Store the weights in bf16, shard them (FSDP), or freeze and quantise what is not trained.",
-    "temporary": "Look at the lines below: in-place operators, fused kernels or smaller chunks avoid them.",
-    "workspace": "An operator's own scratch memory: another algorithm or layout may need less.",
-    "input": "Load smaller batches, or keep the data set on disk rather than in memory.",
-    "unknown": "Record with stacks and accesses on, and pass model= and optimizer=, so that more can be told.",
-}
-_OF_A_FILE = "This file does not say what they are; a recording by memtrace does."
-_LOST = {0: "no", None: "an unknown number of"}
+MAX_SENTENCE: Final = 400
+"""Longest warning or hint on the page, in characters."""
 
 
-def key_figures(trace: Trace, device: str) -> dict[str, Any]:
-    """What the template shows of one device: coverage, cards, sentences and hints."""
-    found = find_peak(trace, device)
-    return {
-        "coverage": _coverage(trace),
-        "cards": _cards(trace, found),
-        "sentences": _sentences(trace, found),
-        "hints": _hints(trace, found),
-    }
+@dataclass(frozen=True)
+class CoverageBox:
+    """What the trace covers: a sentence, warnings, and facts as pairs of a term and its value."""
+
+    sentence: str
+    warnings: tuple[str, ...]
+    facts: tuple[tuple[str, str], ...]
 
 
-def _coverage(trace: Trace) -> dict[str, Any]:
-    told, manifest = compute_coverage(trace), trace.manifest
-    first, last = told.first_event_ns, told.last_event_ns
-    span = format_duration(last - first) if first is not None and last is not None else "an unknown time"
-    source = manifest.source
-    warnings = list(told.notes)
-    if not told.finished:
-        warnings.insert(0, f"unfinished: {told.stop_reason or 'the process died while recording'}.")
-    if told.lost_events:
-        warnings.insert(0, f"{told.lost_events:,} events were lost: what follows is not complete.")
+@dataclass(frozen=True)
+class Card:
+    """One key figure."""
+
+    label: str
+    value: str
+    hint: str
+    category: str | None = None
+    """The category whose colour marks the card."""
+
+
+@dataclass(frozen=True)
+class HintText:
+    """A hint as the page prints it."""
+
+    finding: str
+    advice: str
+
+
+@dataclass(frozen=True)
+class Overview:
+    """The head of the page for one device."""
+
+    coverage: CoverageBox
+    cards: tuple[Card, ...]
+    sentences: tuple[str, ...]
+    hints: tuple[HintText, ...]
+
+
+def build_overview(trace: Trace, device: str) -> Overview:
+    """Return the head of the page for one device of a single-rank trace."""
+    top = find_peak(trace, device)
+    return Overview(
+        coverage=_coverage_box(trace),
+        cards=tuple(_cards(trace, top)),
+        sentences=tuple(_sentences(trace, top)),
+        hints=tuple(_hint_text(hint) for hint in find_hints(trace) if hint.device in (None, device)),
+    )
+
+
+def _hint_text(hint: Hint) -> HintText:
+    saving = f" (saves {format_bytes(hint.saved_bytes)})" if hint.saved_bytes is not None else ""
+    return HintText(
+        name_text(f"{hint.what}{saving}.", MAX_SENTENCE),
+        f"{name_text(hint.why, MAX_SENTENCE)} {name_text(hint.change, MAX_SENTENCE)}",
+    )
+
+
+def _coverage_box(trace: Trace) -> CoverageBox:
+    coverage = compute_coverage(trace)
+    lost = UNKNOWN if coverage.lost_events is None else f"{coverage.lost_events:,}"
+    events, steps = format_count(coverage.num_events, "event"), format_count(coverage.num_steps, "step")
+    return CoverageBox(
+        sentence=f"{events}{_time_span(coverage)}, {steps}. Lost events: {lost}.",
+        warnings=tuple(name_text(warning, MAX_SENTENCE) for warning in _warnings(coverage)),
+        facts=tuple(_facts(trace, coverage)),
+    )
+
+
+def _time_span(coverage: Coverage) -> str:
+    first, last = coverage.first_event_ns, coverage.last_event_ns
+    return f" over {format_duration(last - first)}" if first is not None and last is not None else ""
+
+
+def _warnings(coverage: Coverage) -> Iterator[str]:
+    if coverage.lost_events:
+        yield f"{format_count(coverage.lost_events, 'event')} were lost, so the figures below are incomplete."
+    if not coverage.finished:
+        reason = coverage.stop_reason or "the process died while recording"
+        yield f"The recording is incomplete: {reason}."
+    yield from coverage.notes
+
+
+def _facts(trace: Trace, coverage: Coverage) -> Iterator[tuple[str, str]]:
+    manifest = trace.manifest
+    recorder = manifest.source.observer or manifest.source.kind
     versions = {name: version for name, version in manifest.versions.items() if version}
-    facts = [
-        (
-            "recorded by",
-            f"memtrace {manifest.memtrace_version}, {source.observer or source.kind}",
-        ),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
-        ("command", name_text(" ".join(map(str, manifest.command or ["unknown"])))),
-        ("events", f"{told.num_events:,}"),
-        ("lost events", "unknown" if told.lost_events is None else f"{told.lost_events:,}"),
-        ("older than the recording", format_bytes(told.baseline_bytes)),
-        ("of unknown category at the peak", format_bytes(told.unattributed_bytes)),
-        (
-            "outside the allocator",
-            "unknown" if told.outside_allocator_bytes is None else format_bytes(told.outside_allocator_bytes),
-        ),
-    ]
-    return {
-        "sentence": f"{told.num_events:,} events in {span}, {format_count(told.num_steps, 'step')}; "
-        f"{_LOST.get(told.lost_events, 'some')} events lost.",
-        "warnings": [name_text(text, 400) for text in warnings],
-        "facts": facts,
-    }
+    yield "Recorded by", f"memtrace {manifest.memtrace_version or UNKNOWN}, {recorder}"
+    yield "Versions", ", ".join(f"{name} {version}" for name, version in versions.items()) or UNKNOWN
+    yield "Command", name_text(" ".join(map(str, manifest.command or [UNKNOWN])))
+    yield "Allocated before the recording", format_bytes(coverage.baseline_bytes)
+    yield "Unclassified at the peak", format_bytes(coverage.unattributed_bytes)
+    yield "Outside the allocator", format_bytes(coverage.outside_allocator_bytes)
 
 
-def _cards(trace: Trace, found: Peak) -> list[dict[str, Any]]:
-    total = found.requested.bytes
-    when = format_duration(found.time_ns) if found.time_ns is not None else f"event {found.requested.event:,}"
-    when = when if found.requested.event >= 0 else "the start"
-    cards: list[dict[str, Any]] = [
-        {"label": "peak requested", "value": format_bytes(total), "hint": f"at {when}, {_where(found)}"},
-    ]
-    if found.reserved is not None:
-        cards.append(
-            {
-                "label": "peak reserved",
-                "value": format_bytes(found.reserved.bytes),
-                "hint": "taken from the device",
-            }
-        )
-    categories = peak_by_category(trace, found.device)
+def _cards(trace: Trace, top: Peak) -> Iterator[Card]:
+    peak_bytes = top.requested.bytes
+    yield Card("Peak requested", format_bytes(peak_bytes), _moment(top))
+    if top.reserved is not None:
+        yield Card("Peak reserved", format_bytes(top.reserved.bytes), "held by the allocator")
+    categories = peak_by_category(trace, top.device)
     if categories:
-        name, size = categories[0].name, categories[0].bytes
-        cards.append({"label": "most of it", "value": CATEGORY_LABELS[name or "unknown"], "category": name,
-                      "hint": f"{format_bytes(size)}, {format_share(size, total)} of the peak"})  # fmt: skip
+        category, num_bytes = categories[0].name, categories[0].bytes
+        share = f"{format_bytes(num_bytes)}, {format_share(num_bytes, peak_bytes)} of the peak"
+        category = category or "unknown"
+        yield Card("Largest category", CATEGORY_LABELS[category], share, category)
     columns = step_columns(trace)
-    if len(columns["step"]):
-        usual = sorted(columns["duration_ns"].tolist())[len(columns["step"]) // 2]
-        cards.append(
-            {
-                "label": "steps",
-                "value": f"{len(columns['step']):,}",
-                "hint": f"{format_duration(usual)} each, as a rule",
-            }
-        )
-    grows = growth(trace)
+    if len(columns):
+        median_ns = float(np.median(columns.duration_ns))
+        duration = f"median {format_duration(median_ns)}" if trace.has_times else "duration unknown"
+        yield Card("Steps", f"{len(columns):,}", duration)
+    grows = measure_growth(trace)
     if grows is not None:
-        value = f"{format_bytes(grows.bytes_per_step)} a step" if grows.bytes_per_step > 0 else "nothing"
-        cards.append(
-            {
-                "label": "grows",
-                "value": value,
-                "hint": f"over {grows.num_steps:,} steps, the first two left out",
-            }
-        )
-    return cards
+        value = f"{format_bytes(grows.bytes_per_step)} per step" if grows.bytes_per_step > 0 else "none"
+        steps = format_count(grows.num_steps, "step")
+        yield Card("Memory growth", value, f"{steps} ({grows.num_warm_up_steps} warm-up steps excluded)")
 
 
-def _where(found: Peak) -> str:
-    step = f"step {found.step}" if found.step is not None else "outside of the steps"
-    return f"{step}, {found.phase}" if found.phase else step
+def _moment(top: Peak) -> str:
+    """Return when the peak is reached, such as ``at 1.09 s (step 1, backward)``."""
+    if top.requested.event < 0:
+        return "at the start"
+    time = format_duration(top.time_ns) if top.time_ns is not None else f"event {top.requested.event:,}"
+    step = f"step {top.step}" if top.step is not None else "outside the steps"
+    return f"at {time} ({step}, {top.phase})" if top.phase else f"at {time} ({step})"
 
 
-def _sentences(trace: Trace, found: Peak) -> list[str]:
-    total = found.requested.bytes
-    sentences = []
-    for what, rows in (
-        ("line", peak_by_site(trace, found.device)),
-        ("module", peak_by_module(trace, found.device)),
+def _sentences(trace: Trace, top: Peak) -> Iterator[str]:
+    peak_bytes = top.requested.bytes
+    for what, groups in (
+        ("allocation site", peak_by_site(trace, top.device)),
+        ("module", peak_by_module(trace, top.device)),
     ):
-        known = [row for row in rows if row.name]
-        if known:
-            name, size, number = known[0].name, known[0].bytes, known[0].num_blocks
-            sentences.append(
-                f"The {what} that holds most of the peak is {name_text(name)}: {format_bytes(size)} "
-                f"({format_share(size, total)}) in {number:,} block{'s' if number != 1 else ''}."
-            )
-    return sentences
-
-
-def _advice(trace: Trace, category: str) -> str:
-    recorded = trace.manifest.source.kind == "recording"
-    return ADVICE[category] if recorded or category != "unknown" else _OF_A_FILE
-
-
-def _hints(trace: Trace, found: Peak) -> list[dict[str, str]]:
-    total, hints = found.requested.bytes, []
-    grows = growth(trace)
-    if grows is not None and grows.bytes_per_step > 0:
-        where = f" First suspect: {name_text(grows.sources[0][0])}." if grows.sources else ""
-        hints.append(
-            {
-                "finding": f"{format_bytes(grows.bytes_per_step)} more stay live after every step.",
-                "advice": f"Something keeps tensors: a list of losses with their graphs, a cache, a hook.{where}",
-            }
-        )
-    for group in peak_by_category(trace, found.device)[:3]:
-        name, size = group.name, group.bytes
-        if total and size / total >= 0.1:
-            label = CATEGORY_LABELS[name or "unknown"]
-            hints.append(
-                {
-                    "finding": f"{format_share(size, total)} of the peak: {label}.",
-                    "advice": _advice(trace, name or "unknown"),
-                }
-            )
-    columns = step_columns(trace)
-    wait, lasting = int(columns["data_wait_ns"].sum()), int(columns["duration_ns"].sum())
-    if lasting and wait / lasting >= 0.1:
-        hints.append(
-            {
-                "finding": f"{format_share(wait, lasting)} of the time waits for data.",
-                "advice": "More DataLoader workers, or data prepared beforehand, would speed up every step.",
-            }
-        )
-    return hints
+        for group in [group for group in groups if group.name][:1]:
+            share = f"{format_bytes(group.bytes)} ({format_share(group.bytes, peak_bytes)})"
+            num_blocks = format_count(group.num_blocks, "block")
+            yield f"Largest {what} at the peak: {name_text(group.name)}, {share} in {num_blocks}."

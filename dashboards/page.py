@@ -21,7 +21,7 @@ from memtrace.categories import CATEGORY_LABELS, CATEGORY_MEANINGS
 from memtrace.units import format_count, format_share
 
 if TYPE_CHECKING:
-    from memtrace.pipeline.compare import Comparison
+    from memtrace.pipeline.prediction import PipelinePrediction
     from memtrace.trace import Trace
 
 MAX_VIEWS: Final = 4
@@ -54,7 +54,7 @@ class Panel:
         return self.figure is not None or self.table is not None
 
 
-def report(trace: Trace, output: str | Path, *, prediction: Comparison | None = None) -> Path:
+def report(trace: Trace, output: str | Path, *, prediction: PipelinePrediction | None = None) -> Path:
     """Write the page of a trace.
 
     Args:
@@ -75,7 +75,7 @@ def report(trace: Trace, output: str | Path, *, prediction: Comparison | None = 
     return target
 
 
-def render(trace: Trace, *, prediction: Comparison | None = None) -> str:
+def render(trace: Trace, *, prediction: PipelinePrediction | None = None) -> str:
     """Return the page as HTML; the arguments are those of ``report``."""
     pairs = [(rank, device) for rank in trace.ranks for device in trace.rank(rank).devices]
     views = [_render_view(trace.rank(rank), rank, device, len(trace.ranks)) for rank, device in pairs[:MAX_VIEWS]]
@@ -114,7 +114,7 @@ def _render_view(trace: Trace, rank: int, device: str, num_ranks: int) -> dict[s
         "group": f"rank {rank}",
         "headline": describe_peak(summarize_peak(trace, device)),
         "panels": [panel for panel in panels if panel.has_content or panel.absent],
-        **overview.key_figures(trace, device),
+        **vars(overview.build_overview(trace, device)),
     }
 
 

@@ -4,9 +4,12 @@ import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+
+from memtrace.trace import Trace
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -18,6 +21,25 @@ def data() -> Path:
     if not DATA.is_dir():
         pytest.skip(f"no real files: {DATA} is absent")
     return DATA
+
+
+class DefectTraces(NamedTuple):
+    """Paths of two recordings of examples/defects.py."""
+
+    defects: Path
+    fixed: Path
+
+
+@pytest.fixture(scope="session")
+def defect_traces(tmp_path_factory: pytest.TempPathFactory) -> DefectTraces:
+    """Traces of examples/defects.py with its defects, and with all of them fixed."""
+    from defects import train
+
+    folder = tmp_path_factory.mktemp("defects")
+    traces = DefectTraces(folder / "defects.memtrace", folder / "fixed.memtrace")
+    train(traces.defects, fixed=False)
+    train(traces.fixed, fixed=True)
+    return traces
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,3 +80,14 @@ def seeded() -> None:
     # torch.profiler does not see what the helper threads of an operator allocate; we do.
     torch.set_num_threads(1)
     gc.collect()
+
+
+@pytest.fixture(scope="session")
+def program_traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
+    """Traces of the programs in ``tests/programs/training.py``, by the name of the program."""
+    from tests.programs.training import PROGRAMS, recorded
+
+    folder = tmp_path_factory.mktemp("programs")
+    return {
+        program.name: recorded(program.run, folder / f"{number}.memtrace") for number, program in enumerate(PROGRAMS)
+    }

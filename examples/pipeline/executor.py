@@ -1,12 +1,13 @@
-"""Runs any schedule table for real over torch.distributed: every process does its row of the table.
+"""Run any pipeline schedule over torch.distributed: every process runs its row of the schedule.
 
-    worker = Worker(schedule, make_stage, loss)            # after dist.init_process_group, as many ranks as
-    rows losses = worker.step(inputs, targets)                  # gradients are in .grad of
-    worker.parameters()
+    dist.init_process_group("gloo")                                 # one rank per worker of the schedule
+    worker = Worker(schedule, make_stage, loss, message_shape)
+    losses = worker.step(inputs, targets)                           # one training step
+    optimizer.step()                                                # gradients are in .grad of worker.parameters()
 
-What a real pipeline needs and no more: stages are modules, messages go by tag, gradients of a stage that lies
-on several workers are summed as soon as its last backward is done. Tables without a flush (PipeDream) run as
-one batch: no update happens inside a table, so no versions of the weights are kept.
+The executor is minimal: stages are modules, messages are matched by tag, and the gradients of a stage that several
+workers hold are all-reduced as soon as its last backward is done. Schedules without a flush (PipeDream) run as one
+batch: the weights are not updated within a step, so there is only one version of them.
 """
 
 from __future__ import annotations
@@ -22,34 +23,34 @@ from torch import nn
 
 from memtrace.pipeline.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action
 from memtrace.pipeline.schedules.schedule import Schedule
-from memtrace.pipeline.schedules.validate import validate
-from memtrace.pipeline.simulation.sync import holders, last_backwards
+from memtrace.pipeline.schedules.validation import validate_schedule
+from memtrace.pipeline.simulation.all_reduce import last_backward_actions, stage_holders
 
 Key = tuple[int, int, int]
 """(stage, micro-batch, half); half is 0 for a whole micro-batch."""
 
 
 @dataclass
-class _Kept:
-    """What a forward leaves for its backward."""
+class _SavedForward:
+    """What a forward saves for its backward."""
 
     received: torch.Tensor | None
-    """Input with a gradient to send back; None on the first stage."""
+    """The received input, whose gradient is sent back; None on the first stage."""
     output: torch.Tensor
     gradient: torch.Tensor | None = None
-    """Of the output; kept between the two halves of a split backward."""
+    """Gradient of the output; saved between input backward and weight backward."""
 
 
 class Worker:
-    """One row of a schedule.
+    """One worker of a schedule, run by one process.
 
     Args:
-        schedule: the table; the default process group has one rank for each of its workers.
-        make_stage: makes a stage by its number, with the same weights in every process.
-        loss: of an output of the last stage and a target, a mean over samples.
-        message_shape: of what a stage hands on for a whole micro-batch, samples first, by the stage's number.
-        mark: called with the action about to run; the context it returns is open while it computes, from when its
-            messages are there.
+        schedule: the schedule; the default process group must have one rank per worker.
+        make_stage: builds a stage by its number, with the same weights in every process.
+        loss: loss of an output of the last stage and a target, a mean over samples.
+        message_shape: shape of a stage's output for a whole micro-batch, samples first, by the number of the stage.
+        mark: called with the action about to run; the returned context is entered when its message has arrived and
+            exited when its computation has ended.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Worker:
         message_shape: Callable[[int], tuple[int, ...]],
         mark: Callable[[Action], AbstractContextManager[object]] = lambda action: nullcontext(),
     ) -> None:
-        self.schedule, self.rank = validate(schedule), dist.get_rank()
+        self.schedule, self.rank = validate_schedule(schedule), dist.get_rank()
         if dist.get_world_size() != schedule.num_workers:
             raise ValueError(f"{schedule.name} needs {schedule.num_workers} ranks, not {dist.get_world_size()}")
         self._loss, self._message_shape, self._mark = loss, message_shape, mark
@@ -71,15 +72,19 @@ class Worker:
                 for pipeline in pipelines:
                     self.copies[pipeline, stage] = make_stage(stage)
         self._halved = {(a.stage, a.microbatch) for a in schedule.actions() if a.half is not None}
-        self._kept: dict[Key, _Kept] = {}
+        self._saved: dict[Key, _SavedForward] = {}
         self._own: dict[int, torch.Tensor] = {}
-        # Gloo tells that a message has left only to who waits for it.
+        # Gloo reports that a message was sent only to a thread that waits for it.
         self._waiters = ThreadPoolExecutor(max_workers=64)
         self._sending: list[Future[None]] = []
-        self._groups = {stage: dist.new_group(list(holders(schedule, stage))) for stage in range(schedule.num_stages)}
+        self._groups = {
+            stage: dist.new_group(list(stage_holders(schedule, stage))) for stage in range(schedule.num_stages)
+        }
         begin = sum(map(len, schedule.rows[: self.rank]))
         last = {
-            stage: number - begin for (worker, stage), number in last_backwards(schedule).items() if worker == self.rank
+            stage: number - begin
+            for (worker, stage), number in last_backward_actions(schedule).items()
+            if worker == self.rank
         }
         self._last = {number: stage for stage, number in last.items()}
         self._idle_stages = [stage for _, stage in self.copies if stage not in last]
@@ -90,8 +95,15 @@ class Worker:
             yield from copy.parameters()
 
     def step(self, inputs: Callable[[int], torch.Tensor], targets: Callable[[int], torch.Tensor]) -> list[float]:
-        """Run the row; ``inputs`` and ``targets`` give a micro-batch by number. Returns the losses computed
-        here."""
+        """Run one step.
+
+        Args:
+            inputs: the inputs of a micro-batch by its number.
+            targets: the targets of a micro-batch by its number.
+
+        Returns:
+            The losses that this worker computed, each divided by the number of micro-batches.
+        """
         losses: list[float] = []
         reductions: list[dist.Work] = []
         for number, action in enumerate(self._row):
@@ -101,7 +113,7 @@ class Worker:
                 self._backward(action)
             if number in self._last:
                 reductions += self._reduce(self._last[number])
-        # A copy that no micro-batch passed adds nothing, but the others wait for it.
+        # A copy that no micro-batch passed through has no gradients, but the other workers wait for its all-reduce.
         for stage in self._idle_stages:
             reductions += self._reduce(stage)
         for work in reductions:
@@ -112,13 +124,13 @@ class Worker:
         return losses
 
     def close(self) -> None:
-        """End the threads that wait for messages."""
+        """Stop the threads that wait for sent messages."""
         self._waiters.shutdown()
 
     # -- actions ---------------------------------------------------------------------------------------------
 
     def _parts(self, action: Action) -> list[Key]:
-        """The halves that an action runs on; a forward whose backward is halved runs as two forwards."""
+        """The halves that an action runs on; a forward whose backward is halved runs in two halves."""
         if action.half is not None:
             return [(action.stage, action.microbatch, action.half)]
         halves = (0, 1) if (action.stage, action.microbatch) in self._halved else (0,)
@@ -145,7 +157,7 @@ class Worker:
                     losses.append(output.item())
             if action.stage < self.schedule.num_stages - 1:
                 self._send(action, key, output.detach(), gradient=False)
-            self._kept[key] = _Kept(received, output)
+            self._saved[key] = _SavedForward(received, output)
         return losses
 
     @staticmethod
@@ -154,35 +166,35 @@ class Worker:
 
     def _backward(self, action: Action) -> None:
         for key in self._parts(action):
-            kept = self._kept[key]
+            saved = self._saved[key]
             last = action.stage == self.schedule.num_stages - 1
             if action.kind != WEIGHT_BACKWARD and not last:
-                kept.gradient = self._receive(action, key, gradient=True)
+                saved.gradient = self._receive(action, key, gradient=True)
             with self._mark(action):
-                gradient = self._run_backward(action, kept)
+                gradient = self._run_backward(action, saved)
             if gradient is not None:
                 self._send(action, key, gradient, gradient=True)
             if action.kind != INPUT_BACKWARD:
-                del self._kept[key]
+                del self._saved[key]
 
-    def _run_backward(self, action: Action, kept: _Kept) -> torch.Tensor | None:
-        """What is to be sent back, None where it is nothing."""
+    def _run_backward(self, action: Action, saved: _SavedForward) -> torch.Tensor | None:
+        """Run a backward and return the gradient to send back; None where there is none."""
         if action.kind == BACKWARD:
-            torch.autograd.backward([kept.output], [kept.gradient])
-            return kept.received.grad if kept.received is not None else None
+            torch.autograd.backward([saved.output], [saved.gradient])
+            return saved.received.grad if saved.received is not None else None
         if action.kind == WEIGHT_BACKWARD:
             parameters = list(self.copies[action.pipeline, action.stage].parameters())
-            torch.autograd.backward([kept.output], [kept.gradient], inputs=parameters)
+            torch.autograd.backward([saved.output], [saved.gradient], inputs=parameters)
             return None
-        if kept.received is None:
+        if saved.received is None:
             return None
-        # The graph stays for the weights: what it keeps is freed by their backward.
-        return torch.autograd.grad([kept.output], [kept.received], [kept.gradient], retain_graph=True)[0]
+        # The weight backward needs the graph and frees it.
+        return torch.autograd.grad([saved.output], [saved.received], [saved.gradient], retain_graph=True)[0]
 
     # -- messages --------------------------------------------------------------------------------------------
 
     def _peer(self, action: Action, gradient: bool, sending: bool) -> tuple[int, int]:
-        """The neighbour's worker and the boundary (number of the stage before it) of a message."""
+        """The other worker of a message, and the boundary that it crosses (the number of the stage before it)."""
         towards_end = gradient != sending
         other = action.stage + (1 if towards_end else -1)
         return self.schedule.placement[action.pipeline][other], min(action.stage, other)
@@ -214,8 +226,8 @@ class Worker:
         return tensor
 
     def _reduce(self, stage: int) -> list[dist.Work]:
-        """Begin to sum the gradients of a stage over its copies."""
-        if len(holders(self.schedule, stage)) == 1:
+        """Start the all-reduce of a stage's gradients over its copies."""
+        if len(stage_holders(self.schedule, stage)) == 1:
             return []
         works = []
         for (_, own), copy in self.copies.items():
@@ -227,6 +239,6 @@ class Worker:
 
 
 def _wait(work: dist.Work, tensor: torch.Tensor) -> None:
-    """Hold the tensor until it has left."""
+    """Keep the tensor until it was sent."""
     work.wait()
     del tensor

@@ -1,4 +1,4 @@
-"""The layers of a small GPT, one by one, the same in every process."""
+"""The layers of a small GPT, built one by one and identical in every process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ HEADS = 4
 
 
 class Sizes(NamedTuple):
+    """Sizes of the model."""
+
     blocks: int
     width: int
     sequence: int
@@ -19,10 +21,13 @@ class Sizes(NamedTuple):
 
     @property
     def num_layers(self) -> int:
+        """Blocks, embedding and head."""
         return self.blocks + 2
 
 
 class Embedding(nn.Module):
+    """Token and position embeddings."""
+
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.tokens = nn.Embedding(sizes.vocabulary, sizes.width)
@@ -33,6 +38,8 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention and feed-forward with residual connections."""
+
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         width = sizes.width
@@ -50,6 +57,8 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
+    """Layer norm and decoder."""
+
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(sizes.width)
@@ -60,7 +69,7 @@ class Head(nn.Module):
 
 
 def make_layer(number: int, sizes: Sizes) -> nn.Module:
-    """Layer ``number`` with weights that depend on its number alone."""
+    """Build layer ``number``; its weights depend only on the number."""
     with torch.random.fork_rng():
         torch.manual_seed(number)
         if number == 0:
@@ -69,11 +78,12 @@ def make_layer(number: int, sizes: Sizes) -> nn.Module:
 
 
 def make_layers(sizes: Sizes) -> list[nn.Module]:
+    """Build all layers of the model."""
     return [make_layer(number, sizes) for number in range(sizes.num_layers)]
 
 
 def samples(step: int, microbatch: int, batch: int, sizes: Sizes) -> torch.Tensor:
-    """Counting sequences with random starts and strides, the same whoever asks."""
+    """Sequences that count from random starts with random strides, the same in every process."""
     generator = torch.Generator().manual_seed(1000 * step + microbatch)
     start = torch.randint(sizes.vocabulary, (batch, 1), generator=generator)
     stride = torch.randint(1, 4, (batch, 1), generator=generator)

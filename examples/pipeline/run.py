@@ -1,11 +1,11 @@
-"""Trains a small GPT through schedule tables in several processes and checks it against one process.
+"""Train a small GPT with pipeline schedules in several processes, and compare its gradients with those of one process.
 
     python examples/pipeline/run.py --schedule chimera --schedule zb-h1 --workers 4 --microbatches 8
     python examples/pipeline/run.py --table my-schedule.txt --record out/pipeline
 
-Starts its own processes (gloo, on this machine) and prints, as JSON, how far the gradients of the last step are from
-those of one process. With --record every rank records each schedule into FOLDER/NAME.memtrace, and one process that
-trains the whole model on one micro-batch into FOLDER/single.memtrace.
+The script starts its own processes (gloo, on this machine) and prints the largest difference of the gradients of the
+last step as JSON. With --record every rank records each schedule to FOLDER/NAME.memtrace; one process that trains the
+whole model on one micro-batch per step is recorded to FOLDER/single.memtrace.
 """
 
 from __future__ import annotations
@@ -34,34 +34,35 @@ from torch_stages import TorchWorker
 
 import memtrace
 from memtrace.pipeline.schedules.actions import Action
-from memtrace.pipeline.schedules.registry import parse_choice
-from memtrace.pipeline.schedules.schedule import Schedule, parse
+from memtrace.pipeline.schedules.registry import parse_schedule_choice
+from memtrace.pipeline.schedules.schedule import Schedule, parse_schedule
 
 TORCH = "torch-"
 
 
 def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy over tokens."""
     return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def train(rank: int, arguments: argparse.Namespace, port: int, results: Any) -> None:
-    """One process: its row of every schedule, one after the other."""
+    """Run one process: its row of every schedule, one schedule after another."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     schedules = tables(arguments)
     dist.init_process_group("gloo", rank=rank, world_size=arguments.workers)
     for name, schedule in schedules.items():
         results[rank, name] = train_schedule(name, schedule, arguments)
-        # Nothing of this schedule may be left in the memory of the next.
+        # No memory of this schedule may be left when the next one begins.
         gc.collect()
         dist.barrier()
     dist.destroy_process_group()
 
 
 def train_schedule(name: str, schedule: Schedule, arguments: argparse.Namespace) -> dict[str, float]:
-    """Some steps of this rank's row, then its gradients beside those of the whole model."""
+    """Train some steps with this rank's row, then compare its gradients with those of the whole model."""
     sizes = arguments.sizes
-    bounds = [*cut_of(schedule, arguments), sizes.num_layers]
+    bounds = [*first_layers_of(schedule, arguments), sizes.num_layers]
 
     def make_stage(stage: int) -> nn.Module:
         layers = range(bounds[stage], bounds[stage + 1])
@@ -91,9 +92,9 @@ def train_schedule(name: str, schedule: Schedule, arguments: argparse.Namespace)
     difference = scale = 0.0
     for (_, stage), copy in worker.copies.items():
         whole = [p for layer in expected[bounds[stage] : bounds[stage + 1]] for p in layer.parameters()]
-        for mine, theirs in zip(copy.parameters(), whole, strict=True):
-            difference = max(difference, float((mine.grad - theirs.grad).abs().max()))
-            scale = max(scale, float(theirs.grad.abs().max()))
+        for parameter, expected_parameter in zip(copy.parameters(), whole, strict=True):
+            difference = max(difference, float((parameter.grad - expected_parameter.grad).abs().max()))
+            scale = max(scale, float(expected_parameter.grad.abs().max()))
     return {
         "loss": sum(losses),
         "largest_difference": difference,
@@ -102,31 +103,33 @@ def train_schedule(name: str, schedule: Schedule, arguments: argparse.Namespace)
 
 
 def mark(recording: Any, action: Action) -> AbstractContextManager[object]:
-    """Torch's stages are marked by themselves, ours say what they are at."""
+    """Mark an action of our executor; memtrace marks the actions of torch's stages itself."""
     return recording if isinstance(recording, nullcontext) else recording.action(str(action))
 
 
 def tables(arguments: argparse.Namespace) -> dict[str, Schedule]:
-    """The schedules to run by a name that can be a file's."""
+    """The schedules to run, by a name that is valid as a file name."""
     if arguments.table:
-        schedule = parse(arguments.table.read_text())
+        schedule = parse_schedule(arguments.table.read_text())
         return {schedule.name: schedule}
     built = {}
-    for text in arguments.schedule or ["dapple"]:
+    for text in arguments.schedule or ["1f1b"]:
         name = text.replace(":", "-").replace("=", "-").replace(",", "-")
-        built[name] = parse_choice(text.removeprefix("torch:")).build(arguments.workers, arguments.microbatches)
+        built[name] = parse_schedule_choice(text.removeprefix("torch:")).build(
+            arguments.workers, arguments.microbatches
+        )
     return built
 
 
-def cut_of(schedule: Schedule, arguments: argparse.Namespace) -> list[int]:
-    """The first layer of every stage: as asked where that fits the schedule, else equal numbers."""
-    if len(arguments.cut or ()) == schedule.num_stages:
-        return arguments.cut
+def first_layers_of(schedule: Schedule, arguments: argparse.Namespace) -> list[int]:
+    """The first layer of every stage: --partition where it has as many stages, else equal numbers of layers."""
+    if len(arguments.partition or ()) == schedule.num_stages:
+        return arguments.partition
     return [stage * arguments.sizes.num_layers // schedule.num_stages for stage in range(schedule.num_stages)]
 
 
 def reference(arguments: argparse.Namespace, num_microbatches: int) -> Sequence[nn.Module]:
-    """The layers of the whole model with the gradients of the last step, made in this process alone."""
+    """Train the whole model in this process; returns its layers with the gradients of the last step."""
     layers = make_layers(arguments.sizes)
     model = nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
@@ -141,7 +144,7 @@ def reference(arguments: argparse.Namespace, num_microbatches: int) -> Sequence[
 
 
 def record_single(arguments: argparse.Namespace, path: Path) -> None:
-    """Record one process that trains the whole model on one micro-batch a step."""
+    """Record one process that trains the whole model on one micro-batch per step."""
     torch.set_num_threads(1)
     model = nn.Sequential(*make_layers(arguments.sizes))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
@@ -154,48 +157,57 @@ def record_single(arguments: argparse.Namespace, path: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--schedule",
         action="append",
-        help="such as chimera:f=1,method=doubling, or with torch's own stages torch:gpipe; repeat for more",
+        help="e.g. chimera:f=1,method=doubling, or torch:gpipe for that of torch; repeatable; default: 1f1b",
     )
-    parser.add_argument("--table", type=Path, help="a schedule as text instead")
+    parser.add_argument("--table", type=Path, help="read the schedule from a text file")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=4, help="samples in a micro-batch")
+    parser.add_argument("--batch", type=int, default=4, help="samples per micro-batch")
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--blocks", type=int, default=14, help="transformer blocks, besides embedding and head")
+    parser.add_argument("--blocks", type=int, default=14, help="transformer blocks in addition to embedding and head")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--sequence", type=int, default=64)
-    parser.add_argument("--vocabulary", type=int, default=256, help="width of the last stage's output")
-    parser.add_argument("--return-outputs", action="store_true", help="torch's stages merge and return their outputs")
-    parser.add_argument("--cut", type=int, nargs="*", help="first layer of every stage; else equal numbers")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="record every rank, and one process alone")
+    parser.add_argument("--vocabulary", type=int, default=256, help="vocabulary: width of the model output")
+    parser.add_argument(
+        "--return-outputs", action="store_true", help="let torch's schedules merge and return the model outputs"
+    )
+    parser.add_argument(
+        "--partition", type=int, nargs="*", help="first layer of every stage; default: equal numbers of layers"
+    )
+    parser.add_argument(
+        "--record", type=Path, metavar="FOLDER", help="record every rank, and one process with the whole model"
+    )
     arguments = parser.parse_args()
     arguments.sizes = Sizes(arguments.blocks, arguments.width, arguments.sequence, arguments.vocabulary)
     if arguments.table:
-        schedule = parse(arguments.table.read_text())
+        schedule = parse_schedule(arguments.table.read_text())
         arguments.workers, arguments.microbatches = schedule.num_workers, schedule.num_microbatches
     return arguments
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """A port that is free at the moment."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def main() -> None:
+    """Run all schedules and print the comparison."""
     arguments = parse_arguments()
     names = list(tables(arguments))
     with mp.Manager() as manager:
         results = manager.dict()
         mp.spawn(train, (arguments, free_port(), results), nprocs=arguments.workers)
-        found = {name: [results[rank, name] for rank in range(arguments.workers)] for name in names}
+        gradients = {name: [results[rank, name] for rank in range(arguments.workers)] for name in names}
     if arguments.record:
         record_single(arguments, arguments.record / "single.memtrace")
-    print(json.dumps(found, indent=1))
+    print(json.dumps(gradients, indent=1))
 
 
 if __name__ == "__main__":

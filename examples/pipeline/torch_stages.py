@@ -1,4 +1,4 @@
-"""The schedules of torch.distributed.pipelining over the same stages, behind the face of ``executor.Worker``."""
+"""Schedules of torch.distributed.pipelining over the same stages, with the interface of ``executor.Worker``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from memtrace.pipeline.schedules.schedule import Schedule
 
 CLASSES = {
     "gpipe": "ScheduleGPipe",
-    "dapple": "Schedule1F1B",
+    "1f1b": "Schedule1F1B",
     "interleaved": "ScheduleInterleaved1F1B",
 }
 
 
 class TorchWorker:
-    """One rank of a pipeline that torch runs; ``schedule`` says which, and where its stages lie."""
+    """One rank of a pipeline run by torch; ``schedule`` gives the schedule class and the placement of the stages."""
 
     def __init__(
         self,
@@ -50,15 +50,15 @@ class TorchWorker:
             yield from stage.parameters()
 
     def step(self, inputs: Callable[[int], torch.Tensor], targets: Callable[[int], torch.Tensor]) -> list[float]:
-        """Run one step; returns the losses computed here, each its share of the mean."""
+        """Run one step; returns the losses that this rank computed, each divided by the number of micro-batches."""
         count = self.schedule.num_microbatches
         given = (torch.cat([inputs(m) for m in range(count)]),) if self._first else ()
         target = torch.cat([targets(m) for m in range(count)]) if self._last else None
         losses: list[torch.Tensor] = []
         kept = losses if self._last else None
         outputs = self._runner.step(*given, target=target, losses=kept, return_outputs=self._return_outputs)
-        del outputs  # as most programs do, which look at the losses alone
+        del outputs  # as in most programs, which need the losses only
         return [loss.item() / count for loss in losses]
 
     def close(self) -> None:
-        """Nothing is left to end."""
+        """Do nothing: torch's stages start no threads."""

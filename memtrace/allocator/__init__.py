@@ -1,1 +1,1 @@
-"""CUDA's caching allocator, replayed exactly, and what it would do under other settings."""
+"""A model of PyTorch's CUDA caching allocator: exact replay of recordings, and predictions for other settings."""

@@ -1,4 +1,4 @@
-"""What was recorded of one CUDA device: the allocator's entries and what it held at the end."""
+"""The recorded history of one CUDA device: the allocator's trace entries, and the segments and blocks at the end."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from memtrace.allocator.settings import Settings
+from memtrace.allocator.device_memory import OOM as OOM
+from memtrace.allocator.device_memory import SEGMENT_ALLOC as SEGMENT_ALLOC
+from memtrace.allocator.device_memory import SEGMENT_FREE as SEGMENT_FREE
+from memtrace.allocator.device_memory import SEGMENT_MAP as SEGMENT_MAP
+from memtrace.allocator.device_memory import SEGMENT_UNMAP as SEGMENT_UNMAP
+from memtrace.allocator.settings import AllocatorSettings
 from memtrace.errors import TraceError
 from memtrace.format.schema import EVENT_KINDS
+from memtrace.units import format_bytes
 
 ALLOC: Final = EVENT_KINDS.index("alloc")
 FREE: Final = EVENT_KINDS.index("free")
 FREE_REQUESTED: Final = EVENT_KINDS.index("free_requested")
-SEGMENT_ALLOC: Final = EVENT_KINDS.index("segment_alloc")
-SEGMENT_FREE: Final = EVENT_KINDS.index("segment_free")
-SEGMENT_MAP: Final = EVENT_KINDS.index("segment_map")
-SEGMENT_UNMAP: Final = EVENT_KINDS.index("segment_unmap")
-OOM: Final = EVENT_KINDS.index("oom")
 
 MAX_BYTES: Final = 1 << 42
+"""Largest plausible size: 4 TiB."""
 MAX_ADDRESS: Final = 1 << 61
+"""Largest plausible address."""
 
 Int64s = NDArray[np.int64]
 Int8s = NDArray[np.int8]
@@ -30,59 +33,59 @@ Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segments:
-    """Segments the allocator holds, one row each; an expandable one is a stretch of mapped pages. Bytes."""
+class RecordedSegments:
+    """Segments that the allocator holds, one per row; an expandable one has a row per mapped part. Sizes in bytes."""
 
     address: Int64s
     size: Int64s
     stream: Int64s
     pool: Int64s
-    """0 the default pool, else a private one; odd: of a CUDA graph (`schema`, events.pool)."""
+    """0 for the default pool, else the number of a private pool; odd for a CUDA graph (`schema`, events.pool)."""
     small: Bools
     expandable: Bools
 
     def __len__(self) -> int:
         return len(self.address)
 
-    def take(self, rows: Int64s | Bools) -> Segments:
-        """The rows named, in that order."""
-        return Segments(**{name: getattr(self, name)[rows] for name in _SEGMENT_COLUMNS})
+    def take(self, rows: Int64s | Bools) -> RecordedSegments:
+        """Return the given rows, in that order."""
+        return RecordedSegments(**{name: getattr(self, name)[rows] for name in _SEGMENT_COLUMNS})
 
     def containing(self, address: Int64s) -> Int64s:
-        """Row of the segment each address lies in; -1: in none."""
-        order = np.argsort(self.address, kind="stable")
-        at = np.searchsorted(self.address[order], address, side="right") - 1
-        row = order[np.maximum(at, 0)] if len(self) else np.zeros(len(address), np.int64)
+        """Return the row of the segment that contains each address; -1: none."""
         if not len(self):
             return np.full(len(address), -1, np.int64)
-        inside = (at >= 0) & (address < self.address[row] + self.size[row])
+        order = np.argsort(self.address, kind="stable")
+        place = np.searchsorted(self.address[order], address, side="right") - 1
+        row = order[np.maximum(place, 0)]
+        inside = (place >= 0) & (address < self.address[row] + self.size[row])
         return np.where(inside, row, -1)
 
 
 _SEGMENT_COLUMNS: Final = ("address", "size", "stream", "pool", "small", "expandable")
 
 
-def concatenate(first: Segments, second: Segments) -> Segments:
-    """The rows of both."""
+def concatenate_segments(first: RecordedSegments, second: RecordedSegments) -> RecordedSegments:
+    """Return the rows of both tables."""
     columns = {name: np.concatenate([getattr(first, name), getattr(second, name)]) for name in _SEGMENT_COLUMNS}
-    return Segments(**columns)
+    return RecordedSegments(**columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
-    """Blocks in use, or waiting for a stream, at the end of the history. Bytes."""
+class RecordedBlocks:
+    """Blocks that are in use, or waiting for a stream, at the end of the history. Sizes in bytes."""
 
     address: Int64s
     size: Int64s
-    """True length; -1: not told."""
+    """Size of the block, rounding and slack included; -1: unknown."""
     requested: Int64s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class History:
-    """The entries of one device, oldest first, and the state they lead to.
+class AllocatorHistory:
+    """The trace entries of one device, oldest first, and the state after the last one.
 
-    Columns run over the entries; bytes; -1 stands for what an entry does not have.
+    Arrays without a docstring have one element per entry. Sizes are in bytes; -1 means that an entry has no such value.
     """
 
     device: str
@@ -90,73 +93,80 @@ class History:
     """Codes into `EVENT_KINDS`; `free` is the completed free."""
     address: Int64s
     size: Int64s
-    """Bytes asked for (alloc, free, oom), bytes of the segment or pages (segment_*)."""
+    """Bytes requested (alloc, free, oom), or size of the segment or pages (segment_*)."""
     stream: Int64s
     pool: Int64s
-    """As in `Segments`; -1: not told."""
+    """As in `RecordedSegments`; -1: unknown."""
     by_program: Int8s
-    """segment_free, segment_unmap: 1 the program called `empty_cache`, 0 the allocator did it alone, -1 not
-    told."""
+    """For segment_free and segment_unmap: 1 if the program called `empty_cache`, 0 if the allocator released the memory
+    to serve a request, -1 if unknown."""
     device_free: Int64s
-    """oom: bytes the driver had free; -1: not told."""
+    """For oom: bytes that the driver had free; -1: unknown."""
     time_ns: Int64s
-    settings: Settings
-    segments: Segments
-    blocks: Blocks
+    settings: AllocatorSettings
+    segments: RecordedSegments
+    """Segments after the last entry."""
+    blocks: RecordedBlocks
+    """Blocks after the last entry."""
     device_bytes: int | None = None
-    """Memory of the device; None: not told."""
+    """Memory of the device; None: unknown."""
     torch: str | None = None
-    """Version of torch that recorded it; None: not told."""
+    """Version of PyTorch that recorded the history; None: unknown."""
 
     def __len__(self) -> int:
         return len(self.kind)
 
     @property
     def reserved_at_start(self) -> int:
-        """Bytes reserved before the first entry: those at the end less what the entries took."""
-        return int(self.segments.size.sum()) - int(segment_change(self.kind, self.size).sum())
+        """Bytes reserved before the first entry: those at the end less the net change of all entries."""
+        return int(self.segments.size.sum()) - int(reserved_changes(self.kind, self.size).sum())
 
     def reserved(self) -> Int64s:
-        """Bytes reserved after each entry."""
-        return self.reserved_at_start + np.cumsum(segment_change(self.kind, self.size))
+        """Return the bytes reserved after each entry."""
+        return self.reserved_at_start + np.cumsum(reserved_changes(self.kind, self.size))
 
     @property
     def peak_reserved(self) -> int:
-        """Largest number of bytes ever reserved, by the entries' own account."""
+        """Largest number of bytes reserved, as the entries say."""
         return max(self.reserved_at_start, int(self.reserved().max(initial=0)))
 
+    def request_numbers(self) -> Int64s:
+        """Return the number of requests, failed ones included, up to and including each entry."""
+        return np.cumsum((self.kind == ALLOC) | (self.kind == OOM))
 
-def check(history: History) -> None:
-    """TraceError where a size or an address is one that no device can have."""
-    for what, sizes, least in (
+
+def check_plausible(history: AllocatorHistory) -> None:
+    """Raise TraceError where no device can have a size or an address of the history."""
+    for what, sizes, smallest in (
         ("an entry", history.size, 0),
         ("a segment", history.segments.size, 1),
-        ("a block's length", history.blocks.size, -1),
-        ("a block's request", history.blocks.requested, 0),
+        ("a block", history.blocks.size, -1),
+        ("a request", history.blocks.requested, 0),
     ):
-        absurd = sizes[(sizes < least) | (sizes > MAX_BYTES)]
+        absurd = sizes[(sizes < smallest) | (sizes > MAX_BYTES)]
         if len(absurd):
-            raise TraceError(f"{history.device}: the size of {what} is {int(absurd[0])} bytes; no device holds that")
-    _check_addresses(history)
-
-
-def _check_addresses(history: History) -> None:
+            raise TraceError(
+                f"{history.device}: the size of {what} is {int(absurd[0])} bytes, outside the plausible range up to "
+                f"{format_bytes(MAX_BYTES)}. The file is damaged; record it again."
+            )
     for address in (history.address, history.segments.address, history.blocks.address):
         absurd = address[(address > MAX_ADDRESS) | (address < -MAX_ADDRESS)]
         if len(absurd):
-            raise TraceError(f"{history.device}: memory at {int(absurd[0]) % (1 << 64):#x}; no device maps that high")
+            raise TraceError(
+                f"{history.device}: the address {int(absurd[0]) % (1 << 64):#x} is outside the plausible range. "
+                "The file is damaged; record it again."
+            )
 
 
-def segment_change(kind: Int8s, size: Int64s) -> Int64s:
-    """Bytes each entry adds to what is reserved."""
+def reserved_changes(kind: Int8s, size: Int64s) -> Int64s:
+    """Return the bytes by which each entry changes the reserved memory."""
     taken = (kind == SEGMENT_ALLOC) | (kind == SEGMENT_MAP)
-    given = (kind == SEGMENT_FREE) | (kind == SEGMENT_UNMAP)
-    return np.where(taken, size, 0) - np.where(given, size, 0)
+    released = (kind == SEGMENT_FREE) | (kind == SEGMENT_UNMAP)
+    return np.where(taken, size, 0) - np.where(released, size, 0)
 
 
-def resolve_pools(history: History) -> Int64s:
-    """The pool of each entry; where it is not told, that of the final segment its address lies in, else the
-    default."""
+def resolve_pools(history: AllocatorHistory) -> Int64s:
+    """Return the memory pool of each entry; where it is unknown, that of the final segment at its address, else 0."""
     row = history.segments.containing(history.address)
-    known = np.append(history.segments.pool, 0)[row]
-    return np.where(history.pool >= 0, history.pool, known)
+    pool_of_segment = np.append(history.segments.pool, 0)[row]
+    return np.where(history.pool >= 0, history.pool, pool_of_segment)

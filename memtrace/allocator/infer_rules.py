@@ -1,53 +1,55 @@
-"""Finding the rules a history was recorded by."""
+"""Infers under which rules a history was recorded, by replaying it under each candidate."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from memtrace.allocator.history import History, check
-from memtrace.allocator.replay import Prepared, Replay, prepare, replay
+from memtrace.allocator.history import AllocatorHistory, check_plausible
+from memtrace.allocator.replay import PreparedHistory, ReplayResult, prepare_history, replay_history
 from memtrace.allocator.rules import TORCH, TORCH_2_13, Rules
-from memtrace.allocator.segment_order import creation_order
+from memtrace.allocator.segment_order import infer_segment_order
 
 
-def reproduce(history: History) -> tuple[Prepared, Replay]:
-    """Take a history apart and replay it by the rules of the torch that recorded it.
+def reproduce_history(history: AllocatorHistory) -> tuple[PreparedHistory, ReplayResult]:
+    """Replay a history under the rules of the PyTorch version that recorded it.
 
-    Those are the first of `candidate_rules` that replay it exactly; where none does, the attempt that came
-    closest.
-    TraceError where a size is one that no device can have.
+    Returns:
+        The first candidate of `candidate_rules` that replays exactly; where none does, the closest attempt.
+
+    Raises:
+        TraceError: the history has a size or an address that no device can have.
     """
-    check(history)
-    closest: tuple[Prepared, Replay] | None = None
+    check_plausible(history)
+    closest: tuple[PreparedHistory, ReplayResult] | None = None
     for rules in candidate_rules(history):
-        for prepared in _attempts(history, rules):
-            result = replay(prepared)[0]
+        for prepared in _interpretations(history, rules):
+            result = replay_history(prepared)[0]
             if result.is_exact:
                 return prepared, result
-            if closest is None or result.allocations_exact > closest[1].allocations_exact:
+            if closest is None or result.num_allocations_exact > closest[1].num_allocations_exact:
                 closest = prepared, result
     assert closest is not None
     return closest
 
 
-def _attempts(history: History, rules: Rules) -> Iterator[Prepared]:
-    """Ways to fill in what the history leaves open, likeliest first."""
-    prepared = prepare(history, rules)
+def _interpretations(history: AllocatorHistory, rules: Rules) -> Iterator[PreparedHistory]:
+    """Yield the ways to fill in what the history does not say, the most likely first."""
+    prepared = prepare_history(history, rules)
     yield prepared
     if prepared.start.num_misplaced:
         return
-    if rules.tie == "creation":
-        prepared = replace(prepared, start=replace(prepared.start, created=creation_order(prepared)))
+    if rules.tie_break == "segment_age":
+        prepared = replace(prepared, start=replace(prepared.start, segment_order=infer_segment_order(prepared)))
         yield prepared
-    # Without stacks an empty_cache right before a request for a segment passes for a refusal, and makes the
-    # device look smaller than it is.
-    if (history.by_program[prepared.runs.first] == -1).any() and not prepared.is_cued:
-        yield replace(prepared, is_cued=True)
+    # Without stacks, an empty_cache directly before a request for a segment looks like a refusal of the device, whose
+    # capacity then looks smaller than it is.
+    if (history.by_program[prepared.releases.first] == -1).any() and not prepared.replays_refusals:
+        yield replace(prepared, replays_refusals=True)
 
 
-def candidate_rules(history: History) -> tuple[Rules, ...]:
-    """The rules to try, likeliest first: torch 2.13 changed how blocks of one size are ordered."""
+def candidate_rules(history: AllocatorHistory) -> tuple[Rules, ...]:
+    """Return the rules to try, the most likely first: torch 2.13 changed how blocks of equal size are ordered."""
     version = (history.torch or "0").split("+")[0].split(".")
     numbers = tuple(int(part) for part in version[:2] if part.isdigit())
     return (TORCH_2_13, TORCH) if numbers >= (2, 12) else (TORCH, TORCH_2_13)

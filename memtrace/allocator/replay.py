@@ -1,29 +1,27 @@
-"""Does the model reproduce a history? Every answer about other settings rests on this check.
+"""Replays a recorded history through the model and compares. Every prediction for other settings relies on this check.
 
-The model is told what was asked for and on which stream; the recorded addresses only say where new segments
-lie and which block a free is about. Anything less than exact equality is a fault: of the file, or of the
-model.
+The model receives requests and frees with their streams. Recorded addresses only say where new segments lie and which
+block a free refers to. Anything but exact equality is an error, of the file or of the model.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
 from memtrace.allocator.blocks import Block
-from memtrace.allocator.capacity import (
-    Bracket,
-    Releases,
-    bracket,
+from memtrace.allocator.consistency_checks import find_violations
+from memtrace.allocator.device_capacity import (
+    CacheReleases,
+    CapacityBounds,
+    bound_capacity,
     failed_requests,
+    find_cache_releases,
     refused_requests,
-    releases,
 )
-from memtrace.allocator.checks import broken_laws
-from memtrace.allocator.compile import compile_history
-from memtrace.allocator.devices import INVENTED_FROM, RecordedDevice, Taken
+from memtrace.allocator.device_memory import SegmentEvent
 from memtrace.allocator.history import (
     ALLOC,
     OOM,
@@ -31,220 +29,246 @@ from memtrace.allocator.history import (
     SEGMENT_FREE,
     SEGMENT_MAP,
     SEGMENT_UNMAP,
-    History,
+    AllocatorHistory,
+    Bools,
     Int64s,
     resolve_pools,
 )
-from memtrace.allocator.layout import lay_out
-from memtrace.allocator.model import Allocator, ListMaker
-from memtrace.allocator.program import Program, run
+from memtrace.allocator.history_operations import extract_operations
+from memtrace.allocator.model import CachingAllocator, FreeListFactory
+from memtrace.allocator.operations import OperationSequence, run_operations
+from memtrace.allocator.restored_state import restore_state
 from memtrace.allocator.rules import TORCH, Rules
-from memtrace.allocator.start_state import StartState, rebuild
+from memtrace.allocator.simulated_devices import FIRST_SYNTHETIC_ADDRESS, RecordedDeviceAlloc, ReplayDevice
+from memtrace.allocator.start_state import StartState, reconstruct_start
+from memtrace.units import format_bytes, format_count
 
 _SEGMENT_KINDS: Final = (SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
-    """How exactly the model reproduced a history."""
+class ReplayResult:
+    """How exactly the model reproduces a history."""
 
-    allocations: int
-    allocations_exact: int
-    """At their recorded address."""
-    segment_events: int
+    is_exact: bool
+    """Every allocation, every segment event and the peak are as recorded."""
+    reason: str | None
+    """Why the replay is not exact; None: it is."""
+    num_allocations: int
+    num_allocations_exact: int
+    """Allocations at their recorded address."""
+    num_segment_events: int
     """segment_* and oom entries of the history."""
-    segment_events_exact: int
-    """Foretold at their moment, in their order, with their address and size."""
-    segment_events_extra: int
-    """Foretold but not in the history."""
+    num_segment_events_exact: int
+    """Segment events that the model predicts at the same moment, in the same order, with the same address and size."""
+    num_segment_events_extra: int
+    """Predicted segment events that are not in the history."""
     peak_reserved_bytes: int
+    """Peak of reserved memory in the replay."""
     recorded_peak_reserved_bytes: int
     final_blocks_match: bool
-    """Segments and live blocks at the end equal those the history ends with."""
-    reason: str | None
-    """Why the history cannot be reproduced; None: it is."""
-    rules: Rules
-    """The rules it was replayed by."""
-
-    @property
-    def is_exact(self) -> bool:
-        """Every allocation, every segment event and the peak are as recorded."""
-        return self.reason is None
+    """Segments and live blocks after the replay equal those at the end of the file."""
+    tie_break: Literal["address", "segment_age", "highest_address"]
+    """Order of free blocks of equal size in the version of PyTorch that recorded the history (`Rules.tie_break`)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A history taken apart: start state, releases, capacity, and the program behind it."""
+class PreparedHistory:
+    """A history with everything that a replay needs."""
 
-    history: History
+    history: AllocatorHistory
     start: StartState
-    runs: Releases
-    bracket: Bracket
-    program: Program
+    releases: CacheReleases
+    capacity: CapacityBounds
+    operations: OperationSequence
     rules: Rules
-    is_cued: bool = False
-    """The device refuses when the history says so, for no capacity explains its refusals."""
+    replays_refusals: bool = False
+    """The device refuses where the history says so, because no single capacity explains its refusals."""
 
 
-def prepare(history: History, rules: Rules = TORCH) -> Prepared:
-    """Take a history apart."""
-    start = rebuild(history, rules)
-    runs = releases(history)
-    program = compile_history(history, start, runs, rules)
-    ends = bracket(history, runs)
-    return Prepared(history, start, runs, ends, program, rules, is_cued=not ends.is_consistent)
+def prepare_history(history: AllocatorHistory, rules: Rules = TORCH) -> PreparedHistory:
+    """Reconstruct the start state, the operations and the capacity behind a history."""
+    start = reconstruct_start(history, rules)
+    releases = find_cache_releases(history)
+    operations = extract_operations(history, start, releases, rules)
+    capacity = bound_capacity(history, releases)
+    return PreparedHistory(
+        history, start, releases, capacity, operations, rules, replays_refusals=not capacity.is_consistent
+    )
 
 
-def fresh_allocator(prepared: Prepared, capacity: int | None = None, make_list: ListMaker | None = None) -> Allocator:
-    """An empty allocator whose device answers as the recorded one; the start state goes in with `lay_out`.
+def replay_allocator(
+    prepared: PreparedHistory, capacity: int | None = None, make_list: FreeListFactory | None = None
+) -> CachingAllocator:
+    """Return an empty allocator whose device answers as the recorded one did; `restore_state` adds the start state.
 
-    `capacity`: bytes the device gives; None: the least the history allows.
+    Args:
+        prepared: the history.
+        capacity: bytes that the device gives; None: the smallest capacity that the history allows.
+        make_list: creates the free lists; None: those of the rules.
     """
-    history, ends = prepared.history, prepared.bracket
-    refuses: frozenset[int] = frozenset()
-    if prepared.is_cued:
-        refuses = frozenset(refused_requests(history, prepared.runs)) | frozenset(failed_requests(history))
-    elif capacity is None and ends.high is not None:
-        capacity = ends.low
-    device = RecordedDevice(_taken(history), capacity, refuses, history.device_bytes)
+    history, bounds = prepared.history, prepared.capacity
+    refused: frozenset[int] = frozenset()
+    if prepared.replays_refusals:
+        refused = frozenset(refused_requests(history, prepared.releases)) | frozenset(failed_requests(history))
+    elif capacity is None and bounds.refused_bytes is not None:
+        capacity = bounds.low_bytes
+    device = ReplayDevice(_device_allocs(history), capacity, refused, history.device_bytes)
     settings = history.settings if history.device_bytes else replace(history.settings, memory_fraction=None)
-    return Allocator(settings, device, prepared.rules, make_list=make_list)
+    return CachingAllocator(settings, device, prepared.rules, make_list=make_list)
 
 
-def replay(prepared: Prepared, capacity: int | None = None) -> tuple[Replay, Allocator | None]:
-    """Replay a history and compare; the allocator is in the state at its end (None: no state could be built).
+def replay_history(
+    prepared: PreparedHistory, capacity: int | None = None
+) -> tuple[ReplayResult, CachingAllocator | None]:
+    """Replay a history and compare.
 
-    `capacity`: bytes the device gives; None: the least that the history allows.
+    Args:
+        prepared: the history.
+        capacity: bytes that the device gives; None: the smallest capacity that the history allows.
+
+    Returns:
+        The comparison, and the allocator at the end of the replay; None where the start state is impossible.
     """
     if prepared.start.num_misplaced:
-        return _refusal(prepared), None
-    allocator = fresh_allocator(prepared, capacity)
-    blocks = lay_out(allocator, prepared.start)
-    addresses = run(prepared.program, allocator, blocks)
-    return _compare(prepared, allocator, addresses, recorded_log(prepared)), allocator
+        return _impossible_start(prepared), None
+    allocator = replay_allocator(prepared, capacity)
+    blocks = restore_state(allocator, prepared.start)
+    addresses = run_operations(prepared.operations, allocator, blocks)
+    return _compare(prepared, allocator, addresses), allocator
 
 
-def _taken(history: History) -> list[Taken]:
+def _device_allocs(history: AllocatorHistory) -> list[RecordedDeviceAlloc]:
     rows = np.flatnonzero((history.kind == SEGMENT_ALLOC) | (history.kind == SEGMENT_MAP))
-    request = np.cumsum((history.kind == ALLOC) | (history.kind == OOM))[rows] + 1
+    request = history.request_numbers()[rows] + 1
     mapped = history.kind[rows] == SEGMENT_MAP
     pools = resolve_pools(history)[rows]
     columns = (request, mapped, history.address[rows], history.size[rows], history.stream[rows], pools)
-    return [Taken(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+    return [RecordedDeviceAlloc(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-def recorded_log(prepared: Prepared) -> list[tuple[int, int, int, int]]:
-    """The history's segment events as the model logs them: (requests so far, kind, address, size)."""
-    history = prepared.history
+def recorded_segment_events(prepared: PreparedHistory) -> list[SegmentEvent]:
+    """Return the segment events of a history in the form in which the model logs them."""
+    history, releases = prepared.history, prepared.releases
     rows = np.flatnonzero(np.isin(history.kind, _SEGMENT_KINDS))
-    count = np.cumsum((history.kind == ALLOC) | (history.kind == OOM))
-    explicit = np.zeros(len(history) + 1, np.int64)
-    ours = prepared.runs.by_program
-    np.add.at(explicit, prepared.runs.first[ours], 1)
-    np.add.at(explicit, prepared.runs.end[ours], -1)
-    within_request = (np.cumsum(explicit)[rows] == 0) & (history.kind[rows] != OOM)
+    change = np.zeros(len(history) + 1, np.int64)
+    np.add.at(change, releases.first[releases.by_program], 1)
+    np.add.at(change, releases.end[releases.by_program], -1)
+    # An event that is neither a failure nor part of an empty_cache call belongs to the request that follows it.
+    belongs_to_next = (np.cumsum(change)[rows] == 0) & (history.kind[rows] != OOM)
     address = np.where(history.kind[rows] == OOM, 0, history.address[rows])
-    columns = (count[rows] + within_request, history.kind[rows], address, history.size[rows])
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+    request = history.request_numbers()[rows] + belongs_to_next
+    columns = (request, history.kind[rows], address, history.size[rows])
+    return [SegmentEvent(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-def _compare(
-    prepared: Prepared, allocator: Allocator, addresses: Int64s, recorded: list[tuple[int, int, int, int]]
-) -> Replay:
-    history, program = prepared.history, prepared.program
+def _compare(prepared: PreparedHistory, allocator: CachingAllocator, addresses: Int64s) -> ReplayResult:
+    history, operations = prepared.history, prepared.operations
     allocs = np.flatnonzero(history.kind == ALLOC)
-    got = addresses[program.num_older : program.num_older + len(allocs)]
-    exact = got == history.address[allocs]
-    expected, foretold = _numbered(recorded), _numbered(allocator.log)
-    common = len(expected & foretold)
-    result = Replay(
-        allocations=len(allocs),
-        allocations_exact=int(exact.sum()),
-        segment_events=len(expected),
-        segment_events_exact=common,
-        segment_events_extra=len(foretold) - common,
+    replayed = addresses[operations.num_older : operations.num_older + len(allocs)]
+    exact = replayed == history.address[allocs]
+    expected, predicted = _with_place(recorded_segment_events(prepared)), _with_place(allocator.log)
+    num_common = len(expected & predicted)
+    result = ReplayResult(
+        is_exact=True,
+        reason=None,
+        num_allocations=len(allocs),
+        num_allocations_exact=int(exact.sum()),
+        num_segment_events=len(expected),
+        num_segment_events_exact=num_common,
+        num_segment_events_extra=len(predicted) - num_common,
         peak_reserved_bytes=allocator.peak_reserved,
         recorded_peak_reserved_bytes=history.peak_reserved,
-        final_blocks_match=_final_match(history, allocator),
-        reason=None,
-        rules=prepared.rules,
+        final_blocks_match=_final_blocks_match(history, allocator),
+        tie_break=prepared.rules.tie_break,
     )
-    return replace(result, reason=_reason(result, history, allocs, exact, got, prepared.start))
+    reason = _inexact_reason(result) or _address_reason(prepared, exact, replayed)
+    return replace(result, is_exact=reason is None, reason=reason)
 
 
-def _numbered(log: list[tuple[int, int, int, int]]) -> set[tuple[int, int, int, int, int]]:
-    """Each event with its place among those of the same request, so that order counts."""
-    place, numbered, last = 0, set(), -1
+def _with_place(log: list[SegmentEvent]) -> set[tuple[int, SegmentEvent]]:
+    """Pair each event with its place among those of the same request, so that a comparison of sets respects order."""
+    place, last_request, events = 0, -1, set()
     for event in log:
-        place = place + 1 if event[0] == last else 0
-        last = event[0]
-        numbered.add((place, *event))
-    return numbered
+        place = place + 1 if event.request == last_request else 0
+        last_request = event.request
+        events.add((place, event))
+    return events
 
 
-def _final_match(history: History, allocator: Allocator) -> bool:
-    held = [
-        (s[0].address, sum(b.size for b in s), s[0].home.stream, s[0].home.pool.small) for s in allocator.segments()
+def _final_blocks_match(history: AllocatorHistory, allocator: CachingAllocator) -> bool:
+    segments = [
+        (blocks[0].address, sum(b.size for b in blocks), blocks[0].free_list.stream, blocks[0].free_list.pool.small)
+        for blocks in allocator.segments()
     ]
     final = history.segments
     columns = (final.address, final.size, final.stream, final.small)
     recorded = zip(*(column.tolist() for column in columns), strict=True)
     blocks = history.blocks
     live = zip(blocks.address.tolist(), blocks.size.tolist(), blocks.requested.tolist(), strict=True)
-    return sorted(held) == sorted(recorded) and sorted(map(_true, allocator.live)) == sorted(live)
+    return sorted(segments) == sorted(recorded) and sorted(map(_block_row, allocator.live)) == sorted(live)
 
 
-def _true(block: Block) -> tuple[int, int, int]:
+def _block_row(block: Block) -> tuple[int, int, int]:
     return block.address, block.size, block.requested
 
 
-def _reason(
-    result: Replay,
-    history: History,
-    allocs: Int64s,
-    exact: np.ndarray[tuple[int], np.dtype[np.bool_]],
-    got: Int64s,
-    start: StartState,
-) -> str | None:
-    if result.allocations_exact < result.allocations:
-        first = int(np.argmin(exact))
-        row = int(allocs[first])
-        laws = broken_laws(history, result.rules)
-        told = f"; moreover {', '.join(laws)}" if laws else ""
-        told += f"; {start.num_contradictions} entries contradict the end" if start.num_contradictions else ""
-        return (
-            f"the allocator's rules put {result.allocations_exact} of {result.allocations} allocations at "
-            f"their recorded address; the first that differs is entry {row} ({history.size[row]} bytes, "
-            f"recorded at {history.address[row]:#x}, expected at {_place(int(got[first]))}){told}"
+def _address_reason(prepared: PreparedHistory, exact: Bools, replayed: Int64s) -> str | None:
+    """Return a sentence about the first allocation at another address; None where there is none."""
+    if exact.all():
+        return None
+    history, num_contradictions = prepared.history, prepared.start.num_contradictions
+    first = int(np.argmin(exact))
+    row = int(np.flatnonzero(history.kind == ALLOC)[first])
+    problems = find_violations(history, prepared.rules)
+    if num_contradictions:
+        problems.append(
+            f"{format_count(num_contradictions, 'entry contradicts', 'entries contradict')} the final state"
         )
-    if result.segment_events_exact < result.segment_events or result.segment_events_extra:
+    return (
+        f"{int(exact.sum()):,} of {len(exact):,} allocations replay at their recorded address. The first that differs "
+        f"is entry {row} ({format_bytes(int(history.size[row]))}): recorded at {history.address[row]:#x}, "
+        f"replayed at {_format_address(int(replayed[first]))}."
+        + (f" The file is inconsistent: {'; '.join(problems)}." if problems else "")
+    )
+
+
+def _inexact_reason(result: ReplayResult) -> str | None:
+    """Return a sentence about segment events or a peak that differ although all addresses agree, if any does."""
+    if result.num_allocations_exact < result.num_allocations:
+        return None
+    if result.num_segment_events_exact < result.num_segment_events or result.num_segment_events_extra:
         return (
-            f"{result.segment_events_exact} of {result.segment_events} segment events follow from the "
-            f"requests, and {result.segment_events_extra} that should have happened are not in the history"
+            f"{result.num_segment_events_exact:,} of {result.num_segment_events:,} segment events are predicted, and "
+            f"{result.num_segment_events_extra:,} predicted events are not in the file."
         )
     if result.peak_reserved_bytes != result.recorded_peak_reserved_bytes:
-        return f"the peak is {result.recorded_peak_reserved_bytes} bytes, expected {result.peak_reserved_bytes}"
+        return (
+            f"The recorded peak is {result.recorded_peak_reserved_bytes:,} bytes, "
+            f"the replayed peak {result.peak_reserved_bytes:,} bytes."
+        )
     return None
 
 
-def _place(address: int) -> str:
-    """An address as text; one that the device of a replay made up is of a segment the history knows nothing
-    of."""
-    return "none" if address < 0 else hex(address) if address < INVENTED_FROM else "a new segment"
+def _format_address(address: int) -> str:
+    if address < 0:
+        return "no address (out of memory)"
+    return hex(address) if address < FIRST_SYNTHETIC_ADDRESS else "an address in a new segment"
 
 
-def _refusal(prepared: Prepared) -> Replay:
-    history = prepared.history
-    return Replay(
-        allocations=int((history.kind == ALLOC).sum()),
-        allocations_exact=0,
-        segment_events=int(np.isin(history.kind, _SEGMENT_KINDS).sum()),
-        segment_events_exact=0,
-        segment_events_extra=0,
+def _impossible_start(prepared: PreparedHistory) -> ReplayResult:
+    history, num_misplaced = prepared.history, prepared.start.num_misplaced
+    return ReplayResult(
+        is_exact=False,
+        reason=f"The segments contradict the entries: {num_misplaced:,} blocks or segments overlap or lie outside "
+        "every segment, which no allocator state can contain.",
+        num_allocations=int((history.kind == ALLOC).sum()),
+        num_allocations_exact=0,
+        num_segment_events=int(np.isin(history.kind, _SEGMENT_KINDS).sum()),
+        num_segment_events_exact=0,
+        num_segment_events_extra=0,
         peak_reserved_bytes=0,
         recorded_peak_reserved_bytes=history.peak_reserved,
         final_blocks_match=False,
-        reason=f"its segments and entries exclude each other: {prepared.start.num_misplaced} blocks or "
-        "segments lie over another or in none, so no allocator can have been in this state",
-        rules=prepared.rules,
+        tie_break=prepared.rules.tie_break,
     )

@@ -1,4 +1,4 @@
-"""From a trace to what the allocator planning works on: a device's history, or only what was asked for."""
+"""Reads from a trace what the allocator model needs: the history of a device, or only its requests."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from memtrace.allocator.history import (
     SEGMENT_FREE,
     SEGMENT_MAP,
     SEGMENT_UNMAP,
-    Blocks,
-    History,
+    AllocatorHistory,
     Int8s,
     Int64s,
-    Segments,
+    RecordedBlocks,
+    RecordedSegments,
 )
-from memtrace.allocator.program import ALLOCATE, Program
-from memtrace.allocator.program import FREE as FREE_BLOCK
-from memtrace.allocator.settings import Settings
+from memtrace.allocator.operations import ALLOCATE, OperationSequence
+from memtrace.allocator.operations import FREE as FREE_BLOCK
+from memtrace.allocator.settings import AllocatorSettings
 from memtrace.format.schema import EVENT_KINDS
 
 if TYPE_CHECKING:
@@ -50,74 +50,79 @@ _EVENT_COLUMNS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Requests:
-    """What was asked for on a device whose allocator left no history: a CPU or fake-tensor recording, say."""
+class RequestHistory:
+    """The requests on a device without allocator history, for example of a CPU or fake-tensor recording."""
 
     device: str
-    program: Program
+    operations: OperationSequence
     time_ns: Int64s
-    """When each operation of the program happened."""
+    """Time of each operation."""
 
 
 def devices_to_plan(trace: Trace) -> tuple[str, ...]:
-    """The GPUs of a trace; the CPU where there is none: what a GPU would reserve for the same requests."""
+    """Return the GPUs of a trace, or its CPU where it has none: then the plan estimates what a GPU would reserve."""
     gpus = tuple(device for device in trace.devices if device != "cpu")
     return gpus or trace.devices
 
 
-def read_device(trace: Trace, device: str) -> History | Requests:
-    """A device's history where its allocator left one, else what was asked for on it.
+def read_device_history(trace: Trace, device: str) -> AllocatorHistory | RequestHistory:
+    """Return the allocator history of a device, or only its requests where the trace has no segments of it.
 
-    `trace` is of one rank. Bytes and nanoseconds as in the trace.
+    Args:
+        trace: a trace of one rank.
+        device: a name from `trace.devices`.
     """
     events = trace.columns("events", *_EVENT_COLUMNS)
-    mine = events["device"] == trace.devices.index(device)
-    segments = _segments(trace, device)
-    if len(segments) or np.isin(events["kind"][mine], _SEGMENT_KINDS).any():
-        return _history(trace, device, {name: column[mine] for name, column in events.items()}, segments)
-    return _requests(device, {name: column[mine] for name, column in events.items()})
+    on_device = events["device"] == trace.devices.index(device)
+    device_events = {name: column[on_device] for name, column in events.items()}
+    segments = _read_segments(trace, device)
+    if len(segments) or np.isin(device_events["kind"], _SEGMENT_KINDS).any():
+        return _read_allocator_history(trace, device, device_events, segments)
+    return _read_requests(device, device_events)
 
 
-def _history(trace: Trace, device: str, events: dict[str, Any], segments: Segments) -> History:
-    kept = {name: column[np.isin(events["kind"], _HISTORY_KINDS)] for name, column in events.items()}
+def _read_allocator_history(
+    trace: Trace, device: str, events: dict[str, Any], segments: RecordedSegments
+) -> AllocatorHistory:
+    entries = {name: column[np.isin(events["kind"], _HISTORY_KINDS)] for name, column in events.items()}
     manifest = trace.manifest
-    told = manifest.devices.get(device)
-    return History(
+    device_info = manifest.devices.get(device)
+    return AllocatorHistory(
         device=device,
-        kind=kept["kind"],
-        address=kept["address"].astype(np.int64),
-        size=kept["size"].astype(np.int64),
-        stream=np.maximum(kept["stream"], 0).astype(np.int64),
-        pool=kept["pool"].astype(np.int64),
-        by_program=_released_by_program(trace, kept["kind"], kept["op_id"]),
-        device_free=kept["device_free"].astype(np.int64),
-        time_ns=kept["time_ns"].astype(np.int64),
-        settings=Settings.from_snapshot(manifest.allocator_settings),
+        kind=entries["kind"],
+        address=entries["address"].astype(np.int64),
+        size=entries["size"].astype(np.int64),
+        stream=np.maximum(entries["stream"], 0).astype(np.int64),
+        pool=entries["pool"].astype(np.int64),
+        by_program=_released_by_program(trace, entries["kind"], entries["op_id"]),
+        device_free=entries["device_free"].astype(np.int64),
+        time_ns=entries["time_ns"].astype(np.int64),
+        settings=AllocatorSettings.from_snapshot(manifest.allocator_settings),
         segments=segments,
-        blocks=_live_at_end(events),
-        device_bytes=told.total_bytes if told else None,
+        blocks=_live_blocks_at_end(events),
+        device_bytes=device_info.total_bytes if device_info else None,
         torch=manifest.versions.get("torch"),
     )
 
 
-def _segments(trace: Trace, device: str) -> Segments:
+def _read_segments(trace: Trace, device: str) -> RecordedSegments:
     table = trace.columns("segments", "device", "address", "size", "stream", "pool", "small", "expandable")
-    mine = table["device"] == trace.devices.index(device)
-    return Segments(
-        address=table["address"][mine].astype(np.int64),
-        size=table["size"][mine].astype(np.int64),
-        stream=np.maximum(table["stream"][mine], 0).astype(np.int64),
-        pool=np.maximum(table["pool"][mine], 0).astype(np.int64),
-        small=table["small"][mine].astype(np.bool_),
-        expandable=table["expandable"][mine].astype(np.bool_),
+    rows = table["device"] == trace.devices.index(device)
+    return RecordedSegments(
+        address=table["address"][rows].astype(np.int64),
+        size=table["size"][rows].astype(np.int64),
+        stream=np.maximum(table["stream"][rows], 0).astype(np.int64),
+        pool=np.maximum(table["pool"][rows], 0).astype(np.int64),
+        small=table["small"][rows].astype(np.bool_),
+        expandable=table["expandable"][rows].astype(np.bool_),
     )
 
 
-def _live_at_end(events: dict[str, Any]) -> Blocks:
+def _live_blocks_at_end(events: dict[str, Any]) -> RecordedBlocks:
     kind, block = events["kind"], events["block_id"]
-    begun = np.flatnonzero((kind == ALLOC) | (kind == BASELINE) | (kind == LIVE))
-    live = begun[~np.isin(block[begun], block[kind == FREE])]
-    return Blocks(
+    births = np.flatnonzero((kind == ALLOC) | (kind == BASELINE) | (kind == LIVE))
+    live = births[~np.isin(block[births], block[kind == FREE])]
+    return RecordedBlocks(
         address=events["address"][live].astype(np.int64),
         size=events["allocated_size"][live].astype(np.int64),
         requested=events["size"][live].astype(np.int64),
@@ -125,43 +130,43 @@ def _live_at_end(events: dict[str, Any]) -> Blocks:
 
 
 def _released_by_program(trace: Trace, kind: Int8s, op: Int64s) -> Int8s:
-    """For entries that give a segment back: 1 where `empty_cache` is on the stack, 0 where it is not, -1
-    without one."""
-    told = np.full(len(kind), -1, np.int8)
+    """Return `AllocatorHistory.by_program`: whether `empty_cache` is on the stack of each release of a segment."""
+    by_program = np.full(len(kind), -1, np.int8)
     rows = np.flatnonzero(((kind == SEGMENT_FREE) | (kind == SEGMENT_UNMAP)) & (op >= 0))
     if not len(rows):
-        return told
+        return by_program
     ops = trace.columns("ops", "op_id", "stack")
     order = np.argsort(ops["op_id"], kind="stable")
-    at = np.minimum(np.searchsorted(ops["op_id"][order], op[rows]), len(order) - 1)
-    found = ops["op_id"][order][at] == op[rows]
-    stack = np.where(found, ops["stack"][order[at]], -1)
-    for identity in np.unique(stack[stack >= 0]).tolist():
-        names = [frame.function for frame in trace.frames(identity)]
-        if names:
-            told[rows[stack == identity]] = any(name == "empty_cache" or "emptyCache" in name for name in names)
-    return told
+    place = np.minimum(np.searchsorted(ops["op_id"][order], op[rows]), len(order) - 1)
+    is_known = ops["op_id"][order][place] == op[rows]
+    stack = np.where(is_known, ops["stack"][order[place]], -1)
+    for stack_id in np.unique(stack[stack >= 0]).tolist():
+        functions = [frame.function for frame in trace.frames(stack_id)]
+        if functions:
+            by_program[rows[stack == stack_id]] = any(
+                function == "empty_cache" or "emptyCache" in function for function in functions
+            )
+    return by_program
 
 
-def _requests(device: str, events: dict[str, Any]) -> Requests:
-    """Blocks by their numbers: those seen before their birth are older than the recording.
+def _read_requests(device: str, events: dict[str, Any]) -> RequestHistory:
+    """Return the requests of a device; blocks that exist before their allocation is recorded count as older.
 
-    Where a file tells only what the allocator counted for a block (a Chrome trace), that is taken for it.
+    Where a file only has the sizes of blocks and not of requests (Chrome traces), the sizes of blocks are used.
     """
     kind, block = events["kind"], events["block_id"]
     size = np.where(events["size"] >= 0, events["size"], events["allocated_size"])
-    begun = np.flatnonzero(((kind == ALLOC) | (kind == BASELINE) | (kind == LIVE)) & (size > 0))
-    born, older = begun[kind[begun] == ALLOC], begun[kind[begun] != ALLOC]
-    order = np.concatenate([older, born])
+    births = np.flatnonzero(((kind == ALLOC) | (kind == BASELINE) | (kind == LIVE)) & (size > 0))
+    allocs, older = births[kind[births] == ALLOC], births[kind[births] != ALLOC]
+    order = np.concatenate([older, allocs])
     number = np.full(int(block.max(initial=-1)) + 1, -1, np.int64)
     number[block[order]] = np.arange(len(order))
-    ended = np.flatnonzero((kind == FREE) & (block >= 0))
-    ended = ended[number[block[ended]] >= 0]
-    rows = np.sort(np.concatenate([born, ended]))
-    allocates = kind[rows] == ALLOC
+    frees = np.flatnonzero((kind == FREE) & (block >= 0))
+    frees = frees[number[block[frees]] >= 0]
+    rows = np.sort(np.concatenate([allocs, frees]))
     zeros: Int64s = np.zeros(len(order), np.int64)
-    program = Program(
-        operation=np.where(allocates, ALLOCATE, FREE_BLOCK).astype(np.int8),
+    operations = OperationSequence(
+        operation=np.where(kind[rows] == ALLOC, ALLOCATE, FREE_BLOCK).astype(np.int8),
         number=number[block[rows]],
         entry=np.arange(len(rows)),
         requested=size[order].astype(np.int64),
@@ -169,4 +174,4 @@ def _requests(device: str, events: dict[str, Any]) -> Requests:
         pool=zeros,
         num_older=len(older),
     )
-    return Requests(device, program, events["time_ns"][rows].astype(np.int64))
+    return RequestHistory(device, operations, events["time_ns"][rows].astype(np.int64))

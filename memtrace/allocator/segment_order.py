@@ -1,9 +1,9 @@
-"""In which order segments older than a history were taken from the device.
+"""Infers in which order the segments older than a history were allocated.
 
-torch 2.13 orders blocks of one size by the age of their segments, which no file tells. The choices in the
-history do: where several free blocks of the best size lie in older segments, the one taken lies in the oldest
-of them; and equal segments given back together leave in the order of their age. All such pairs together,
-sorted, give an order; a replay by it shows whether it is right.
+torch 2.13 orders free blocks of equal size by the age of their segments, which no file records. The choices in the
+history reveal it. Among free blocks of the best size in older segments, the allocator takes the one in the oldest
+segment; and segments of equal size that are released together are released by age. A topological sort of all these
+pairs gives an order; a replay under this order shows whether it is right.
 """
 
 from __future__ import annotations
@@ -17,32 +17,38 @@ from itertools import pairwise
 import numpy as np
 
 from memtrace.allocator.blocks import Block, FreeList, Pool
-from memtrace.allocator.history import ALLOC, OOM, SEGMENT_FREE, History, Int64s
-from memtrace.allocator.layout import lay_out
-from memtrace.allocator.program import run
-from memtrace.allocator.replay import Prepared, fresh_allocator
+from memtrace.allocator.history import ALLOC, OOM, SEGMENT_FREE, AllocatorHistory, Int64s
+from memtrace.allocator.operations import run_operations
+from memtrace.allocator.replay import PreparedHistory, replay_allocator
+from memtrace.allocator.restored_state import restore_state
 from memtrace.allocator.rules import Rules
-from memtrace.allocator.settings import Settings
+from memtrace.allocator.settings import AllocatorSettings
 from memtrace.allocator.start_state import StartState
 
-Pairs = set[tuple[int, int]]  # (earlier, later): places in `StartState.created`
+_OrderedPairs = set[tuple[int, int]]  # (older, younger): places in `StartState.segment_order`
 
 
-class _Watched(FreeList):
-    """A list that gives, among blocks of one size, the one the history took, and notes what that tells."""
+class _ObservingFreeList(FreeList):
+    """A free list that takes the block of the history among equal ones, and notes which segments are older."""
 
-    __slots__ = ("expected", "pairs")
+    __slots__ = ("age_key_pairs", "expected_addresses")
 
     def __init__(
-        self, expected: Iterator[int], pairs: Pairs, pool: Pool, stream: int, settings: Settings, rules: Rules
+        self,
+        expected_addresses: Iterator[int],
+        age_key_pairs: _OrderedPairs,
+        pool: Pool,
+        stream: int,
+        settings: AllocatorSettings,
+        rules: Rules,
     ) -> None:
         super().__init__(pool, stream, settings, rules)
-        self.expected = expected
-        self.pairs = pairs
+        self.expected_addresses = expected_addresses
+        self.age_key_pairs = age_key_pairs
 
     def take(self, size: int) -> Block | None:
-        """As torch would, but for the choice among equal blocks."""
-        address = next(self.expected)
+        """Remove and return a block as PyTorch does, except for the choice among blocks of equal size."""
+        address = next(self.expected_addresses)
         block = super().take(size)
         if block is None:
             return None
@@ -52,56 +58,56 @@ class _Watched(FreeList):
         chosen = next((other for other in equal if other.address == address), None)
         if chosen is None:
             return block
-        self.pairs.update((chosen.rank, other.rank) for other in equal if other.rank != chosen.rank)
+        self.age_key_pairs.update((chosen.age_key, other.age_key) for other in equal if other.age_key != chosen.age_key)
         if chosen is not block:
             self.insert(block)
             self.remove(chosen)
         return chosen
 
 
-def creation_order(prepared: Prepared) -> Int64s:
-    """Rows of the start state's segments, oldest first, as the history tells; as they were where it
-    contradicts itself."""
+def infer_segment_order(prepared: PreparedHistory) -> Int64s:
+    """Return the rows of the start state's segments, oldest first; unchanged where the history contradicts itself."""
     history, start = prepared.history, prepared.start
-    requests = (history.kind == ALLOC) | (history.kind == OOM)
-    expected = np.where(history.kind == ALLOC, history.address, -1)[requests]
-    pairs: Pairs = set()
-    allocator = fresh_allocator(prepared, make_list=partial(_Watched, iter(expected.tolist()), pairs))
-    run(prepared.program, allocator, lay_out(allocator, start))
-    older = len(start.segments)
-    places = {(a >> 64, b >> 64) for a, b in pairs}
-    edges = {(a - 1, b - 1) for a, b in places if 1 <= a <= older and 1 <= b <= older}
-    order = _sorted_places(older, edges | _release_pairs(history, start))
-    return start.created if order is None else start.created[order]
+    is_request = (history.kind == ALLOC) | (history.kind == OOM)
+    expected = np.where(history.kind == ALLOC, history.address, -1)[is_request]
+    age_key_pairs: _OrderedPairs = set()
+    make_list = partial(_ObservingFreeList, iter(expected.tolist()), age_key_pairs)
+    allocator = replay_allocator(prepared, make_list=make_list)
+    run_operations(prepared.operations, allocator, restore_state(allocator, start))
+    num_older = len(start.segments)
+    ages = {(older >> 64, younger >> 64) for older, younger in age_key_pairs}
+    pairs = {(a - 1, b - 1) for a, b in ages if 1 <= a <= num_older and 1 <= b <= num_older}
+    order = _topological_order(num_older, pairs | _pairs_from_releases(history, start))
+    return start.segment_order if order is None else start.segment_order[order]
 
 
-def _release_pairs(history: History, start: StartState) -> Pairs:
-    """Older segments of one size that left one right after the other."""
-    place = {int(start.segments.address[row]): i for i, row in enumerate(start.created.tolist())}
-    pairs: Pairs = set()
+def _pairs_from_releases(history: AllocatorHistory, start: StartState) -> _OrderedPairs:
+    """Return the pairs of older segments of equal size that were released one directly after the other."""
+    place = {int(start.segments.address[row]): i for i, row in enumerate(start.segment_order.tolist())}
+    pairs: _OrderedPairs = set()
     rows = np.flatnonzero(history.kind == SEGMENT_FREE).tolist()
     for row, following in pairwise(rows):
-        here, there = place.pop(int(history.address[row]), None), place.get(int(history.address[following]))
+        older, younger = place.pop(int(history.address[row]), None), place.get(int(history.address[following]))
         alike = history.size[row] == history.size[following] and history.stream[row] == history.stream[following]
-        if here is not None and there is not None and following == row + 1 and alike:
-            pairs.add((here, there))
+        if older is not None and younger is not None and following == row + 1 and alike:
+            pairs.add((older, younger))
     return pairs
 
 
-def _sorted_places(count: int, edges: Pairs) -> list[int] | None:
-    """A topological order, lowest place first where pairs leave a choice; None: they go in a circle."""
-    later: dict[int, list[int]] = {}
-    waiting = [0] * count
-    for before, after in edges:
-        later.setdefault(before, []).append(after)
-        waiting[after] += 1
-    ready = [place for place in range(count) if not waiting[place]]
+def _topological_order(num_places: int, pairs: _OrderedPairs) -> list[int] | None:
+    """Return an order that respects all pairs, else the lowest place first; None where the pairs form a cycle."""
+    successors: dict[int, list[int]] = {}
+    num_predecessors = [0] * num_places
+    for older, younger in pairs:
+        successors.setdefault(older, []).append(younger)
+        num_predecessors[younger] += 1
+    ready = [place for place in range(num_places) if not num_predecessors[place]]
     order = []
     while ready:
         place = heapq.heappop(ready)
         order.append(place)
-        for after in later.get(place, []):
-            waiting[after] -= 1
-            if not waiting[after]:
-                heapq.heappush(ready, after)
-    return order if len(order) == count else None
+        for younger in successors.get(place, []):
+            num_predecessors[younger] -= 1
+            if not num_predecessors[younger]:
+                heapq.heappush(ready, younger)
+    return order if len(order) == num_places else None

@@ -1,259 +1,111 @@
-"""Access time intervals (ATI): how long blocks lie untouched between two accesses, and which could be swapped out then.
-
-The swap inequality and the cost model are those of "Pinpointing the Memory Behaviors of DNN Training".
-"""
+"""Access analysis: how access intervals are distributed, and which blocks could be swapped out during them."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
-from memtrace.analysis.allocation_sites import allocation_sites
-from memtrace.analysis.attribution import KIND
-from memtrace.analysis.block_accesses import tells_accesses
+from memtrace.analysis.bandwidth import TITAN_XP, CopyBandwidths
+from memtrace.analysis.block_accesses import has_accesses
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.peak import find_peak
-from memtrace.errors import MemtraceError
+from memtrace.analysis.intervals import access_intervals
+from memtrace.analysis.swap import SwapCandidate, SwapTotals, find_swap_candidates, swap_totals
+from memtrace.analysis.thresholds import MIN_SWAP_BYTES
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-PERCENTILES = (1, 10, 25, 50, 75, 90, 99, 100)
-SIZE_CLASSES = (
+PERCENTILES: Final = (1, 10, 25, 50, 75, 90, 99, 100)
+SIZE_CLASSES: Final = (
     (0, "< 4 KiB"),
-    (4 << 10, "4 KiB to 64 KiB"),
+    (4 << 10, "4 to 64 KiB"),
     (64 << 10, "64 KiB to 1 MiB"),
-    (1 << 20, "1 MiB to 16 MiB"),
+    (1 << 20, "1 to 16 MiB"),
     (16 << 20, ">= 16 MiB"),
 )
-TOP = 10
+"""Smallest size in bytes and name of each size class, ascending."""
 
 
 @dataclass(frozen=True)
-class CopyCost:
-    """Time of a copy of S bytes in one direction, in ns: ``start_ns`` + ``ns_per_byte`` * S."""
+class IntervalGroup:
+    """The access intervals of the blocks of one category or size class."""
 
-    start_ns: float
-    ns_per_byte: float
-
-    @property
-    def gb_per_s(self) -> float:
-        """The bandwidth, 10**9 bytes a second, start left out."""
-        return 1 / self.ns_per_byte
+    name: str
+    num_intervals: int
+    median_ns: int
+    p90_ns: int
+    """90th percentile."""
 
 
 @dataclass(frozen=True)
-class Bandwidths:
-    """The costs of copies out to the host and in again; ``source`` says whence."""
+class AccessAnalysis:
+    """Access intervals and swap candidates, as ``memtrace access --json`` prints them."""
 
-    out: CopyCost
-    back: CopyCost
-    source: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values; ``gb_per_s`` for each direction beside the costs."""
-        return {
-            "source": self.source,
-            "out": asdict(self.out) | {"gb_per_s": self.out.gb_per_s},
-            "in": asdict(self.back) | {"gb_per_s": self.back.gb_per_s},
-        }
-
-
-# A TITAN Xp on PCIe 3, as the authors fitted it: 6.40 and 6.35 GB/s, pinned memory.
-PUBLISHED = Bandwidths(CopyCost(8242, 0.1563), CopyCost(12352, 0.1574), "the paper's TITAN Xp")
-
-
-def given(out_gb_per_s: float, in_gb_per_s: float) -> Bandwidths:
-    """Bandwidths in 10**9 bytes a second, copies starting at once. MemtraceError unless both are above 0."""
-    if not (0 < out_gb_per_s < float("inf") and 0 < in_gb_per_s < float("inf")):
-        raise MemtraceError(f"bandwidths of {out_gb_per_s} and {in_gb_per_s} GB/s make no sense: both must be above 0")
-    return Bandwidths(CopyCost(0, 1 / out_gb_per_s), CopyCost(0, 1 / in_gb_per_s), "given")
+    num_intervals: int | None
+    """None where reads and writes were not recorded."""
+    percentiles_ns: dict[str, int | None]
+    """Length of the intervals at each percentile (``"50"`` is the median); None without intervals."""
+    by_category: tuple[IntervalGroup, ...]
+    by_size: tuple[IntervalGroup, ...]
+    bandwidths: CopyBandwidths
+    min_bytes: int
+    """Smallest block that is considered for swapping."""
+    swappable: SwapTotals
+    """Intervals long enough for a swap at t = a + b * S per copy."""
+    swappable_bandwidth_only: SwapTotals
+    """The same without latency, at t = b * S per copy."""
+    candidates: tuple[SwapCandidate, ...]
+    """Swap candidates, most bytes at the peak first."""
 
 
-def from_dict(told: Any) -> Bandwidths:
-    """The bandwidths of ``doctor --bandwidth --json`` (or their part of it). MemtraceError where it is none."""
-    try:
-        told = told.get("bandwidth", told)
-        out, back = (CopyCost(float(told[way]["start_ns"]), float(told[way]["ns_per_byte"])) for way in ("out", "in"))
-        source = str(told.get("source", "a file"))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise MemtraceError("no bandwidths in it: give what memtrace doctor --bandwidth --json printed") from error
-    if out.ns_per_byte <= 0 or back.ns_per_byte <= 0:
-        raise MemtraceError("its bandwidths make no sense: a byte must take some time")
-    return Bandwidths(out, back, source)
+def analyze_access(
+    trace: Trace, bandwidths: CopyBandwidths = TITAN_XP, *, min_bytes: int = MIN_SWAP_BYTES
+) -> AccessAnalysis:
+    """Return the access intervals of a single-rank trace and the blocks that could be swapped out during them.
 
-
-def largest_free_swap(interval_ns: float, costs: Bandwidths, linear: bool = True) -> float:
-    """The most bytes that can go out and come back within an interval: S/B_out + S/B_in <= ATI, or with the starts
-    of both copies (``linear``: the sum of a + b*S). 0 where the starts alone take longer."""
-    left = interval_ns - (costs.out.start_ns + costs.back.start_ns if linear else 0)
-    return max(left, 0.0) / (costs.out.ns_per_byte + costs.back.ns_per_byte)
-
-
-@dataclass(frozen=True)
-class Intervals:
-    """Pairs of consecutive accesses, by block and time: the block, the rows of events of both, and ns between them.
-
-    Accesses of one operator call count as one: between them the block is in use.
+    Args:
+        trace: a single-rank trace.
+        bandwidths: cost of copies between device and host.
+        min_bytes: smallest block to swap.
     """
-
-    block: Array
-    first_row: Array
-    second_row: Array
-    ns: Array
-
-
-def intervals(trace: Trace) -> Intervals:
-    """Every access time interval of a trace, worked out once; n log n. Empty where accesses were not recorded."""
-    return trace.cached(_intervals)
-
-
-def _intervals(trace: Trace) -> Intervals:
-    events = trace.columns("events", "time_ns", "kind", "block_id", "op_id")
-    rows = np.flatnonzero((events["kind"] == KIND["read"]) | (events["kind"] == KIND["write"]))
-    block = events["block_id"][rows]
-    order = np.argsort(block, kind="stable")
-    rows, block = rows[order], block[order]
-    op = events["op_id"][rows]
-    pair = (block[1:] == block[:-1]) & ((op[1:] != op[:-1]) | (op[1:] < 0))
-    first, second = rows[:-1][pair], rows[1:][pair]
-    # Threads may disorder times a little.
-    waits = np.maximum(events["time_ns"][second] - events["time_ns"][first], 0)
-    return Intervals(block[1:][pair], first, second, waits)
+    intervals, table = access_intervals(trace), blocks(trace)
+    records_accesses = has_accesses(trace)
+    unknown = SwapTotals(None, None, None)
+    percentiles = _percentiles(intervals.duration_ns, PERCENTILES) if len(intervals) else [None] * len(PERCENTILES)
+    return AccessAnalysis(
+        num_intervals=len(intervals) if records_accesses else None,
+        percentiles_ns={str(percent): value for percent, value in zip(PERCENTILES, percentiles, strict=True)},
+        by_category=_groups(intervals.duration_ns, table.category[intervals.block], CATEGORIES),
+        by_size=_groups(
+            intervals.duration_ns, size_classes(table.size[intervals.block]), tuple(name for _, name in SIZE_CLASSES)
+        ),
+        bandwidths=bandwidths,
+        min_bytes=min_bytes,
+        swappable=swap_totals(trace, bandwidths, min_bytes=min_bytes) if records_accesses else unknown,
+        swappable_bandwidth_only=(
+            swap_totals(trace, bandwidths, with_latency=False, min_bytes=min_bytes) if records_accesses else unknown
+        ),
+        candidates=find_swap_candidates(trace, bandwidths, min_bytes=min_bytes),
+    )
 
 
-def swappable(trace: Trace, costs: Bandwidths, linear: bool = True, min_bytes: int = 0) -> Array:
-    """Which intervals (places in ``Intervals``) are long enough for their block to go out and come back."""
-    found = intervals(trace)
-    size = blocks(trace).size[found.block]
-    per_byte = costs.out.ns_per_byte + costs.back.ns_per_byte
-    start = costs.out.start_ns + costs.back.start_ns if linear else 0.0
-    fits: Array = np.flatnonzero((size * per_byte + start <= found.ns) & (size >= max(min_bytes, 1)))
-    return fits
+def size_classes(size: Array) -> Array:
+    """Return the position in ``SIZE_CLASSES`` of each size in bytes."""
+    return np.searchsorted([smallest for smallest, _ in SIZE_CLASSES], size, side="right") - 1
 
 
-def covers_peak(trace: Trace, places: Array) -> Array:
-    """Whether each interval (a place in ``Intervals``) spans the peak of its block's device."""
-    found, device = intervals(trace), blocks(trace).device
-    tops = np.array([find_peak(trace, name).requested.event for name in trace.devices], np.int64)
-    top = tops[device[found.block[places]]]
-    return (found.first_row[places] < top) & (top < found.second_row[places])
+def _percentiles(values: Array, percents: tuple[int, ...]) -> list[int]:
+    """Return percentiles that occur among the values, which are not empty."""
+    return [int(value) for value in np.percentile(values, percents, method="inverted_cdf")]
 
 
-def swappable_at_peak(trace: Trace, costs: Bandwidths = PUBLISHED, min_bytes: int = 1 << 20) -> int | None:
-    """Bytes of the blocks that lie untouched across the peak for long enough; None without recorded accesses."""
-    found = intervals(trace)
-    if not len(found.ns):
-        return None
-    places = swappable(trace, costs, True, min_bytes)
-    at_peak = np.unique(found.block[places[covers_peak(trace, places)]])
-    return int(blocks(trace).size[at_peak].sum())
-
-
-def intervals_table(trace: Trace) -> pd.DataFrame:
-    """One row an interval: block, bytes, category, site, start_ns, interval_ns, covers_peak."""
-    import pandas as pd
-
-    found, told = intervals(trace), blocks(trace)
-    sites, place = allocation_sites(trace, told.stack[found.block])
-    frame: pd.DataFrame = pd.DataFrame({
-        "block_id": found.block,
-        "bytes": told.size[found.block],
-        "category": pd.Categorical.from_codes(told.category[found.block].tolist(), pd.Index(CATEGORIES)),
-        "site": pd.Categorical.from_codes(place.tolist(), pd.Index(range(len(sites)))).map(dict(enumerate(sites))),
-        "start_ns": trace.columns("events", "time_ns")["time_ns"][found.first_row],
-        "interval_ns": found.ns,
-        "covers_peak": covers_peak(trace, np.arange(len(found.ns))),
-    })  # fmt: skip
-    return frame
-
-
-def access(trace: Trace, costs: Bandwidths = PUBLISHED, min_bytes: int = 1 << 20) -> dict[str, Any]:
-    """What ``memtrace access --json`` prints. Bytes, ns; unknown None.
-
-    ``num_intervals`` (None where no accesses are told), ``percentiles`` ({percent: ns}), ``by_category`` and
-    ``by_size`` (name, num_intervals, median_ns, p90_ns), ``bandwidths``, ``min_bytes``, ``swappable`` and
-    ``swappable_bandwidth_only`` (num_intervals, bytes of the distinct blocks, bytes_at_peak of those that lie untouched
-    across the peak; None where no accesses are told), ``outliers``: the sites whose intervals of at least ``min_bytes``
-    pass the linear model, the most bytes first (site, category, bytes of one block, num_intervals, median_ns, swap_ns
-    of out and in, bytes_at_peak).
-    """
-    found, told = intervals(trace), blocks(trace)
-    category, size = told.category[found.block], told.size[found.block]
-    limits = np.array([limit for limit, _ in SIZE_CLASSES])
-    size_class = np.searchsorted(limits, size, side="right") - 1
-    return {
-        "num_intervals": len(found.ns) if tells_accesses(trace) else None,
-        "percentiles": {str(p): v for p, v in zip(PERCENTILES, _percentiles(found.ns, PERCENTILES), strict=True)},
-        "by_category": _grouped(found.ns, category, CATEGORIES),
-        "by_size": _grouped(found.ns, size_class, [name for _, name in SIZE_CLASSES]),
-        "bandwidths": costs.as_dict(),
-        "min_bytes": min_bytes,
-        "swappable": _total(trace, swappable(trace, costs, True, min_bytes)),
-        "swappable_bandwidth_only": _total(trace, swappable(trace, costs, False, min_bytes)),
-        "outliers": _outliers(trace, costs, swappable(trace, costs, True, min_bytes)),
-    }
-
-
-def _percentiles(values: Array, wanted: tuple[int, ...]) -> list[int | None]:
-    if not len(values):
-        return [None] * len(wanted)
-    return [int(value) for value in np.percentile(values, wanted, method="inverted_cdf")]
-
-
-def _grouped(ns: Array, code: Array, names: tuple[str, ...] | list[str]) -> list[dict[str, Any]]:
-    rows = []
+def _groups(duration_ns: Array, code: Array, names: tuple[str, ...]) -> tuple[IntervalGroup, ...]:
+    groups = []
     for number, name in enumerate(names):
-        mine = ns[code == number]
-        if len(mine):
-            median, p90 = _percentiles(mine, (50, 90))
-            rows.append({"name": name, "num_intervals": len(mine), "median_ns": median, "p90_ns": p90})
-    return rows
-
-
-def _total(trace: Trace, places: Array) -> dict[str, int | None]:
-    found, size = intervals(trace), blocks(trace).size
-    if not tells_accesses(trace):
-        return dict.fromkeys(("num_intervals", "bytes", "bytes_at_peak"))
-    at_peak = places[covers_peak(trace, places)]
-    return {
-        "num_intervals": len(places),
-        "bytes": int(size[np.unique(found.block[places])].sum()),
-        "bytes_at_peak": int(size[np.unique(found.block[at_peak])].sum()),
-    }
-
-
-def _outliers(trace: Trace, costs: Bandwidths, places: Array) -> list[dict[str, Any]]:
-    from memtrace.analysis.block_signatures import combined
-
-    if not len(places):
-        return []
-    found, told = intervals(trace), blocks(trace)
-    block = found.block[places]
-    spans_peak = covers_peak(trace, places)
-    sites, line = allocation_sites(trace, told.stack[block])
-    group = combined(line, told.category[block], told.size[block])
-    _, sample, number = np.unique(group, return_index=True, return_counts=True)
-    held = np.zeros(len(number), np.int64)
-    np.add.at(held, group[spans_peak], told.size[block[spans_peak]])
-    order = np.lexsort((-told.size[block[sample]] * number, -held))[:TOP]
-    rows = []
-    for one in order.tolist():
-        first = int(block[sample[one]])
-        size = int(told.size[first])
-        swap = costs.out.start_ns + costs.back.start_ns + size * (costs.out.ns_per_byte + costs.back.ns_per_byte)
-        rows.append({
-            "site": sites[line[sample[one]]],
-            "category": CATEGORIES[told.category[first]],
-            "bytes": size,
-            "num_intervals": int(number[one]),
-            "median_ns": _percentiles(found.ns[places[group == one]], (50,))[0],
-            "swap_ns": round(swap),
-            "bytes_at_peak": int(held[one]),
-        })  # fmt: skip
-    return rows
+        durations = duration_ns[code == number]
+        if len(durations):
+            median, p90 = _percentiles(durations, (50, 90))
+            groups.append(IntervalGroup(name, len(durations), median, p90))
+    return tuple(groups)

@@ -10,14 +10,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memtrace.analysis.detection import detect_steps
+from memtrace.analysis.event_codes import KIND, PHASE, SPAN
+from memtrace.analysis.operators import op_column
 from memtrace.format.arrays import Array
-from memtrace.format.keyframes import find_sorted
-from memtrace.format.schema import EVENT_KINDS, PHASES, SPAN_KINDS
 from memtrace.trace import Trace
 
-KIND = {kind: np.int8(code) for code, kind in enumerate(EVENT_KINDS)}
-PHASE = {phase: np.int8(code) for code, phase in enumerate(PHASES)}
-SPAN = {kind: np.int8(code) for code, kind in enumerate(SPAN_KINDS)}
+# Re-exported for modules that also need steps or phases from here.
+__all__ = [
+    "KIND",
+    "PHASE",
+    "SPAN",
+    "PhaseRows",
+    "StepRows",
+    "detected_step_rows",
+    "op_column",
+    "phase_rows",
+    "rows_at",
+    "step_rows",
+    "steps_are_marked",
+]
 
 
 def rows_at(trace: Trace, times: Array) -> Array:
@@ -83,64 +95,10 @@ def _step_rows(trace: Trace) -> StepRows:
 
 def detected_step_rows(trace: Trace) -> StepRows:
     """Return the steps detected in the events, whether steps are marked or not."""
-    from memtrace.analysis.detection import detect
-
-    rows = detect(trace).rows
+    rows = detect_steps(trace).rows
     time = trace.columns("events", "time_ns")["time_ns"]
     at = time[np.minimum(rows, len(time) - 1)] if len(rows) else rows
     return StepRows(np.arange(max(len(rows) - 1, 0)), at[:-1], np.diff(at), rows[:-1], rows[1:])
-
-
-@dataclass(frozen=True)
-class OpRows:
-    """Finds the row of an operator call by its id."""
-
-    first: int
-    row_of: Array
-    """Row by id - ``first``; -1 for calls whose row was never written (a killed process)."""
-    far_ids: Array
-    """Ids far below ``first``, ascending: a window has calls from long before it, which allocated blocks that live."""
-    far_rows: Array
-
-    def rows(self, ops: Array) -> Array:
-        """Return the row of ``ops`` for each operator call, -1 where there is none."""
-        rows = np.full(len(ops), -1, np.int32)
-        if len(self.row_of):
-            place = ops - self.first
-            near = (place >= 0) & (place < len(self.row_of))
-            rows = np.where(near, self.row_of[np.where(near, place, 0)], np.int32(-1))
-        if len(self.far_ids):
-            places, found = find_sorted(self.far_ids, ops)
-            rows = np.where(found, self.far_rows[places], rows)
-        return rows
-
-
-def op_rows(trace: Trace) -> OpRows:
-    """Return the lookup from operator call to its row, computed once."""
-    return trace.cached(_op_rows)
-
-
-def _op_rows(trace: Trace) -> OpRows:
-    ids = trace.columns("ops", "op_id")["op_id"]
-    rows = np.arange(len(ids), dtype=np.int32)
-    # A table over the range of ids is quickest, but must not be larger than the trace.
-    last = int(ids.max(initial=-1))
-    is_near = ids > last - 4 * len(ids) - 1024
-    far = rows[~is_near][np.argsort(ids[~is_near], kind="stable")]
-    first = int(ids[is_near].min()) if len(ids) else 0
-    row_of = np.full(last - first + 1 if len(ids) else 0, -1, np.int32)
-    row_of[ids[is_near] - first] = rows[is_near]
-    return OpRows(first, row_of, ids[far], far)
-
-
-def op_column(trace: Trace, ops: Array, name: str) -> Array:
-    """Return a column of the table ops for each operator call, -1 (False) where the call is not known."""
-    column = trace.columns("ops", name)[name]
-    missing = column.dtype.type(False) if column.dtype == bool else column.dtype.type(-1)
-    if not len(column):
-        return np.full(len(ops), missing, column.dtype)
-    rows = op_rows(trace).rows(ops)
-    return np.where(rows >= 0, column[rows], missing)
 
 
 @dataclass(frozen=True)

@@ -1,61 +1,142 @@
-"""The cost of copies out of a device and back, measured on this machine: t = a + b*S for each direction."""
+"""Cost of copies between device and host: t = a + b * S per direction, published, given or measured on this machine.
+
+The cost model and the published values are those of "Pinpointing the Memory Behaviors of DNN Training" (ISPASS 2021).
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 
-from memtrace.analysis.access import Bandwidths, CopyCost
+from memtrace.errors import MemtraceError
 from memtrace.format.arrays import Array
 
-SIZES = tuple(1 << power for power in range(12, 27, 2))
-ROUNDS = 7
+COPY_SIZES: Final = tuple(1 << power for power in range(12, 27, 2))
+"""Sizes of the measured copies, bytes: 4 KiB to 64 MiB."""
+_COPIES_PER_SIZE: Final = 7
 
 
-def measure() -> Bandwidths:
-    """Copies between the first GPU and pinned host memory; without a GPU between two buffers of the host."""
+@dataclass(frozen=True)
+class CopyCost:
+    """Time of a copy of S bytes in one direction: ``latency_ns`` + ``ns_per_byte`` * S."""
+
+    latency_ns: float
+    ns_per_byte: float
+
+    @property
+    def gb_per_s(self) -> float:
+        """Bandwidth without the latency, in GB/s (10**9 bytes per second)."""
+        return 1 / self.ns_per_byte
+
+
+@dataclass(frozen=True)
+class CopyBandwidths:
+    """Costs of copies from the device to the host and back."""
+
+    d2h: CopyCost
+    """Device to host."""
+    h2d: CopyCost
+    """Host to device."""
+    source: str
+    """Where the costs come from."""
+
+    @property
+    def round_trip_latency_ns(self) -> float:
+        """Sum of the latencies of both copies."""
+        return self.d2h.latency_ns + self.h2d.latency_ns
+
+    @property
+    def round_trip_ns_per_byte(self) -> float:
+        """Nanoseconds per byte of both copies together."""
+        return self.d2h.ns_per_byte + self.h2d.ns_per_byte
+
+
+TITAN_XP: Final = CopyBandwidths(CopyCost(8242, 0.1563), CopyCost(12352, 0.1574), "published for a TITAN Xp")
+"""PCIe 3.0 with pinned memory, 6.40 and 6.35 GB/s, as fitted by the authors of the paper."""
+
+
+def bandwidths_from_rates(d2h_gb_per_s: float, h2d_gb_per_s: float) -> CopyBandwidths:
+    """Return the costs of copies at given bandwidths in GB/s (10**9 bytes per second), without latency.
+
+    Raises:
+        MemtraceError: a bandwidth is not a positive number.
+    """
+    for direction, rate in (("device-to-host", d2h_gb_per_s), ("host-to-device", h2d_gb_per_s)):
+        if not (rate > 0 and math.isfinite(rate)):
+            raise MemtraceError(f"{direction} bandwidth of {rate:g} GB/s: pass a positive number.")
+    return CopyBandwidths(CopyCost(0, 1 / d2h_gb_per_s), CopyCost(0, 1 / h2d_gb_per_s), "given")
+
+
+def bandwidths_from_json(document: Any) -> CopyBandwidths:
+    """Return the costs in a JSON document of ``memtrace doctor --bandwidth --json``, or in its part ``bandwidth``.
+
+    Raises:
+        MemtraceError: the document holds no bandwidths, or the time per byte is not positive.
+    """
+    try:
+        measured = document.get("bandwidth", document)
+        d2h, h2d = (
+            CopyCost(float(measured[direction]["latency_ns"]), float(measured[direction]["ns_per_byte"]))
+            for direction in ("d2h", "h2d")
+        )
+        source = str(measured.get("source", "file"))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise MemtraceError("no bandwidths. Pass the output of: memtrace doctor --bandwidth --json") from error
+    if not all(cost.ns_per_byte > 0 and math.isfinite(cost.ns_per_byte) for cost in (d2h, h2d)):
+        raise MemtraceError("ns_per_byte must be positive. Measure again with: memtrace doctor --bandwidth --json")
+    return CopyBandwidths(d2h, h2d, source)
+
+
+def measure_bandwidths() -> CopyBandwidths:
+    """Measure copies between the first GPU and pinned host memory; without a GPU, copies within host memory."""
     import torch
 
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda:0" if cuda else "cpu")
-    inside = torch.empty(SIZES[-1], dtype=torch.uint8, device=device).fill_(1)
-    outside = torch.empty(SIZES[-1], dtype=torch.uint8, pin_memory=cuda).fill_(1)
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda:0" if has_gpu else "cpu")
+    on_device = torch.empty(COPY_SIZES[-1], dtype=torch.uint8, device=device).fill_(1)
+    on_host = torch.empty(COPY_SIZES[-1], dtype=torch.uint8, pin_memory=has_gpu).fill_(1)
 
-    def wait() -> None:
-        if cuda:
+    def copy_d2h(num_bytes: int) -> None:
+        on_host[:num_bytes].copy_(on_device[:num_bytes], non_blocking=True)
+        if has_gpu:
             torch.cuda.synchronize()
 
-    def out(size: int) -> None:
-        outside[:size].copy_(inside[:size], non_blocking=True)
-        wait()
+    def copy_h2d(num_bytes: int) -> None:
+        on_device[:num_bytes].copy_(on_host[:num_bytes], non_blocking=True)
+        if has_gpu:
+            torch.cuda.synchronize()
 
-    def back(size: int) -> None:
-        inside[:size].copy_(outside[:size], non_blocking=True)
-        wait()
-
-    source = torch.cuda.get_device_name(0) if cuda else "this machine without a GPU: host to host"
-    return Bandwidths(fitted(_times(out)), fitted(_times(back)), f"measured, {source}")
+    name = torch.cuda.get_device_name(0) if has_gpu else "host memory, as this machine has no GPU"
+    d2h, h2d = (fit_copy_cost(_best_copy_times(copy)) for copy in (copy_d2h, copy_h2d))
+    return CopyBandwidths(d2h, h2d, f"measured, {name}")
 
 
-def _times(copy: Callable[[int], None]) -> Array:
-    """The best of ROUNDS for each of SIZES, ns."""
-    best = []
-    for size in SIZES:
-        taken = []
-        for _ in range(ROUNDS):
-            began = time.perf_counter_ns()
-            copy(size)
-            taken.append(time.perf_counter_ns() - began)
-        best.append(min(taken))
-    return np.array(best, np.float64)
+def fit_copy_cost(times_ns: Array) -> CopyCost:
+    """Return the line through the times of copies of ``COPY_SIZES`` with the least relative error; no negative latency.
+
+    Args:
+        times_ns: time of a copy of each of ``COPY_SIZES``.
+    """
+    sizes = np.array(COPY_SIZES, np.float64)
+    slope, intercept = np.polyfit(sizes, times_ns, 1, w=1 / times_ns)
+    if intercept < 0:
+        intercept, slope = 0.0, float((times_ns / sizes).mean())
+    return CopyCost(float(intercept), float(slope))
 
 
-def fitted(times_ns: Array) -> CopyCost:
-    """The line through the times of SIZES that has the least relative error; it starts at 0 or above."""
-    sizes = np.array(SIZES, np.float64)
-    slope, start = np.polyfit(sizes, times_ns, 1, w=1 / times_ns)
-    if start < 0:
-        start, slope = 0.0, float((times_ns / sizes).mean())
-    return CopyCost(float(start), float(slope))
+def _best_copy_times(copy: Callable[[int], None]) -> Array:
+    """Return the shortest time of a copy of each of ``COPY_SIZES``, in nanoseconds."""
+    best_ns = []
+    for num_bytes in COPY_SIZES:
+        times_ns = []
+        for _ in range(_COPIES_PER_SIZE):
+            start_ns = time.perf_counter_ns()
+            copy(num_bytes)
+            times_ns.append(time.perf_counter_ns() - start_ns)
+        best_ns.append(min(times_ns))
+    return np.array(best_ns, np.float64)

@@ -1,4 +1,4 @@
-"""What was done to each block, in order: its accesses, and which operator calls made them."""
+"""Reads and writes of each block in order of time, and the operator calls that made them."""
 
 from __future__ import annotations
 
@@ -13,97 +13,151 @@ from memtrace.trace import Trace
 
 
 @dataclass(frozen=True)
-class Uses:
-    """Every access, block by block and in order of time within a block. ``row`` is the row of events, ``op`` the call.
+class BlockAccesses:
+    """Every read and write of a trace, sorted by block and by time within a block.
 
-    The accesses of block b are ``first[b]`` to ``first[b + 1]``.
+    The accesses of block ``b`` are the rows ``offset[b]`` to ``offset[b + 1]``.
     """
 
     block: Array
-    row: Array
+    """The block that is accessed."""
+    event: Array
+    """The row of the table events."""
     op: Array
+    """The operator call (``op_id``) that accesses the block; -1: unknown."""
     is_read: Array
-    first: Array
+    offset: Array
+    """The first access of each block; one element longer than the number of blocks."""
 
-    def num_of(self, block: Array) -> Array:
-        """How many accesses each block has."""
-        number: Array = self.first[block + 1] - self.first[block]
-        return number
-
-
-def uses(trace: Trace) -> Uses:
-    """The accesses of a single-rank trace, worked out once."""
-    return trace.cached(_compute)
+    def num_accesses(self, block: Array) -> Array:
+        """Return the number of accesses of each block in ``block``."""
+        count: Array = self.offset[block + 1] - self.offset[block]
+        return count
 
 
-def _compute(trace: Trace) -> Uses:
+def group_accesses_by_block(trace: Trace) -> BlockAccesses:
+    """Return the accesses of a single-rank trace, grouped by block."""
+    return trace.cached(_group_accesses_by_block)
+
+
+def _group_accesses_by_block(trace: Trace) -> BlockAccesses:
     events = trace.columns("events", "kind", "block_id", "op_id")
     rows = np.flatnonzero((events["kind"] == KIND["read"]) | (events["kind"] == KIND["write"]))
+    rows = rows[np.argsort(events["block_id"][rows], kind="stable")]
     block = events["block_id"][rows]
-    order = np.argsort(block, kind="stable")
-    rows, block = rows[order], block[order]
-    first = np.searchsorted(block, np.arange(len(blocks(trace)) + 1))
-    return Uses(block, rows, events["op_id"][rows], events["kind"][rows] == KIND["read"], first)
+    offset = np.searchsorted(block, np.arange(len(blocks(trace)) + 1))
+    return BlockAccesses(block, rows, events["op_id"][rows], events["kind"][rows] == KIND["read"], offset)
 
 
-def filled_from_nothing(trace: Trace) -> Array:
-    """For each access of ``uses`` whether it is the write of a block by the operator that made it and read nothing:
-    zeros, random numbers, a table."""
-    return trace.cached(_filled_from_nothing)
+def has_accesses(trace: Trace) -> bool:
+    """Return whether the trace records reads and writes; a CUDA snapshot, for example, does not."""
+    return len(group_accesses_by_block(trace).event) > 0
 
 
-def _filled_from_nothing(trace: Trace) -> Array:
-    used, made = uses(trace), blocks(trace).alloc_event
-    op = trace.columns("events", "op_id")["op_id"]
-    maker = np.where(made >= 0, op[made], -1)[used.block]
-    reads = np.zeros(int(op.max(initial=-1)) + 2, bool)
-    reads[used.op[used.is_read]] = True
-    filled: Array = (maker >= 0) & (used.op == maker) & ~reads[maker]
-    return filled
+def find_initial_fills(trace: Trace) -> Array:
+    """Return for each access of ``group_accesses_by_block`` whether it fills a new block without reading anything.
+
+    Operators such as ``zeros`` and ``randn`` allocate a block and fill it, but read no tensor. The fill can move
+    together with the allocation, so it does not count as the first use of the block.
+    """
+    return trace.cached(_find_initial_fills)
+
+
+def _find_initial_fills(trace: Trace) -> Array:
+    accesses, alloc_event = group_accesses_by_block(trace), blocks(trace).alloc_event
+    calls = number_operator_calls(trace)
+    call = calls.number[accesses.event]
+    allocating_call = np.where(alloc_event >= 0, calls.number[alloc_event], -1)[accesses.block]
+    # One element more, for the index -1.
+    call_reads = np.zeros(len(calls.first) + 1, bool)
+    call_reads[call[accesses.is_read]] = True
+    is_fill: Array = (allocating_call >= 0) & (call == allocating_call) & ~call_reads[allocating_call]
+    return is_fill
 
 
 @dataclass(frozen=True)
-class OpRows:
-    """The rows of events of each operator call: the first and the last, by number of the call; -1 for none."""
+class OperatorCalls:
+    """The operator calls that have events, numbered densely: in a window of a long trace the ids are large."""
 
+    number: Array
+    """The number of the call of each row of events; -1: no call."""
     first: Array
+    """The first row of events of each call; -1: no call has this number."""
     last: Array
+    """The last row of events of each call."""
 
 
-def op_rows(trace: Trace) -> OpRows:
-    """The rows of each operator call. What a call reads it needs until its last row, whatever it allocates between."""
-    return trace.cached(_op_rows)
+def number_operator_calls(trace: Trace) -> OperatorCalls:
+    """Return the operator calls of a trace and the rows of events that each of them spans."""
+    return trace.cached(_number_operator_calls)
 
 
-def _op_rows(trace: Trace) -> OpRows:
+def _number_operator_calls(trace: Trace) -> OperatorCalls:
     op = trace.columns("events", "op_id")["op_id"]
     rows = np.flatnonzero(op >= 0)
-    first, last = (np.full(int(op.max(initial=-1)) + 1, -1, np.int64) for _ in range(2))
-    # Fancy assignment keeps the last value.
-    last[op[rows]] = rows
-    first[op[rows[::-1]]] = rows[::-1]
-    return OpRows(first, last)
+    number = np.full(len(op), -1, np.int32)
+    if len(rows):
+        known = op[rows]
+        lowest, span = int(known.min()), int(known.max()) - int(known.min()) + 1
+        # Sorting takes longer than counting from the lowest id, which may leave numbers unused.
+        is_dense = span <= 4 * len(rows) + 1024
+        number[rows] = known - lowest if is_dense else np.unique(known, return_inverse=True)[1]
+    first, last = (np.full(int(number.max(initial=-1)) + 1, -1, np.int64) for _ in range(2))
+    # Where an index repeats, NumPy keeps the value that is assigned last.
+    last[number[rows]] = rows
+    first[number[rows[::-1]]] = rows[::-1]
+    return OperatorCalls(number, first, last)
 
 
-def tells_accesses(trace: Trace) -> bool:
-    """Whether the trace says what was read and written: a CUDA snapshot does not."""
-    return len(uses(trace).row) > 0
+def operator_start_rows(trace: Trace, event: Array) -> Array:
+    """Return the first row of the operator call that each row of events belongs to; the row itself if to none."""
+    calls = number_operator_calls(trace)
+    number = calls.number[event]
+    return np.where(number >= 0, calls.first[number], event) if len(calls.first) else event
 
 
-def most_bytes_of_an_operator(trace: Trace, device: str) -> int | None:
-    """The most bytes that one operator call touches on a device, its own allocations included: no order of the calls
-    and no earlier free can bring the peak below it. None where accesses are not told. Source: DrGPUM, "optimal peak".
+def operator_end_rows(trace: Trace, event: Array) -> Array:
+    """Return the last row of the operator call that each row of events belongs to; the row itself if to none.
+
+    An operator needs its inputs until its last row, whatever it allocates in between.
     """
-    if not tells_accesses(trace):
+    calls = number_operator_calls(trace)
+    number = calls.number[event]
+    return np.where(number >= 0, calls.last[number], event) if len(calls.last) else event
+
+
+def last_needed_rows(trace: Trace, block: Array, *, allow_in_place: bool = False) -> Array:
+    """Return for each block the last row of events that needs it; every block must have an access.
+
+    Args:
+        trace: the trace of one rank.
+        block: the blocks in question.
+        allow_in_place: take the last access itself, as if the operator could write its result over its input;
+            by default the end of the operator call that makes the last access.
+    """
+    accesses = group_accesses_by_block(trace)
+    last_event: Array = accesses.event[accesses.offset[block + 1] - 1]
+    return last_event if allow_in_place else operator_end_rows(trace, last_event)
+
+
+def compute_peak_lower_bound(trace: Trace, device: str) -> int | None:
+    """Return the most bytes that a single operator call touches on a device, its own allocations included.
+
+    No order of the operators and no earlier free can bring the peak below this. None if the trace records no accesses.
+    Source: DrGPUM (ASPLOS 2023), the "optimal peak" of its artifact.
+    """
+    if not has_accesses(trace):
         return None
-    found, used = blocks(trace), uses(trace)
-    # Of a block the accesses by one call are neighbours: each call counts it once.
-    again = np.zeros(len(used.row), bool)
-    again[1:] = (used.block[1:] == used.block[:-1]) & (used.op[1:] == used.op[:-1])
-    made = np.flatnonzero(found.alloc_event >= 0)
-    maker = trace.columns("events", "op_id")["op_id"][found.alloc_event[made]]
-    first = used.op[np.minimum(used.first[made], len(used.op) - 1)]
-    alone = (used.num_of(made) == 0) | (first != maker)
-    op, block = np.concatenate([used.op[~again], maker[alone]]), np.concatenate([used.block[~again], made[alone]])
-    here = (op >= 0) & (found.device[block] == trace.devices.index(device))
-    return int(np.bincount(op[here], weights=found.size[block[here]]).max(initial=0))
+    columns, accesses, calls = blocks(trace), group_accesses_by_block(trace), number_operator_calls(trace)
+    access_call = calls.number[accesses.event]
+    # The accesses of a block by one call are neighbours: each call counts the block once.
+    is_repeat = np.zeros(len(accesses.event), bool)
+    is_repeat[1:] = (accesses.block[1:] == accesses.block[:-1]) & (access_call[1:] == access_call[:-1])
+    allocated = np.flatnonzero(columns.alloc_event >= 0)
+    allocating_call = calls.number[columns.alloc_event[allocated]]
+    first_call = access_call[np.minimum(accesses.offset[allocated], len(access_call) - 1)]
+    only_allocates = (accesses.num_accesses(allocated) == 0) | (first_call != allocating_call)
+    call = np.concatenate([access_call[~is_repeat], allocating_call[only_allocates]])
+    block = np.concatenate([accesses.block[~is_repeat], allocated[only_allocates]])
+    counted = (call >= 0) & (columns.device[block] == trace.devices.index(device))
+    return int(np.bincount(call[counted], weights=columns.size[block[counted]]).max(initial=0))

@@ -1,10 +1,10 @@
-"""Roles: the same block of every step, recognised across steps by where and in which order it is allocated.
+"""Block signatures: the same block recognised in every step, by where and in which order it is allocated.
 
-A role is a device, a stack, an operator, a module, a size, and a place in the order of the blocks of a step that share
-these. Where a size is not that of most steps (sequences of varying lengths) the size is left out of it.
+The signature of a block is its device, stack, operator, module and size, and its position among the blocks of its step
+that share these. Sizes that differ between steps (sequences of varying length) are left out of the signature.
 
-    found = roles(trace)
-    found.of_block[block]      # the block's role, -1 for one of no step (older, or made between steps)
+    signatures = assign_signatures(trace)
+    signatures.of_block[block]      # the block's signature, -1 for a block that no step allocated
 """
 
 from __future__ import annotations
@@ -15,158 +15,192 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from memtrace.analysis.allocation_sites import allocation_site
-from memtrace.analysis.attribution import step_rows
+from memtrace.analysis.attribution import StepRows, detected_step_rows, step_rows, steps_are_marked
 from memtrace.analysis.blocks import blocks
+from memtrace.analysis.thresholds import MIN_USUAL_SHARE
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
 if TYPE_CHECKING:
     import pandas as pd
 
-WARM_UP_STEPS = 2
+_MAX_KEY = 1 << 62
 
 
 @dataclass(frozen=True)
-class Roles:
-    """``of_block``: the role of each block, -1 for none. The other arrays are indexed by role.
-
-    ``device``, ``stack``, ``op_name`` and ``module`` are codes and ids as in ``Blocks``; ``size`` is -1 where it
-    varies; ``order`` counts the blocks of a step that share all these from 0; ``num_steps``: in how many steps it is.
-    """
+class BlockSignatures:
+    """The signature of every block. All arrays but ``of_block`` and ``step_index`` are indexed by signature."""
 
     of_block: Array
+    """Signature of each block; -1 for a block that no step allocated."""
+    step_index: Array
+    """For each block the position of its step among the steps, in order of time; -1 outside all steps."""
     device: Array
+    """Code of the device, as in ``Blocks``."""
     stack: Array
+    """Identifier of the stack, as in ``Blocks``."""
     op_name: Array
+    """Identifier of the operator's name, as in ``Blocks``."""
     module: Array
+    """Identifier of the module's name, as in ``Blocks``."""
     size: Array
+    """Requested bytes; -1 where the size differs between steps."""
     order: Array
+    """Position among the blocks of a step that share all of these, from 0."""
     num_steps: Array
+    """Number of steps that allocate the block."""
 
     def __len__(self) -> int:
         return len(self.size)
 
 
-def roles(trace: Trace) -> Roles:
-    """The roles of the blocks made in the steps of a trace, worked out once; n log n."""
-    return trace.cached(_compute)
+def select_steps(trace: Trace, *, from_events: bool) -> StepRows:
+    """Return the marked steps of a trace, or the detected ones if ``from_events`` is set or no steps are marked."""
+    return trace.cached(detected_step_rows) if from_events and steps_are_marked(trace) else step_rows(trace)
 
 
-def combined(*columns: Array) -> Array:
-    """One number for each distinct row of the columns (integers from -1), dense from 0."""
+def assign_signatures(trace: Trace, *, from_events: bool = False) -> BlockSignatures:
+    """Return the signatures of the blocks that the steps of a single-rank trace allocate. Takes O(n log n) time.
+
+    Args:
+        trace: a single-rank trace.
+        from_events: use the detected steps even if steps are marked.
+    """
+    return trace.cached(_assign_signatures, from_events and steps_are_marked(trace))
+
+
+def row_codes(*columns: Array) -> Array:
+    """Return a number for each distinct row of some columns of integers from -1; numbers are dense from 0."""
     code, width = np.zeros(len(columns[0]), np.int64), 1
     for column in columns:
         span = int(column.max(initial=-1)) + 2
-        if width * span >= 1 << 62:  # compress only what would overflow: every sort costs
+        if width * span >= _MAX_KEY:  # compress only what would overflow: sorting is expensive
             values, code = np.unique(code, return_inverse=True)
             width = len(values)
         code, width = code * span + column + 1, width * span
     return np.unique(code, return_inverse=True)[1]
 
 
-def _compute(trace: Trace) -> Roles:
-    found = blocks(trace)
-    made = np.flatnonzero(found.step >= 0)
-    made = made[np.argsort(found.alloc_event[made], kind="stable")]
-    step, size = found.step[made], found.size[made]
-    where = combined(found.device[made], found.stack[made], found.op_name[made], found.module[made])
-    sized = combined(where, size)
-    usual = len(step_rows(trace).number) / 2
-    regular = _distinct_steps(sized, step)[sized] >= usual if len(made) else np.empty(0, bool)
-    role_size = np.where(regular, size, -1)
-    group = combined(where, role_size)
-    order = _places_within(group, step)
-    role = combined(group, order)
-    count = int(role.max(initial=-1)) + 1
-    sample = np.zeros(count, np.int64)
-    sample[role] = np.arange(len(role))
-    of_block = np.full(len(found), -1, np.int64)
-    of_block[made] = role
-    return Roles(
+def _assign_signatures(trace: Trace, from_events: bool) -> BlockSignatures:
+    table, steps = blocks(trace), select_steps(trace, from_events=from_events)
+    step_index = _step_index(steps, table.alloc_event)
+    allocated = np.flatnonzero(step_index >= 0)
+    allocated = allocated[np.argsort(table.alloc_event[allocated], kind="stable")]
+    step, size = step_index[allocated], table.size[allocated]
+    origin = row_codes(*(column[allocated] for column in (table.device, table.stack, table.op_name, table.module)))
+    origin_and_size = row_codes(origin, size)
+    min_steps = MIN_USUAL_SHARE * len(steps.number)
+    same_size = _num_distinct_steps(origin_and_size, step)[origin_and_size] >= min_steps
+    signature_size = np.where(same_size, size, -1)
+    group = row_codes(origin, signature_size)
+    order = _order_within_step(group, step)
+    signature = row_codes(group, order)
+    num_signatures = int(signature.max(initial=-1)) + 1
+    example = np.zeros(num_signatures, np.int64)
+    example[signature] = np.arange(len(signature))
+    of_block = np.full(len(table), -1, np.int64)
+    of_block[allocated] = signature
+    return BlockSignatures(
         of_block=of_block,
-        device=found.device[made][sample],
-        stack=found.stack[made][sample],
-        op_name=found.op_name[made][sample],
-        module=found.module[made][sample],
-        size=role_size[sample],
-        order=order[sample],
-        num_steps=np.bincount(role, minlength=count),
+        step_index=step_index,
+        device=table.device[allocated][example],
+        stack=table.stack[allocated][example],
+        op_name=table.op_name[allocated][example],
+        module=table.module[allocated][example],
+        size=signature_size[example],
+        order=order[example],
+        num_steps=np.bincount(signature, minlength=num_signatures),
     )
 
 
-def _distinct_steps(group: Array, step: Array) -> Array:
-    """In how many steps each group occurs."""
-    width = int(step.max()) + 1
+def _step_index(steps: StepRows, rows: Array) -> Array:
+    """Return the position of the step that holds each row of events; -1 outside all steps and for row -1."""
+    if not len(steps.number):
+        return np.full(len(rows), -1, np.int64)
+    index = np.searchsorted(steps.first_row, rows, side="right") - 1
+    return np.where((rows >= 0) & (index >= 0) & (rows < steps.end_row[index]), index, -1)
+
+
+def _num_distinct_steps(group: Array, step: Array) -> Array:
+    """Return the number of steps in which each group occurs."""
+    width = int(step.max(initial=0)) + 1
     pairs = np.unique(group * width + step)
-    return np.bincount(pairs // width, minlength=int(group.max()) + 1)
+    return np.bincount(pairs // width, minlength=int(group.max(initial=-1)) + 1)
 
 
-def _places_within(group: Array, step: Array) -> Array:
-    """The place of each row among the rows of its group and step, in the order of the rows."""
-    key = combined(group, step)
-    sort = np.argsort(key, kind="stable")
-    first = np.searchsorted(key[sort], np.arange(int(key.max(initial=-1)) + 1))
-    places = np.empty(len(key), np.int64)
-    places[sort] = np.arange(len(key)) - first[key[sort]]
-    return places
+def _order_within_step(group: Array, step: Array) -> Array:
+    """Return the position of each row among the rows of its group and step."""
+    key = row_codes(group, step)
+    order = np.argsort(key, kind="stable")
+    first = np.searchsorted(key[order], np.arange(int(key.max(initial=-1)) + 1))
+    position = np.empty(len(key), np.int64)
+    position[order] = np.arange(len(key)) - first[key[order]]
+    return position
 
 
-def middle_by(group: Array, values: Array, count: int) -> Array:
-    """The (lower) median of the values of each group from 0 to ``count``; -1 for a group without any."""
+def median_by_group(group: Array, values: Array, num_groups: int) -> Array:
+    """Return the lower median of the values of each group; -1 for a group without values.
+
+    Args:
+        group: the group of each value, from 0.
+        values: integers.
+        num_groups: number of groups.
+    """
     order = np.lexsort((values, group))
-    bounds = np.searchsorted(group[order], np.arange(count + 1))
-    number = np.diff(bounds)
-    place = bounds[:-1] + np.maximum(number - 1, 0) // 2
+    bounds = np.searchsorted(group[order], np.arange(num_groups + 1))
+    count = np.diff(bounds)
+    middle = bounds[:-1] + np.maximum(count - 1, 0) // 2
     padded = np.append(values[order], -1)
-    middle: Array = np.where(number > 0, padded[np.minimum(place, len(values))], -1)
-    return middle
+    median: Array = np.where(count > 0, padded[np.minimum(middle, len(values))], -1)
+    return median
 
 
-def role_text(trace: Trace, role: int) -> str:
-    """'file:line function, operator' of a role, as far as they are known."""
-    found = roles(trace)
-    where = allocation_site(trace, int(found.stack[role])) or trace.name(int(found.module[role]))
-    parts = [part for part in (where, trace.name(int(found.op_name[role]))) if part]
-    return ", ".join(parts) or "no site"
+def describe_signature(trace: Trace, signatures: BlockSignatures, signature: int) -> str:
+    """Return ``file:line function, operator`` of a signature; the module where the line is unknown."""
+    where = allocation_site(trace, int(signatures.stack[signature])) or trace.name(int(signatures.module[signature]))
+    parts = [part for part in (where, trace.name(int(signatures.op_name[signature]))) if part]
+    return ", ".join(parts) or "unknown site"
 
 
-def roles_table(trace: Trace) -> pd.DataFrame:
-    """One row a role: site, operator, module (NA: unknown), size (bytes, NA: varies), order, num_steps, and over the
-    steps mean and spread (standard deviation): lifetime_mean_ns, lifetime_std_ns (of the blocks that were freed),
-    accesses_mean, accesses_std, interval_mean_ns, interval_std_ns (of a block's mean time between its accesses).
+def signatures_table(trace: Trace) -> pd.DataFrame:
+    """Return one row per signature, with the lifetimes and accesses of its blocks.
+
+    Columns: site, operator, module (NA: unknown), size (bytes, NA: varies), order, num_steps, and mean and standard
+    deviation over the steps of the lifetime (lifetime_mean_ns, lifetime_std_ns; freed blocks only), of the number of
+    accesses (accesses_mean, accesses_std) and of a block's mean access interval (interval_mean_ns, interval_std_ns).
     """
     import pandas as pd
 
-    found, told = roles(trace), blocks(trace)
-    mine = np.flatnonzero(found.of_block >= 0)
-    role = found.of_block[mine]
-    accesses = (told.num_reads + told.num_writes)[mine].astype(np.float64)
-    lifetime = np.where(told.free_ns[mine] >= 0, told.free_ns[mine] - told.alloc_ns[mine], np.nan)
-    between = (told.last_access_ns - told.first_access_ns)[mine] / np.maximum(accesses - 1, 1)
-    table: dict[str, object] = {
-        "site": [allocation_site(trace, int(stack)) for stack in found.stack],
-        "operator": [trace.name(int(name)) for name in found.op_name],
-        "module": [trace.name(int(name)) for name in found.module],
-        "size": pd.arrays.IntegerArray(found.size.astype(np.int64), found.size < 0),
-        "order": found.order,
-        "num_steps": found.num_steps,
+    signatures, table = assign_signatures(trace), blocks(trace)
+    members = np.flatnonzero(signatures.of_block >= 0)
+    signature = signatures.of_block[members]
+    num_accesses = (table.num_reads + table.num_writes)[members].astype(np.float64)
+    lifetime = np.where(table.free_ns[members] >= 0, table.free_ns[members] - table.alloc_ns[members], np.nan)
+    interval = (table.last_access_ns - table.first_access_ns)[members] / np.maximum(num_accesses - 1, 1)
+    columns: dict[str, object] = {
+        "site": [allocation_site(trace, int(stack)) for stack in signatures.stack],
+        "operator": [trace.name(int(name)) for name in signatures.op_name],
+        "module": [trace.name(int(name)) for name in signatures.module],
+        "size": pd.arrays.IntegerArray(signatures.size.astype(np.int64), signatures.size < 0),
+        "order": signatures.order,
+        "num_steps": signatures.num_steps,
     }
     for name, values in (
         ("lifetime_{}_ns", lifetime),
-        ("accesses_{}", accesses),
-        ("interval_{}_ns", np.where(accesses > 1, between, np.nan)),
+        ("accesses_{}", num_accesses),
+        ("interval_{}_ns", np.where(num_accesses > 1, interval, np.nan)),
     ):
-        mean, spread = _mean_and_spread(role, values, len(found))
-        table[name.format("mean")], table[name.format("std")] = mean, spread
-    frame: pd.DataFrame = pd.DataFrame(table).rename_axis("role")
+        mean, deviation = _mean_and_deviation(signature, values, len(signatures))
+        columns[name.format("mean")], columns[name.format("std")] = mean, deviation
+    frame: pd.DataFrame = pd.DataFrame(columns).rename_axis("signature")
     return frame
 
 
-def _mean_and_spread(group: Array, values: Array, count: int) -> tuple[Array, Array]:
-    """Mean and standard deviation of the known values of each group; NaN where there are none."""
+def _mean_and_deviation(group: Array, values: Array, num_groups: int) -> tuple[Array, Array]:
+    """Return mean and standard deviation of the known values of each group; NaN where there are none."""
     known = ~np.isnan(values)
-    number = np.bincount(group[known], minlength=count).astype(np.float64)
-    number[number == 0] = np.nan
-    mean = np.bincount(group[known], values[known], minlength=count) / number
-    square = np.bincount(group[known], (values[known] - mean[group[known]]) ** 2, minlength=count) / number
-    return mean, np.sqrt(square)
+    count = np.bincount(group[known], minlength=num_groups).astype(np.float64)
+    count[count == 0] = np.nan
+    mean = np.bincount(group[known], values[known], minlength=num_groups) / count
+    variance = np.bincount(group[known], (values[known] - mean[group[known]]) ** 2, minlength=num_groups) / count
+    return mean, np.sqrt(variance)

@@ -1,80 +1,100 @@
-"""The peak that would result if blocks were absent for part of their lives, by replaying the timeline without them."""
+"""The peak memory that would result if blocks were not allocated during parts of their lifetimes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from memtrace.analysis.blocks import blocks
+from memtrace.analysis.blocks import Blocks, blocks
 from memtrace.analysis.peak import requested_bytes
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
-FOREVER: Final = 1 << 40
+END_OF_TRACE: Final = 1 << 40
+"""A row after all rows of events: the end of an interval whose block is never freed or used again."""
 
 
 @dataclass(frozen=True)
-class Absences:
-    """Stretches in which blocks need not be there, one a row: from row ``begin`` of events (-1: the start) to ``end``.
-
-    ``begin`` is the last row that needs a block, or its allocation; ``end`` the next that does, or its free, or
-    ``FOREVER``.
-    """
+class IdleIntervals:
+    """Intervals in which blocks could be absent from memory, one per element; limits are rows of the table events."""
 
     block: Array
     begin: Array
+    """The allocation of the block, or the last row before the interval that needs it; -1: the start of the trace."""
     end: Array
+    """The free of the block, or the next row that needs it; ``END_OF_TRACE``: neither follows."""
 
     def __len__(self) -> int:
         return len(self.block)
 
-    def take(self, rows: Array) -> Absences:
-        """Some of the rows."""
-        return Absences(self.block[rows], self.begin[rows], self.end[rows])
+    def select(self, index: Array) -> IdleIntervals:
+        """Return the intervals at ``index``, which may be positions or a mask."""
+        return IdleIntervals(self.block[index], self.begin[index], self.end[index])
 
     @classmethod
-    def joined(cls, parts: list[Absences]) -> Absences:
-        """All rows of several."""
-        nothing = np.zeros(0, np.int64)
-        columns = ([nothing, *(getattr(part, name) for part in parts)] for name in ("block", "begin", "end"))
+    def concatenate(cls, parts: Sequence[IdleIntervals]) -> IdleIntervals:
+        """Return the intervals of all ``parts``; no intervals if there are no parts."""
+        empty = np.zeros(0, np.int64)
+        columns = ([empty, *(getattr(part, name) for part in parts)] for name in ("block", "begin", "end"))
         return cls(*(np.concatenate(column) for column in columns))
 
 
-def merged(absences: Absences) -> Absences:
-    """The same without overlaps: a byte that is absent for two reasons is absent once."""
-    order = np.lexsort((absences.begin, absences.block))
-    rows = absences.take(order)
-    if not len(rows):
-        return rows
-    # A row begins a run where nothing before it of the same block reaches it. Blocks are numbered anew and set far
-    # apart, so that the running maximum of the ends never mixes two.
-    shift = np.unique(rows.block, return_inverse=True)[1] * (2 * FOREVER)
-    reach = np.maximum.accumulate(rows.end + shift)
-    starts = np.ones(len(rows), bool)
-    starts[1:] = rows.begin[1:] + shift[1:] > reach[:-1]
-    first = np.flatnonzero(starts)
-    return Absences(rows.block[first], rows.begin[first], np.maximum.reduceat(rows.end + shift, first) - shift[first])
+def free_rows(columns: Blocks, block: Array) -> Array:
+    """Return the row of events at which each block is freed, ``END_OF_TRACE`` if it is live at the end."""
+    return np.where(columns.free_event[block] >= 0, columns.free_event[block], END_OF_TRACE)
 
 
-def peak_without(trace: Trace, device: str, absences: Absences) -> int:
-    """The requested peak of a device with its blocks absent as told. Bytes."""
+def merge_intervals(intervals: IdleIntervals) -> IdleIntervals:
+    """Return the same intervals without overlaps, so that no byte is removed twice."""
+    ordered = intervals.select(np.lexsort((intervals.begin, intervals.block)))
+    if not len(ordered):
+        return ordered
+    # An interval starts a new run if no earlier interval of its block reaches it. Offsets set the blocks so far apart
+    # that the running maximum of the ends never mixes two blocks.
+    offset = np.unique(ordered.block, return_inverse=True)[1] * (2 * END_OF_TRACE)
+    reached = np.maximum.accumulate(ordered.end + offset)
+    starts_run = np.ones(len(ordered), bool)
+    starts_run[1:] = ordered.begin[1:] + offset[1:] > reached[:-1]
+    first = np.flatnonzero(starts_run)
+    end = np.maximum.reduceat(ordered.end + offset, first) - offset[first]
+    return IdleIntervals(ordered.block[first], ordered.begin[first], end)
+
+
+def peak_without_intervals(trace: Trace, device: str, intervals: IdleIntervals) -> int:
+    """Return the peak requested bytes of a device if its blocks were absent during ``intervals``."""
     live = requested_bytes(trace, device)
-    absent = absent_bytes(trace, device, absences)
-    return int((np.concatenate([[live.start], live.bytes]) - absent).max())
+    removed = removed_bytes(trace, device, intervals)
+    return int((np.concatenate([[live.start], live.bytes]) - removed).max())
 
 
-def absent_bytes(trace: Trace, device: str, absences: Absences) -> Array:
-    """How much less is live: at the start, and after each row of ``requested_bytes(trace, device)``. Bytes."""
-    found, rows = blocks(trace), requested_bytes(trace, device).rows
-    chosen = merged(absences.take(np.flatnonzero(found.device[absences.block] == trace.devices.index(device))))
-    size = found.size[chosen.block]
-    # Level k lasts from change k - 1 to change k. A block is absent from the levels that lie wholly in its absence.
-    begin = np.where(chosen.begin < 0, 0, np.searchsorted(rows, chosen.begin, side="left") + 1)
-    end = np.where(chosen.end >= FOREVER, len(rows) + 1, np.searchsorted(rows, chosen.end, side="right"))
-    covers = begin < end
+def removed_bytes(trace: Trace, device: str, intervals: IdleIntervals) -> Array:
+    """Return how many bytes ``intervals`` remove at the start, and after each row of ``requested_bytes``."""
+    columns, rows = blocks(trace), requested_bytes(trace, device).rows
+    on_device = columns.device[intervals.block] == trace.devices.index(device)
+    merged = merge_intervals(intervals.select(on_device))
+    size = columns.size[merged.block]
+    # Level k lasts from change k - 1 to change k. A block is removed from the levels that lie wholly in its interval.
+    begin = np.where(merged.begin < 0, 0, np.searchsorted(rows, merged.begin, side="left") + 1)
+    end = np.where(merged.end >= END_OF_TRACE, len(rows) + 1, np.searchsorted(rows, merged.end, side="right"))
+    covers_level = begin < end
     change = np.zeros(len(rows) + 2, np.int64)
-    np.add.at(change, begin[covers], size[covers])
-    np.add.at(change, end[covers], -size[covers])
+    np.add.at(change, begin[covers_level], size[covers_level])
+    np.add.at(change, end[covers_level], -size[covers_level])
     return np.cumsum(change)[: len(rows) + 1]
+
+
+def max_simultaneous_bytes(intervals: IdleIntervals, size: Array) -> int:
+    """Return the most bytes that are idle at the same time.
+
+    Args:
+        intervals: the intervals; those of one block must not overlap.
+        size: the bytes of each interval.
+    """
+    row = np.concatenate([intervals.begin, intervals.end])
+    change = np.concatenate([size, -size])
+    # Where one interval ends as another begins, the end comes first.
+    order = np.lexsort((change, row))
+    return int(np.cumsum(change[order]).max(initial=0))

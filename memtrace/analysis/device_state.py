@@ -1,8 +1,8 @@
-"""What a CUDA device's caching allocator held at one moment: segments, live blocks in them, and the free gaps between.
+"""The state of a CUDA device's caching allocator at one moment: its segments, live blocks and free blocks.
 
-The final segments are walked back to the moment; live blocks come from the events. Free neighbours are always merged
-by the allocator, so segments and live blocks tell every free block. In the pool for large blocks a gap of at most 1 MiB
-is no free block but belongs to the block before it, whose size was rounded up to what was left.
+The final segments are walked back to the moment; live blocks come from the events. The allocator always merges free
+neighbours, so segments and live blocks determine every free block. In the pool for large blocks a gap of at most 1 MiB
+is not a free block: it belongs to the block in front of it (`memtrace.allocator.rules.MAX_SLACK_BYTES`).
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from typing import Final
 
 import numpy as np
 
+from memtrace.allocator.rules import MAX_SLACK_BYTES, SMALL_SEGMENT_BYTES
+from memtrace.allocator.settings import AllocatorSettings, SettingError
 from memtrace.analysis.attribution import KIND
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import live_after
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
-ROUNDING_BYTES: Final = 512
-SMALL_BYTES: Final = 1 << 20
-SMALL_SEGMENT_BYTES: Final = 2 << 20
 _SEGMENT_KINDS: Final = [KIND[kind] for kind in ("segment_alloc", "segment_free", "segment_map", "segment_unmap")]
 
 
 @dataclass(frozen=True)
-class Segments:
-    """Segments at one moment, in order of address. The pool is 0 where it is not told. Bytes."""
+class DeviceSegments:
+    """Segments at one moment, by address. Sizes in bytes."""
 
     address: Array
     size: Array
     stream: Array
     pool: Array
+    """0 for the default pool, and where the pool is unknown."""
     small: Array
     expandable: Array
 
@@ -40,16 +40,17 @@ class Segments:
 
 
 @dataclass(frozen=True)
-class LiveBlocks:
-    """Blocks in use at one moment, in order of address. Bytes."""
+class DeviceBlocks:
+    """Live blocks at one moment, by address. Sizes in bytes."""
 
     block: Array
+    """Number of each block (`block_id`)."""
     address: Array
     requested: Array
     size: Array
-    """Rounding and slack included."""
+    """Size of each block, rounding and slack included."""
     segment: Array
-    """Row of the segments; -1: in none of them, which only a damaged file shows."""
+    """Row of the segments; -1: outside every segment, which happens only in damaged files."""
 
     def __len__(self) -> int:
         return len(self.block)
@@ -57,26 +58,32 @@ class LiveBlocks:
 
 @dataclass(frozen=True)
 class FreeBlocks:
-    """Free stretches of segments at one moment. Bytes."""
+    """Free blocks at one moment. Sizes in bytes."""
 
     address: Array
     size: Array
     segment: Array
+    """Row of the segments."""
 
 
 @dataclass(frozen=True)
 class DeviceState:
-    """A device (a code into ``Trace.devices``) after a row of ``events``."""
+    """A device after one event.
+
+    Attributes:
+        device: code into `Trace.devices`.
+        row: row of the event; -1: before the first.
+    """
 
     device: int
     row: int
-    segments: Segments
-    live: LiveBlocks
+    segments: DeviceSegments
+    live: DeviceBlocks
     free: FreeBlocks
 
 
 def has_segments(trace: Trace, device: int) -> bool:
-    """Whether the trace tells of segments of the device (a code into ``trace.devices``)."""
+    """Return whether the trace has segments of a device (a code into `trace.devices`)."""
     events = trace.columns("events", "kind", "device")
     return bool(
         (trace.columns("segments", "device")["device"] == device).any()
@@ -84,125 +91,155 @@ def has_segments(trace: Trace, device: int) -> bool:
     )
 
 
-def state_at(trace: Trace, device: int, row: int) -> DeviceState:
-    """The state of a device (a code into ``trace.devices``) once the event of ``row`` has happened."""
+def recorded_settings(trace: Trace) -> AllocatorSettings:
+    """Return the allocator settings of a recording; the defaults where it has none or they cannot be parsed."""
+    try:
+        return AllocatorSettings.from_snapshot(trace.manifest.allocator_settings)
+    except SettingError:
+        return AllocatorSettings()
+
+
+def device_state_at(trace: Trace, device: int, row: int) -> DeviceState:
+    """Return the state of a device after an event.
+
+    Args:
+        trace: a trace of one rank.
+        device: code into `trace.devices`.
+        row: row of `events`; -1: before the first event.
+    """
     segments = _segments_at(trace, device, row)
-    live = _live_at(trace, device, row)
-    live, free = _fill(segments, live)
+    live, free = _locate_blocks(segments, _live_blocks_at(trace, device, row))
     return DeviceState(device, row, segments, live, free)
 
 
-def _live_at(trace: Trace, device: int, row: int) -> LiveBlocks:
-    """Live blocks, their sizes as far as told (else the rounded request) and not yet in segments."""
-    found = blocks(trace)
-    live = live_after(found, device, row)
-    live = live[np.argsort(found.address[live], kind="stable")]
-    requested, allocated = found.size[live], found.allocated_size[live]
-    rounded = np.maximum(-(-requested // ROUNDING_BYTES), 1) * ROUNDING_BYTES
+def _live_blocks_at(trace: Trace, device: int, row: int) -> DeviceBlocks:
+    """Return the live blocks, not located in segments yet; a block of unknown size gets its rounded request."""
+    table = blocks(trace)
+    live = live_after(table, device, row)
+    live = live[np.argsort(table.address[live], kind="stable")]
+    requested, allocated = table.size[live], table.allocated_size[live]
+    rounded = recorded_settings(trace).round_sizes(requested)
     size = np.where(allocated >= 0, allocated, rounded)
-    return LiveBlocks(live, found.address[live], requested, size, np.full(len(live), -1, np.int64))
+    return DeviceBlocks(live, table.address[live], requested, size, np.full(len(live), -1, np.int64))
 
 
-def _segments_at(trace: Trace, device: int, row: int) -> Segments:
-    names = ("kind", "device", "address", "size", "stream", "pool")
-    events = trace.columns("events", *names)
-    rows = np.flatnonzero((events["device"] == device) & np.isin(events["kind"], _SEGMENT_KINDS))
-    kind, address, size, stream, pool = (events[name][rows] for name in ("kind", "address", "size", "stream", "pool"))
-    final = trace.columns("segments", "device", "address", "size", "stream", "pool", "small", "expandable")
-    mine = final["device"] == device
-    end = Segments(*(final[name][mine] for name in ("address", "size", "stream", "pool", "small", "expandable")))
-    whole = np.isin(kind, [KIND["segment_alloc"], KIND["segment_free"]])
-    later = rows > row
-    fixed = _whole_segments(end, kind[whole], address[whole], size[whole], stream[whole], pool[whole], later[whole])
-    pages = ~whole & later
-    grown = _expandable_ranges(
-        end,
-        address[pages],
-        size[pages],
-        stream[pages],
-        pool[pages],
-        np.where(kind[pages] == KIND["segment_map"], -1, 1),
-    )
-    parts = [np.concatenate(pair) for pair in zip(_columns(fixed), _columns(grown), strict=True)]
-    order = np.argsort(parts[0], kind="stable")
-    columns = [column[order] for column in parts]
-    columns[3] = np.maximum(columns[3], 0)
-    return Segments(*columns)
+@dataclass(frozen=True)
+class _SegmentEvents:
+    """Segment events of a device, in order. Sizes in bytes."""
+
+    kind: Array
+    address: Array
+    size: Array
+    stream: Array
+    pool: Array
+
+    def take(self, rows: Array) -> _SegmentEvents:
+        return _SegmentEvents(self.kind[rows], self.address[rows], self.size[rows], self.stream[rows], self.pool[rows])
 
 
-def _columns(segments: Segments) -> tuple[Array, ...]:
-    return (segments.address, segments.size, segments.stream, segments.pool, segments.small, segments.expandable)
-
-
-def _whole_segments(
-    end: Segments, kind: Array, address: Array, size: Array, stream: Array, pool: Array, later: Array
-) -> Segments:
-    """Segments that come and go whole: at an address the last event before decides, else the first one after."""
+def _segments_at(trace: Trace, device: int, row: int) -> DeviceSegments:
+    columns = trace.columns("events", "kind", "device", "address", "size", "stream", "pool")
+    rows = np.flatnonzero((columns["device"] == device) & np.isin(columns["kind"], _SEGMENT_KINDS))
+    events = _SegmentEvents(*(columns[name][rows] for name in ("kind", "address", "size", "stream", "pool")))
+    table = trace.columns("segments", "device", "address", "size", "stream", "pool", "small", "expandable")
+    on_device = table["device"] == device
+    names = ("address", "size", "stream", "pool", "small", "expandable")
+    final = DeviceSegments(*(table[name][on_device] for name in names))
+    is_ordinary = np.isin(events.kind, [KIND["segment_alloc"], KIND["segment_free"]])
+    is_later = rows > row
+    ordinary = _ordinary_segments(final, events.take(is_ordinary), is_later[is_ordinary])
+    expandable = _mapped_parts(final, events.take(~is_ordinary & is_later))
+    address = np.concatenate([ordinary.address, expandable.address])
     order = np.argsort(address, kind="stable")
-    place, first = np.unique(address[order], return_index=True)
-    telling = np.zeros(0, np.int64)
+    merged = {name: np.concatenate([getattr(ordinary, name), getattr(expandable, name)])[order] for name in names}
+    merged["pool"] = np.maximum(merged["pool"], 0)
+    return DeviceSegments(**merged)
+
+
+def _ordinary_segments(final: DeviceSegments, events: _SegmentEvents, is_later: Array) -> DeviceSegments:
+    """Return the segments that are not expandable.
+
+    At each address the last event before the moment decides, or the first after it where there is none before.
+    """
+    order = np.argsort(events.address, kind="stable")
+    distinct, first = np.unique(events.address[order], return_index=True)
+    alive_rows = np.zeros(0, np.int64)
     if len(order):
-        # Rows of one address are in order of time: those before the moment come first.
-        before = np.add.reduceat((~later[order]).astype(np.int64), first)
-        decisive = order[np.where(before > 0, first + before - 1, first)]
-        alive = kind[decisive] == np.where(before > 0, KIND["segment_alloc"], KIND["segment_free"])
-        telling = decisive[alive]
-    untouched = ~end.expandable & ~np.isin(end.address, place)
-    pairs = ((address, end.address), (size, end.size), (stream, end.stream), (pool, end.pool))
-    where = [np.concatenate([events[telling], column[untouched]]) for events, column in pairs]
-    small = np.concatenate([size[telling] <= SMALL_SEGMENT_BYTES, end.small[untouched]])
-    return Segments(where[0], where[1], where[2], where[3], small, np.zeros(len(small), bool))
+        # Rows of one address are ordered by time: those before the moment come first.
+        num_before = np.add.reduceat((~is_later[order]).astype(np.int64), first)
+        decisive = order[np.where(num_before > 0, first + num_before - 1, first)]
+        is_alive = events.kind[decisive] == np.where(num_before > 0, KIND["segment_alloc"], KIND["segment_free"])
+        alive_rows = decisive[is_alive]
+    untouched = ~final.expandable & ~np.isin(final.address, distinct)
+    small = np.concatenate([events.size[alive_rows] <= SMALL_SEGMENT_BYTES, final.small[untouched]])
+    return DeviceSegments(
+        address=np.concatenate([events.address[alive_rows], final.address[untouched]]),
+        size=np.concatenate([events.size[alive_rows], final.size[untouched]]),
+        stream=np.concatenate([events.stream[alive_rows], final.stream[untouched]]),
+        pool=np.concatenate([events.pool[alive_rows], final.pool[untouched]]),
+        small=small,
+        expandable=np.zeros(len(small), bool),
+    )
 
 
-def _expandable_ranges(end: Segments, address: Array, size: Array, stream: Array, pool: Array, sign: Array) -> Segments:
-    """Mapped stretches: the final ones, less what was mapped later, plus what was unmapped later."""
-    mine = end.expandable
-    start = np.concatenate([end.address[mine], address])
-    length = np.concatenate([end.size[mine], size])
-    weight = np.concatenate([np.ones(int(mine.sum()), np.int64), sign])
+def _mapped_parts(final: DeviceSegments, later: _SegmentEvents) -> DeviceSegments:
+    """Return the mapped parts of expandable segments: the final ones, less later mappings, plus later unmappings."""
+    expandable = final.expandable
+    start = np.concatenate([final.address[expandable], later.address])
+    length = np.concatenate([final.size[expandable], later.size])
+    change = np.where(later.kind == KIND["segment_map"], -1, 1)
+    weight = np.concatenate([np.ones(int(expandable.sum()), np.int64), change])
     edges = np.concatenate([start, start + length])
     order = np.argsort(edges, kind="stable")
-    covered = np.cumsum(np.concatenate([weight, -weight])[order])
+    coverage = np.cumsum(np.concatenate([weight, -weight])[order])
     edge = edges[order]
-    last = np.ones(len(edge), bool)
-    last[:-1] = edge[1:] != edge[:-1]
-    edge, mapped = edge[last], covered[last] > 0
-    begins = mapped & ~np.concatenate([[False], mapped[:-1]]) if len(mapped) else mapped
-    ends = ~mapped & np.concatenate([[False], mapped[:-1]]) if len(mapped) else mapped
-    low, high = edge[begins], edge[ends]
-    # Stream, pool and page size are those of any piece that begins in the stretch.
+    is_last = np.ones(len(edge), bool)
+    is_last[:-1] = edge[1:] != edge[:-1]
+    edge, mapped = edge[is_last], coverage[is_last] > 0
+    mapped_before = np.concatenate([[False], mapped[:-1]]) if len(mapped) else mapped
+    low, high = edge[mapped & ~mapped_before], edge[~mapped & mapped_before]
+    # Stream, pool and size class of a part are those of any mapping that starts where the part starts.
     by_start = np.argsort(start, kind="stable")
-    piece = (
-        by_start[np.minimum(np.searchsorted(start[by_start], low), max(len(start) - 1, 0))] if len(start) else by_start
+    source = by_start
+    if len(start):
+        source = by_start[np.minimum(np.searchsorted(start[by_start], low), len(start) - 1)]
+    return DeviceSegments(
+        address=low,
+        size=high - low,
+        stream=np.concatenate([final.stream[expandable], later.stream])[source],
+        pool=np.concatenate([final.pool[expandable], later.pool])[source],
+        small=np.concatenate([final.small[expandable], later.size <= SMALL_SEGMENT_BYTES])[source],
+        expandable=np.ones(len(low), bool),
     )
-    streams, pools = np.concatenate([end.stream[mine], stream]), np.concatenate([end.pool[mine], pool])
-    smalls = np.concatenate([end.small[mine], size <= SMALL_SEGMENT_BYTES])
-    return Segments(low, high - low, streams[piece], pools[piece], smalls[piece], np.ones(len(low), bool))
 
 
-def _fill(segments: Segments, live: LiveBlocks) -> tuple[LiveBlocks, FreeBlocks]:
-    """Put the blocks in their segments: their slack, and the free blocks between them."""
+def _locate_blocks(segments: DeviceSegments, live: DeviceBlocks) -> tuple[DeviceBlocks, FreeBlocks]:
+    """Return the blocks with their segments and slack, and the free blocks between them."""
     if not len(segments):
         empty = np.zeros(0, np.int64)
         return live, FreeBlocks(empty, empty, empty)
+    segment_end = segments.address + segments.size
     place = np.searchsorted(segments.address, live.address, side="right") - 1
-    inside = (place >= 0) & (live.address < (segments.address + segments.size)[np.maximum(place, 0)])
-    segment = np.where(inside, place, -1)
-    at = np.flatnonzero(inside)
-    owner, start = segment[at], live.address[at]
-    limit = (segments.address + segments.size)[owner]
+    is_inside = (place >= 0) & (live.address < segment_end[np.maximum(place, 0)])
+    segment = np.where(is_inside, place, -1)
+    rows = np.flatnonzero(is_inside)
+    owner, start = segment[rows], live.address[rows]
     following = np.append(start[1:], np.iinfo(np.int64).max)
-    following = np.where(np.append(owner[1:] == owner[:-1], False), following, limit)
-    gap = following - start - live.size[at]
-    slack = (gap > 0) & (gap <= SMALL_BYTES) & ~(segments.small | segments.expandable)[owner]
+    following = np.where(np.append(owner[1:] == owner[:-1], False), following, segment_end[owner])
+    gap = following - start - live.size[rows]
+    is_slack = (gap > 0) & (gap <= MAX_SLACK_BYTES) & ~(segments.small | segments.expandable)[owner]
     size = live.size.copy()
-    size[at[slack]] += gap[slack]
-    gap = np.where(slack, 0, gap)
+    size[rows[is_slack]] += gap[is_slack]
+    gap = np.where(is_slack, 0, gap)
     first = np.full(len(segments), -1, np.int64)
-    first[owner[::-1]] = at[::-1]
-    head = np.where(first >= 0, live.address[first] - segments.address, segments.size) if len(live) else segments.size
-    behind, ahead = np.flatnonzero(gap > 0), np.flatnonzero(head > 0)
-    address = np.concatenate([start[behind] + size[at[behind]], segments.address[ahead]])
-    free = FreeBlocks(address, np.concatenate([gap[behind], head[ahead]]), np.concatenate([owner[behind], ahead]))
-    filled = LiveBlocks(live.block, live.address, live.requested, size, segment)
-    return filled, free
+    first[owner[::-1]] = rows[::-1]
+    free_in_front = segments.size
+    if len(live):
+        free_in_front = np.where(first >= 0, live.address[first] - segments.address, segments.size)
+    behind, in_front = np.flatnonzero(gap > 0), np.flatnonzero(free_in_front > 0)
+    free = FreeBlocks(
+        address=np.concatenate([start[behind] + size[rows[behind]], segments.address[in_front]]),
+        size=np.concatenate([gap[behind], free_in_front[in_front]]),
+        segment=np.concatenate([owner[behind], in_front]),
+    )
+    return DeviceBlocks(live.block, live.address, live.requested, size, segment), free

@@ -1,14 +1,15 @@
-"""What changed between two traces: by category, module and line, and step by step; never by address.
+"""Differences between two traces by category, module and allocation site, and step by step; addresses are ignored.
 
-Compared is what is held at the peak, and what a usual step allocates (the median over the steps after warm-up, so that
-runs of different lengths compare).
+Two things are compared: the memory that is live at the peak, and the memory that a step allocates. The latter is the
+median over the steps after warm-up, so that runs of different lengths can be compared.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 
@@ -16,9 +17,9 @@ from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.attribution import step_rows
 from memtrace.analysis.block_groups import group_by_category, group_by_module_pattern, group_by_site
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.growth import WARM_UP_STEPS
 from memtrace.analysis.peak import find_peak
 from memtrace.analysis.steps import step_columns
+from memtrace.analysis.warm_up import has_warm_up, steps_after_warm_up
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
@@ -26,208 +27,261 @@ from memtrace.trace import Trace
 if TYPE_CHECKING:
     import pandas as pd
 
-GROUPINGS: Final = ("category", "module", "site")
-MEASURES: Final = ("held at the peak", "allocated by a usual step")
-_LINE: Final = re.compile(r":\d+ ")
+Grouping = Literal["category", "module", "site"]
+GROUPINGS: Final[tuple[Grouping, ...]] = ("category", "module", "site")
+Measure = Literal["live_at_peak", "allocated_per_step"]
+MEASURES: Final[tuple[Measure, ...]] = ("live_at_peak", "allocated_per_step")
+ChangeKind = Literal["appeared", "disappeared", "grew", "shrank"]
+_LINE_NUMBER: Final = re.compile(r":\d+ ")
 
 
 @dataclass(frozen=True)
-class Change:
-    """One category, module or line in both traces. Bytes; None: it is not there."""
+class MemoryChange:
+    """A category, module or allocation site whose memory differs between two traces."""
 
-    grouping: str
-    """One of GROUPINGS."""
-    measure: str
-    """One of MEASURES."""
+    kind: ChangeKind
+    """``appeared`` and ``disappeared``: only one of the traces has the group."""
+    measure: Measure
+    """``live_at_peak``, or ``allocated_per_step`` (the median over the compared steps)."""
+    grouping: Grouping
+    """What ``name`` is: a category, a module or an allocation site."""
     name: str | None
-    """As in the second trace; None: unknown."""
+    """The category, module or site, as in the second trace; None: unknown."""
     before_bytes: int | None
+    """None: absent from the first trace."""
     after_bytes: int | None
+    """None: absent from the second trace."""
+    change_bytes: int
+    """Bytes after minus bytes before."""
     before_blocks: float | None
+    """Number of blocks; None: absent, or the first trace holds totals and no blocks."""
     after_blocks: float | None
-
-    @property
-    def change_bytes(self) -> int:
-        """What is there more now."""
-        return (self.after_bytes or 0) - (self.before_bytes or 0)
-
-    @property
-    def kind(self) -> str:
-        """appeared, vanished, grew, shrank or same."""
-        if self.before_bytes is None or self.after_bytes is None:
-            return "appeared" if self.before_bytes is None else "vanished"
-        if self.change_bytes == 0:
-            return "same"
-        return "grew" if self.change_bytes > 0 else "shrank"
-
-    def as_dict(self) -> dict[str, Any]:
-        """The same as plain JSON values."""
-        return asdict(self) | {"change_bytes": self.change_bytes, "kind": self.kind}
+    """The same for the second trace."""
 
 
 @dataclass(frozen=True)
-class Diff:
-    """Two traces beside each other. ``totals`` has pairs (before, after), None where a trace does not tell."""
+class TraceTotals:
+    """Key figures of one trace. None: the trace does not record them, or it has no steps."""
 
-    totals: dict[str, tuple[float | None, float | None]]
-    """The peak, the number of steps, and of a usual step its peak, allocated bytes, allocations and duration."""
-    changes: tuple[Change, ...]
-    """Whatever is not the same, the largest change first."""
-    step_peaks: tuple[tuple[int, int, int], ...]
-    """(number of the step, peak before, peak after) of the steps that both have. Bytes."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """The same as plain JSON values."""
-        return {
-            "totals": {name: {"before": before, "after": after} for name, (before, after) in self.totals.items()},
-            "changes": [change.as_dict() for change in self.changes],
-            "steps": [{"step": step, "before_bytes": one, "after_bytes": two} for step, one, two in self.step_peaks],
-        }
+    peak_bytes: int
+    """Peak of the requested bytes, summed over the devices."""
+    num_steps: int | None
+    """Number of all steps; the medians are over the compared steps."""
+    median_step_peak_bytes: int | None
+    """Median of the peaks of the steps."""
+    median_step_allocated_bytes: int | None
+    """Median of the bytes that a step allocates."""
+    median_step_allocations: int | None
+    """Median of the number of allocations of a step."""
+    median_step_duration_ns: int | None
+    """Median duration of a step."""
 
 
-def diff(before: Trace, after: Trace) -> Diff:
-    """What changed from one single-rank trace to another, all devices added. A line that only moved within its function
-    is the same line. A file of totals tells only the bytes of its categories."""
-    steps = _compared_steps(before, after)
-    changes = _changes(MEASURES[0], _held(before), _held(after))
-    changes += _changes(MEASURES[1], _allocated(before, steps[0]), _allocated(after, steps[1]))
-    if not (before.has_blocks and after.has_blocks):
-        changes = [_of_totals(change, before, after) for change in changes if _is_of_totals(change)]
-    changes = [change for change in changes if change.kind != "same"]
+@dataclass(frozen=True)
+class StepPeaks:
+    """The peaks of a step that both traces have."""
+
+    step: int
+    """Number of the step."""
+    before_bytes: int
+    """Its peak in the first trace."""
+    after_bytes: int
+    """Its peak in the second trace."""
+
+
+@dataclass(frozen=True)
+class TraceComparison:
+    """The differences between two traces."""
+
+    before: TraceTotals
+    """Key figures of the first trace."""
+    after: TraceTotals
+    """Key figures of the second trace."""
+    changes: tuple[MemoryChange, ...]
+    """What differs, the largest change first."""
+    steps: tuple[StepPeaks, ...]
+    """Peaks of the steps that both traces have."""
+
+
+@dataclass(frozen=True)
+class _GroupTotal:
+    num_bytes: int
+    num_blocks: float | None
+    """None: the trace holds totals and no blocks."""
+
+
+_Totals = dict[Grouping, dict[str | None, _GroupTotal]]
+
+
+def compare_traces(before: Trace, after: Trace) -> TraceComparison:
+    """Return the differences between two single-rank traces, summed over their devices.
+
+    An allocation site that only moved within its function counts as the same site. If one of the files holds totals
+    instead of blocks, only the bytes of the categories at the peak are compared.
+    """
+    steps_before, steps_after = _compared_steps(before, after)
+    changes = _find_changes("live_at_peak", _live_at_peak(before), _live_at_peak(after))
+    if before.has_blocks and after.has_blocks:
+        changes += _find_changes(
+            "allocated_per_step", _allocated_per_step(before, steps_before), _allocated_per_step(after, steps_after)
+        )
+    else:
+        changes = [change for change in changes if change.grouping == "category"]
     changes.sort(key=lambda change: -abs(change.change_bytes))
-    one, two = _totals(before, steps[0]), _totals(after, steps[1])
-    return Diff({name: (one[name], two[name]) for name in one}, tuple(changes), _step_peaks(before, after))
+    return TraceComparison(
+        _trace_totals(before, steps_before), _trace_totals(after, steps_after), tuple(changes), _steps(before, after)
+    )
 
 
-def _is_of_totals(change: Change) -> bool:
-    return (change.grouping, change.measure) == (GROUPINGS[0], MEASURES[0])
-
-
-def _of_totals(change: Change, before: Trace, after: Trace) -> Change:
-    had = change.before_blocks if before.has_blocks else None
-    return replace(change, before_blocks=had, after_blocks=change.after_blocks if after.has_blocks else None)
-
-
-def diff_table(before: Trace, after: Trace) -> pd.DataFrame:
-    """One row a change: the columns of ``Change``, change_bytes and kind."""
+def changes_table(before: Trace, after: Trace) -> pd.DataFrame:
+    """Return one row per change of ``compare_traces``, with the fields of ``MemoryChange`` as columns."""
     import pandas as pd
 
-    columns = [*Change.__dataclass_fields__, "change_bytes", "kind"]
-    frame: pd.DataFrame = pd.DataFrame([change.as_dict() for change in diff(before, after).changes], columns=columns)
-    return frame
-
-
-Sums = dict[str, dict[str | None, tuple[int, float]]]
-"""grouping -> name -> (bytes, blocks)."""
-
-
-def _held(trace: Trace) -> Sums:
-    sums: Sums = {grouping: {} for grouping in GROUPINGS}
-    for device in trace.devices:
-        live = find_peak(trace, device).live
-        for grouping, rows in zip(
-            GROUPINGS,
-            (group_by_category(trace, live), group_by_module_pattern(trace, live), group_by_site(trace, live)),
-            strict=True,
-        ):
-            for group in rows:
-                had = sums[grouping].get(group.name, (0, 0.0))
-                sums[grouping][group.name] = had[0] + group.bytes, had[1] + group.num_blocks
-    return sums
-
-
-def _allocated(trace: Trace, steps: Array) -> Sums:
-    """The median over some steps of what each group allocates in a step."""
-    found = blocks(trace)
-    place = np.searchsorted(steps, found.step) if len(steps) else np.zeros(len(found), np.int64)
-    inside = np.isin(found.step, steps)
-    names: dict[str, tuple[Array, list[str | None]]] = {
-        "category": (found.category.astype(np.int64), [*CATEGORIES, None]),
-        "module": _coded(found.module, lambda code: _pattern(trace.name(code))),
-        "site": _coded(found.stack, lambda code: allocation_site(trace, code)),
-    }
-    sums: Sums = {}
-    for grouping, (codes, texts) in names.items():
-        width = max(len(steps), 1)
-        key = codes[inside] * width + place[inside]
-        total = np.bincount(key, weights=found.size[inside], minlength=len(texts) * width).reshape(-1, width)
-        number = np.bincount(key, minlength=len(texts) * width).reshape(-1, width)
-        sums[grouping] = {
-            texts[code]: (int(np.median(total[code])), float(np.median(number[code])))
-            for code in np.flatnonzero(number.any(axis=1)).tolist()
-        }
-    return sums
-
-
-def _coded(column: Array, text: Any) -> tuple[Array, list[str | None]]:
-    """Codes into a list of distinct texts: several ids may have one text."""
-    ids, place = np.unique(column, return_inverse=True)
-    texts: dict[str | None, int] = {}
-    code = np.array([texts.setdefault(text(identity), len(texts)) for identity in ids.tolist()], np.int64)
-    return code[place] if len(ids) else place, list(texts)
-
-
-def _pattern(name: str | None) -> str | None:
-    return name and ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def usual_steps(trace: Trace) -> Array:
-    """The numbers of the steps after warm-up; of all where there are too few."""
-    steps = step_rows(trace).number
-    return steps[WARM_UP_STEPS:] if len(steps) > WARM_UP_STEPS + 1 else steps
+    rows = [asdict(change) for change in compare_traces(before, after).changes]
+    table: pd.DataFrame = pd.DataFrame(rows, columns=[field.name for field in fields(MemoryChange)])
+    return table
 
 
 def _compared_steps(before: Trace, after: Trace) -> tuple[Array, Array]:
-    """The usual steps of both; where one has too few to leave out its warm-up, those of the same numbers in both."""
-    one, two = step_rows(before).number, step_rows(after).number
-    shared = np.intersect1d(one, two)
-    if len(shared) and min(len(one), len(two)) <= WARM_UP_STEPS + 1:
+    """Return the steps after warm-up of both traces; if either is too short for that, the steps that both have."""
+    shared = np.intersect1d(step_rows(before).number, step_rows(after).number)
+    if len(shared) and not (has_warm_up(before) and has_warm_up(after)):
         return shared, shared
-    return usual_steps(before), usual_steps(after)
+    return steps_after_warm_up(before), steps_after_warm_up(after)
 
 
-def _changes(measure: str, before: Sums, after: Sums) -> list[Change]:
-    changes = []
-    for grouping in GROUPINGS:
-        one, two = before[grouping], after[grouping]
-        moved = _moved(one, two) if grouping == "site" else {}
-        for name in dict.fromkeys([*two, *(name for name in one if name not in two)]):
-            if name in moved.values():
-                continue
-            had, has = one.get(moved.get(name, name)), two.get(name)
-            changes.append(
-                Change(grouping, measure, name, had[0] if had else None, has[0] if has else None,
-                       had[1] if had else None, has[1] if has else None)
-            )  # fmt: skip
-    return changes
+def _live_at_peak(trace: Trace) -> _Totals:
+    totals: _Totals = {grouping: {} for grouping in GROUPINGS}
+    for device in trace.devices:
+        live = find_peak(trace, device).live
+        group_functions = (group_by_category, group_by_module_pattern, group_by_site)
+        for grouping, group_blocks in zip(GROUPINGS, group_functions, strict=True):
+            for group in group_blocks(trace, live):
+                other = totals[grouping].get(group.name)
+                total_bytes = group.bytes + (other.num_bytes if other else 0)
+                total_blocks = group.num_blocks + ((other.num_blocks or 0.0) if other else 0.0)
+                totals[grouping][group.name] = _GroupTotal(total_bytes, total_blocks if trace.has_blocks else None)
+    return totals
 
 
-def _moved(one: dict[str | None, Any], two: dict[str | None, Any]) -> dict[str | None, str | None]:
-    """New lines that are old ones with another number: each the only one left of its function on both sides."""
-    gone: dict[str, list[str]] = {}
-    come: dict[str, list[str]] = {}
-    for names, others, sides in ((one, two, gone), (two, one, come)):
-        for name in names:
-            if name is not None and name not in others:
-                sides.setdefault(_LINE.sub(": ", name), []).append(name)
-    return {new[0]: gone[key][0] for key, new in come.items() if len(new) == 1 and len(gone.get(key, ())) == 1}
-
-
-def _totals(trace: Trace, steps: Array) -> dict[str, float | None]:
-    columns, usual = step_columns(trace), np.isin(step_columns(trace)["step"], steps)
-    names = {
-        "usual_step_peak_bytes": "peak_bytes",
-        "usual_step_allocated_bytes": "allocated_bytes",
-        "usual_step_allocations": "num_allocs",
-        "usual_step_duration_ns": "duration_ns",
+def _allocated_per_step(trace: Trace, steps: Array) -> _Totals:
+    """Return what each group allocates in a step: the median over ``steps``, of bytes and of blocks."""
+    columns = blocks(trace)
+    in_steps = np.isin(columns.step, steps)
+    step_index = np.searchsorted(steps, columns.step[in_steps])
+    group_columns: dict[Grouping, tuple[Array, list[str | None]]] = {
+        "category": (columns.category.astype(np.int64), [*CATEGORIES, None]),
+        "module": _code_by_text(columns.module, lambda name: _module_pattern(trace.name(name))),
+        "site": _code_by_text(columns.stack, lambda stack: allocation_site(trace, stack)),
     }
-    medians = {name: float(np.median(columns[of][usual])) if usual.any() else None for name, of in names.items()}
-    peaks = [find_peak(trace, device).requested.bytes for device in trace.devices]
-    return {"peak_bytes": sum(peaks), "num_steps": len(columns["step"]) if trace.has_blocks else None, **medians}
+    num_steps = max(len(steps), 1)
+    totals: _Totals = {}
+    for grouping, (code, names) in group_columns.items():
+        cell, num_cells = code[in_steps] * num_steps + step_index, len(names) * num_steps
+        size = np.bincount(cell, weights=columns.size[in_steps], minlength=num_cells).reshape(-1, num_steps)
+        count = np.bincount(cell, minlength=num_cells).reshape(-1, num_steps)
+        totals[grouping] = {
+            names[group]: _GroupTotal(int(np.median(size[group])), float(np.median(count[group])))
+            for group in np.flatnonzero(count.any(axis=1)).tolist()
+        }
+    return totals
 
 
-def _step_peaks(before: Trace, after: Trace) -> tuple[tuple[int, int, int], ...]:
-    one, two = step_columns(before), step_columns(after)
-    had = dict(zip(one["step"].tolist(), one["peak_bytes"].tolist(), strict=True))
-    rows = zip(two["step"].tolist(), two["peak_bytes"].tolist(), strict=True)
-    return tuple((step, had[step], bytes_) for step, bytes_ in rows if step in had)
+def _code_by_text(ids: Array, text_of: Callable[[int], str | None]) -> tuple[Array, list[str | None]]:
+    """Return for each id the index of its text, and the distinct texts; several ids can have the same text."""
+    distinct_ids, index = np.unique(ids, return_inverse=True)
+    texts: dict[str | None, int] = {}
+    code = np.array([texts.setdefault(text_of(number), len(texts)) for number in distinct_ids.tolist()], np.int64)
+    return code[index] if len(ids) else index, list(texts)
+
+
+def _module_pattern(name: str | None) -> str | None:
+    return name and ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _find_changes(measure: Measure, before: _Totals, after: _Totals) -> list[MemoryChange]:
+    changes: list[MemoryChange | None] = []
+    for grouping in GROUPINGS:
+        old, new = before[grouping], after[grouping]
+        old_names = _match_moved_sites(old, new) if grouping == "site" else {}
+        changes += [
+            _make_change(measure, grouping, name, old.get(old_names.get(name, name)), new[name]) for name in new
+        ]
+        disappeared = [name for name in old if name not in new and name not in old_names.values()]
+        changes += [_make_change(measure, grouping, name, old[name], None) for name in disappeared]
+    return [change for change in changes if change is not None]
+
+
+def _make_change(
+    measure: Measure, grouping: Grouping, name: str | None, before: _GroupTotal | None, after: _GroupTotal | None
+) -> MemoryChange | None:
+    """Return the change between two totals; None if the bytes are the same."""
+    change_bytes = (after.num_bytes if after else 0) - (before.num_bytes if before else 0)
+    kind: ChangeKind
+    if before is None or after is None:
+        kind = "appeared" if before is None else "disappeared"
+    elif change_bytes == 0:
+        return None
+    else:
+        kind = "grew" if change_bytes > 0 else "shrank"
+    return MemoryChange(
+        kind=kind,
+        measure=measure,
+        grouping=grouping,
+        name=name,
+        before_bytes=before.num_bytes if before else None,
+        after_bytes=after.num_bytes if after else None,
+        change_bytes=change_bytes,
+        before_blocks=before.num_blocks if before else None,
+        after_blocks=after.num_blocks if after else None,
+    )
+
+
+def _match_moved_sites(
+    old: dict[str | None, _GroupTotal], new: dict[str | None, _GroupTotal]
+) -> dict[str | None, str | None]:
+    """Return the old site for each new site that differs from it only in the line number.
+
+    A site counts as moved if it is the only unmatched one of its function on both sides.
+    """
+    only_old, only_new = _sites_by_function(old, new), _sites_by_function(new, old)
+    return {
+        sites[0]: only_old[function][0]
+        for function, sites in only_new.items()
+        if len(sites) == 1 and len(only_old.get(function, ())) == 1
+    }
+
+
+def _sites_by_function(
+    totals: dict[str | None, _GroupTotal], others: dict[str | None, _GroupTotal]
+) -> dict[str, list[str]]:
+    """Return the sites that ``others`` lacks, by file and function."""
+    sites: dict[str, list[str]] = {}
+    for site in totals:
+        if site is not None and site not in others:
+            sites.setdefault(_LINE_NUMBER.sub(": ", site), []).append(site)
+    return sites
+
+
+def _trace_totals(trace: Trace, steps: Array) -> TraceTotals:
+    columns = step_columns(trace)
+    is_compared = np.isin(columns.step, steps)
+
+    def median(name: str) -> int | None:
+        return round(float(np.median(getattr(columns, name)[is_compared]))) if is_compared.any() else None
+
+    return TraceTotals(
+        peak_bytes=sum(find_peak(trace, device).requested.bytes for device in trace.devices),
+        num_steps=len(columns) if trace.has_blocks else None,
+        median_step_peak_bytes=median("peak_bytes"),
+        median_step_allocated_bytes=median("allocated_bytes"),
+        median_step_allocations=median("num_allocs"),
+        median_step_duration_ns=median("duration_ns"),
+    )
+
+
+def _steps(before: Trace, after: Trace) -> tuple[StepPeaks, ...]:
+    old, new = step_columns(before), step_columns(after)
+    old_peaks = dict(zip(old.step.tolist(), old.peak_bytes.tolist(), strict=True))
+    rows = zip(new.step.tolist(), new.peak_bytes.tolist(), strict=True)
+    return tuple(StepPeaks(step, old_peaks[step], peak_bytes) for step, peak_bytes in rows if step in old_peaks)

@@ -1,19 +1,25 @@
-"""Findings: memory that is there without need, by pattern and line, ranked by what mending it would save."""
+"""Wasted memory: findings by pattern and allocation site, ranked by how much fixing each would lower the peak.
+
+Every finding is evaluated by replaying the recorded timeline without the memory that it wastes. The patterns are
+DrGPUM's (ASPLOS 2023), refined by msMemScope's conditions; see ``pattern_catalog``.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from memtrace.analysis import patterns
+from memtrace.analysis import pattern_catalog as catalog
+from memtrace.analysis import patterns, training_patterns
 from memtrace.analysis.allocation_sites import allocation_site
-from memtrace.analysis.attribution import PHASE, op_column, step_rows
-from memtrace.analysis.block_accesses import most_bytes_of_an_operator, tells_accesses, uses
-from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
-from memtrace.analysis.counterfactual import FOREVER, Absences, peak_without
-from memtrace.analysis.growth import MIN_STEPS, WARM_UP_STEPS
+from memtrace.analysis.attribution import step_rows
+from memtrace.analysis.block_accesses import compute_peak_lower_bound, has_accesses
+from memtrace.analysis.blocks import CATEGORY, blocks
+from memtrace.analysis.counterfactual import IdleIntervals, max_simultaneous_bytes, peak_without_intervals
+from memtrace.analysis.pattern_catalog import ALL_PATTERNS, WastePattern
 from memtrace.analysis.peak import find_peak
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES, NO_BLOCKS
@@ -22,315 +28,266 @@ from memtrace.trace import Trace
 if TYPE_CHECKING:
     import pandas as pd
 
-MAX_FINDINGS: Final = 25
-"""Most findings of one pattern whose peak is replayed; those that hold most at the peak are."""
-MIN_SHARE: Final = 0.001
-"""Of the peak; what holds less at any time is not named."""
-
-PATTERNS: Final = {
-    "leak": "Free it: something keeps it (a list, a cache, a hook) after its last use.",
-    "unused_allocation": "Do not make it: nothing reads it.",
-    "late_deallocation": "Drop the last reference (del, or a smaller scope) once it is used.",
-    "early_allocation": "Make it where it is first used.",
-    "redundant_allocation": "Write in place, or free the other block of this size before: its place was free to take.",
-    "temporary_idleness": "Recompute it (checkpoint) or move it to the host meanwhile; its content is needed again.",
-    "dead_write": "Leave out the first write: it is overwritten unread (unless the second writes only a part).",
-}
-"""Each pattern with what mends it."""
-NAMES: Final = {
-    "gradients kept through forward": "Free them before forward: zero_grad(set_to_none=True) right after step().",
-    "loss kept with its graph": "Keep loss.item() or loss.detach(), not the loss: it holds the whole graph.",
-    "graph kept without backward": "Wrap it in torch.no_grad(): no backward follows, yet its activations stay.",
-    "double copy": "Copy once: .to() and .contiguous() made a second copy while the first was still there.",
-    "gradients kept through the optimizer's step": "Free each as it is used: step in backward "
-    "(register_post_accumulate_grad_hook).",
-}
-"""Patterns in the clothes that users know, where the evidence is there."""
-MECHANISMS: Final = ("temporary_idleness", "redundant_allocation", "gradients kept through the optimizer's step")
-"""Patterns and names that take more to mend than moving a line; they are ranked behind the others."""
-OF_ALL_LINES: Final = (
-    "gradients kept through forward",
-    "gradients kept through the optimizer's step",
-    "loss kept with its graph",
-)
-"""Names of which one finding tells, whatever the lines."""
-_SILENT_NODES: Final = 16
-_COPIES: Final = ("aten::_to_copy", "aten::clone", "aten::contiguous", "aten::copy_", "aten::to.")
+MAX_REPLAYS: Final = 25
+"""Most findings of one pattern that are replayed: those that waste most at the peak."""
+MIN_PEAK_SHARE: Final = 0.001
+"""Findings that never waste this share of the peak are left out, unless ``min_bytes`` is given."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One pattern at one line. Bytes and ns."""
+    """Memory that one pattern wastes at one allocation site."""
 
     pattern: str
-    name: str | None
-    """One of NAMES, where the evidence is there."""
+    """The pattern, such as ``retained graph``; see ``pattern_catalog``."""
+    pattern_class: str
+    """The pattern of DrGPUM that it is a case of, such as ``leak``."""
     site: str | None
+    """The allocation site, ``file:line function``; None: no call stack was recorded."""
     category: str
+    """The category of most of the bytes."""
     num_blocks: int
-    bytes: int
-    """The most that is there without need at once."""
+    """Number of blocks that are wasted at some time."""
+    wasted_bytes: int
+    """The most bytes that are wasted at the same time."""
     idle_byte_seconds: float
-    """Bytes times the time for which they are there without need."""
+    """Wasted bytes multiplied by the seconds for which they are wasted."""
     covers_peak: bool
-    peak_if_mended_bytes: int
+    """Whether memory is wasted at the moment of the peak."""
+    peak_if_fixed_bytes: int
+    """The peak of the recorded timeline without the wasted memory."""
     saved_bytes: int
-    """Of the peak, by replaying the timeline without it."""
+    """By how much fixing it lowers the peak."""
+    is_single_line_fix: bool
+    """Whether moving, changing or deleting a line is enough to fix it."""
     advice: str
-    absences: Absences
-
-    @property
-    def needs_mechanism(self) -> bool:
-        """Whether mending it takes more than moving a line."""
-        return self.name in MECHANISMS or (self.name is None and self.pattern in MECHANISMS)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The same as plain JSON values, without the blocks."""
-        return {name: getattr(self, name) for name in FIELDS}
-
-
-FIELDS: Final = ("pattern", "name", "site", "category", "num_blocks", "bytes", "idle_byte_seconds", "covers_peak",
-                 "peak_if_mended_bytes", "saved_bytes", "advice")  # fmt: skip
+    """What to change in the program."""
 
 
 @dataclass(frozen=True)
-class DeviceFindings:
-    """The findings of one device, those that save most first; patterns that need a mechanism behind the others, and
-    behind all what saves nothing of the peak."""
+class SkippedPatterns:
+    """Patterns that could not be checked."""
+
+    patterns: tuple[str, ...]
+    """Their names; see ``pattern_catalog``."""
+    reason: str
+    """What the trace lacks."""
+
+
+@dataclass(frozen=True)
+class DeviceWaste:
+    """The wasted memory of one device."""
 
     device: str
+    """The device, such as ``cpu`` or ``cuda:0``."""
     peak_bytes: int
+    """Peak of the requested bytes."""
     lower_bound_bytes: int | None
-    """The most bytes one operator touches: no schedule is below it. None: not told."""
-    peak_if_all_mended_bytes: int | None
-    """With every finding mended at once that saves something and needs no mechanism; None for a file of totals."""
+    """The most bytes that a single operator touches: no schedule can go below it. None: no accesses were recorded."""
+    peak_if_all_fixed_bytes: int | None
+    """The peak with all single-line fixes applied together; None if nothing could be checked."""
+    min_bytes: int
+    """Findings that waste less than this at any time are left out."""
     findings: tuple[Finding, ...]
-    not_judged: tuple[str, ...]
-    """Patterns that the trace cannot tell, each with the reason."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """The same as plain JSON values."""
-        told = {name: getattr(self, name) for name in ("device", "peak_bytes", "lower_bound_bytes")}
-        return told | {
-            "peak_if_all_mended_bytes": self.peak_if_all_mended_bytes,
-            "findings": [finding.as_dict() for finding in self.findings],
-            "not_judged": list(self.not_judged),
-        }
+    """Single-line fixes first, then what needs recomputation, offloading or in-place operators, then what does not
+    lower the peak; within each group the largest saving first."""
+    skipped_patterns: tuple[SkippedPatterns, ...]
+    """Patterns that could not be checked, and why."""
 
 
-def findings(trace: Trace, device: str, *, min_bytes: int | None = None) -> DeviceFindings:
-    """What is there without need on a device of a single-rank trace; worked out once.
+@dataclass(frozen=True)
+class WastedMemory:
+    """The wasted memory of every device of a trace."""
 
-    ``min_bytes``: findings that hold less at any time are left out; by default a thousandth of the peak. Sources: the
-    patterns of DrGPUM; early and late by msMemScope's condition, that another block was freed or made in between.
+    devices: tuple[DeviceWaste, ...]
+    """The CPU first, then the accelerators."""
+
+
+def find_wasted_memory(trace: Trace, *, min_bytes: int | None = None) -> WastedMemory:
+    """Return the findings on every device of a single-rank trace.
+
+    Args:
+        trace: the trace of one rank.
+        min_bytes: leave out findings that waste fewer bytes at any time; default: a thousandth of the peak.
     """
-    return trace.cached(_find, device, min_bytes)
+    return WastedMemory(tuple(find_device_waste(trace, device, min_bytes=min_bytes) for device in trace.devices))
+
+
+def find_device_waste(trace: Trace, device: str, *, min_bytes: int | None = None) -> DeviceWaste:
+    """Return the findings on one device of a single-rank trace; see ``find_wasted_memory``."""
+    return trace.cached(_find_device_waste, device, _min_bytes(trace, device, min_bytes))
+
+
+def predict_peak_with_fixes(trace: Trace, waste: DeviceWaste, fixed: Iterable[Finding]) -> int:
+    """Return the peak bytes of a device if several of its findings were fixed together.
+
+    Args:
+        trace: the trace of one rank.
+        waste: the findings on a device of ``trace``.
+        fixed: those of ``waste.findings`` to fix.
+    """
+    intervals = trace.cached(_ranked_intervals, waste.device, waste.min_bytes)
+    return peak_without_intervals(
+        trace, waste.device, IdleIntervals.concatenate([intervals[finding] for finding in fixed])
+    )
 
 
 def findings_table(trace: Trace) -> pd.DataFrame:
-    """One row a finding of any device: the columns of ``Finding`` but its blocks, and ``device`` first."""
+    """Return one row per finding: its device and the fields of ``Finding`` as columns."""
     import pandas as pd
 
-    rows = [{"device": device} | one.as_dict() for device in trace.devices for one in findings(trace, device).findings]
-    frame: pd.DataFrame = pd.DataFrame(rows, columns=["device", *FIELDS])
-    return frame
+    devices = find_wasted_memory(trace).devices
+    rows = [{"device": waste.device} | asdict(finding) for waste in devices for finding in waste.findings]
+    table: pd.DataFrame = pd.DataFrame(rows, columns=["device", *(field.name for field in fields(Finding))])
+    return table
 
 
-def _find(trace: Trace, device: str, min_bytes: int | None) -> DeviceFindings:
-    found, top = blocks(trace), find_peak(trace, device)
+def _min_bytes(trace: Trace, device: str, min_bytes: int | None) -> int:
+    return int(MIN_PEAK_SHARE * find_peak(trace, device).requested.bytes) if min_bytes is None else min_bytes
+
+
+def _find_device_waste(trace: Trace, device: str, min_bytes: int) -> DeviceWaste:
+    peak_bytes = find_peak(trace, device).requested.bytes
     if not trace.has_blocks:
-        reason = f"all patterns: {NO_BLOCKS}"
-        return DeviceFindings(device, top.requested.bytes, None, None, (), (reason,))
-    chosen = np.flatnonzero((found.device == trace.devices.index(device)) & (found.size > 0))
-    least = int(MIN_SHARE * top.requested.bytes) if min_bytes is None else min_bytes
-    listed: list[Finding] = []
-    for pattern, name, absences in _all(trace, chosen):
-        listed += _by_line(trace, device, pattern, name, absences, least)
-    listed.sort(key=lambda one: (not one.saved_bytes, one.needs_mechanism, -one.saved_bytes, -one.idle_byte_seconds))
-    mended = [one.absences for one in listed if one.saved_bytes > 0 and not one.needs_mechanism]
-    return DeviceFindings(
+        skipped = SkippedPatterns(tuple(pattern.name for pattern in ALL_PATTERNS), NO_BLOCKS)
+        return DeviceWaste(device, peak_bytes, None, None, min_bytes, (), (skipped,))
+    intervals = trace.cached(_ranked_intervals, device, min_bytes)
+    applied = [part for finding, part in intervals.items() if finding.saved_bytes > 0 and finding.is_single_line_fix]
+    return DeviceWaste(
         device=device,
-        peak_bytes=top.requested.bytes,
-        lower_bound_bytes=most_bytes_of_an_operator(trace, device),
-        peak_if_all_mended_bytes=peak_without(trace, device, Absences.joined(mended)),
-        findings=tuple(listed),
-        not_judged=_not_judged(trace),
+        peak_bytes=peak_bytes,
+        lower_bound_bytes=compute_peak_lower_bound(trace, device),
+        peak_if_all_fixed_bytes=peak_without_intervals(trace, device, IdleIntervals.concatenate(applied)),
+        min_bytes=min_bytes,
+        findings=tuple(intervals),
+        skipped_patterns=tuple(_skipped_patterns(trace)),
     )
 
 
-def _not_judged(trace: Trace) -> tuple[str, ...]:
-    reasons = []
-    if not tells_accesses(trace):
-        untold = [name for name in PATTERNS if name != "leak"]
-        reasons.append(f"{', '.join(untold)}: the trace does not say what was read and written")
-    if len(step_rows(trace).number) < WARM_UP_STEPS + MIN_STEPS:
-        reasons.append(f"leak: it takes at least {WARM_UP_STEPS + MIN_STEPS} steps to tell")
-    return tuple(reasons)
+def _skipped_patterns(trace: Trace) -> Iterator[SkippedPatterns]:
+    if not has_accesses(trace):
+        names = tuple(pattern.name for pattern in ALL_PATTERNS if pattern.pattern_class != "leak")
+        yield SkippedPatterns(names, "the trace does not record reads and writes")
+    if len(step_rows(trace).number) < training_patterns.MIN_STEPS_FOR_LEAKS:
+        names = tuple(pattern.name for pattern in ALL_PATTERNS if pattern.pattern_class == "leak")
+        yield SkippedPatterns(names, f"at least {training_patterns.MIN_STEPS_FOR_LEAKS} steps are needed")
 
 
-def _all(trace: Trace, chosen: Array) -> list[tuple[str, str | None, Absences]]:
-    """Every pattern with its stretches; what has a name of its own is taken out of the pattern it belongs to."""
-    leaks = patterns.kept_for_ever(trace, chosen)
-    of_graphs = _recorded_by_autograd(trace, leaks.block) | _read_for_autograd(trace, leaks.block)
-    parts: list[tuple[str, str | None, Absences]] = [
-        ("leak", "loss kept with its graph", leaks.take(np.flatnonzero(of_graphs))),
-        ("leak", None, leaks.take(np.flatnonzero(~of_graphs))),
+def _ranked_intervals(trace: Trace, device: str, min_bytes: int) -> dict[Finding, IdleIntervals]:
+    """Return the findings of a device in the order of ``DeviceWaste.findings``, with the intervals of each."""
+    columns = blocks(trace)
+    candidates = np.flatnonzero((columns.device == trace.devices.index(device)) & (columns.size > 0))
+    evaluated = [
+        (_evaluate(trace, device, pattern, site, part, replay=rank < MAX_REPLAYS), part)
+        for pattern, intervals in _detect_patterns(trace, candidates)
+        for rank, (site, part) in enumerate(_group_by_site(trace, device, pattern, intervals))
     ]
-    if not tells_accesses(trace):
-        return parts
-    gradients = patterns.idle_gradients(trace, chosen)
-    rest = chosen[~patterns.among(trace, np.concatenate([gradients.block, leaks.block]))[chosen]]
-    unused = patterns.unused_allocation(trace, rest)
-    rest = rest[~patterns.among(trace, unused.block)[rest]]
-    late = patterns.late_deallocation(trace, rest)
-    graphs = _without_backward(trace, late.block)
-    stepping = blocks(trace).category[late.block] == CATEGORY["gradient"]
-    redundant, donors = patterns.redundant_allocation(trace, rest)
-    copies = _copies_of(trace, redundant.block, donors)
+    large = [(finding, part) for finding, part in evaluated if finding.wasted_bytes >= min_bytes]
+    return dict(sorted(large, key=lambda item: _ranking(item[0])))
+
+
+def _ranking(finding: Finding) -> tuple[bool, bool, int, float]:
+    saves_nothing = finding.saved_bytes == 0
+    return saves_nothing, not finding.is_single_line_fix, -finding.saved_bytes, -finding.idle_byte_seconds
+
+
+def _detect_patterns(trace: Trace, candidates: Array) -> list[tuple[WastePattern, IdleIntervals]]:
+    """Return the intervals of each pattern; blocks of a special case are not reported under the general pattern too."""
+    leaked = training_patterns.find_leaked_blocks(trace, candidates)
+    of_graph = training_patterns.is_held_by_graph(trace, leaked.block)
+    leaks = [(catalog.RETAINED_GRAPH, leaked.select(of_graph)), (catalog.LEAK, leaked.select(~of_graph))]
+    if not has_accesses(trace):
+        return leaks
+    gradients = training_patterns.find_idle_gradients(trace, candidates)
+    candidates = _without(trace, candidates, np.concatenate([gradients.block, leaked.block]))
+    unused = patterns.find_unused_allocations(trace, candidates)
+    candidates = _without(trace, candidates, unused.block)
+    late = patterns.find_late_deallocations(trace, candidates)
+    late_gradient = blocks(trace).category[late.block] == CATEGORY["gradient"]
+    no_backward = training_patterns.has_no_backward(trace, late.block) & ~late_gradient
+    redundant, donors = patterns.find_redundant_allocations(trace, candidates)
+    copied = training_patterns.is_copy_of_donor(trace, redundant.block, donors)
     return [
-        *parts,
-        ("late_deallocation", "gradients kept through forward", gradients),
-        ("unused_allocation", None, unused),
-        ("late_deallocation", "graph kept without backward", late.take(np.flatnonzero(graphs & ~stepping))),
-        ("late_deallocation", "gradients kept through the optimizer's step", late.take(np.flatnonzero(stepping))),
-        ("late_deallocation", None, late.take(np.flatnonzero(~graphs & ~stepping))),
-        ("early_allocation", None, patterns.early_allocation(trace, rest)),
-        ("redundant_allocation", "double copy", redundant.take(np.flatnonzero(copies))),
-        ("redundant_allocation", None, redundant.take(np.flatnonzero(~copies))),
-        ("temporary_idleness", None, patterns.temporary_idleness(trace, rest)),
-        ("dead_write", None, _of_dead_writes(trace, rest)),
+        *leaks,
+        (catalog.GRADIENTS_THROUGH_FORWARD, gradients),
+        (catalog.UNUSED_ALLOCATION, unused),
+        (catalog.FORWARD_WITHOUT_BACKWARD, late.select(no_backward)),
+        (catalog.GRADIENTS_THROUGH_STEP, late.select(late_gradient)),
+        (catalog.LATE_DEALLOCATION, late.select(~no_backward & ~late_gradient)),
+        (catalog.EARLY_ALLOCATION, patterns.find_early_allocations(trace, candidates)),
+        (catalog.DOUBLE_COPY, redundant.select(copied)),
+        (catalog.REDUNDANT_ALLOCATION, redundant.select(~copied)),
+        (catalog.TEMPORARY_IDLENESS, patterns.find_temporary_idleness(trace, candidates)),
+        (catalog.DEAD_WRITE, patterns.find_dead_writes(trace, candidates)),
     ]
 
 
-def _recorded_by_autograd(trace: Trace, chosen: Array) -> Array:
-    """Whether an operator that autograd recorded made each block."""
-    made = blocks(trace).alloc_event[chosen]
-    op = np.where(made >= 0, trace.columns("events", "op_id")["op_id"][made], -1)
-    recorded = op_column(trace, op, "sequence_nr") >= 0
-    return np.asarray(recorded & (op_column(trace, op, "phase") != PHASE["backward"]))
+def _without(trace: Trace, candidates: Array, excluded: Array) -> Array:
+    remaining: Array = candidates[~patterns.block_mask(trace, excluded)[candidates]]
+    return remaining
 
 
-def _read_for_autograd(trace: Trace, chosen: Array) -> Array:
-    """Whether an operator that autograd recorded reads each block: its graph may hold it."""
-    used = uses(trace)
-    recorded = (op_column(trace, used.op, "sequence_nr") >= 0) & (
-        op_column(trace, used.op, "phase") != PHASE["backward"]
-    )
-    read = np.zeros(len(blocks(trace)), bool)
-    read[used.block[used.is_read & recorded]] = True
-    return read[chosen]
-
-
-def _without_backward(trace: Trace, chosen: Array) -> Array:
-    """Whether autograd recorded the maker of each block, and no backward ran through its node.
-
-    A node may run without an operator (that of a sum). It counts as run where close ones on both sides are run by one
-    backward, which takes the later one first; of two backwards the later node's is the second.
-    """
-    made = blocks(trace).alloc_event[chosen]
-    op = np.where(made >= 0, trace.columns("events", "op_id")["op_id"][made], -1)
-    node = op_column(trace, op, "sequence_nr").astype(np.int64)
-    ops = trace.columns("ops", "op_id", "phase", "sequence_nr")
-    backward = np.flatnonzero((ops["phase"] == PHASE["backward"]) & (ops["sequence_nr"] >= 0))
-    backward = backward[np.argsort(ops["op_id"][backward], kind="stable")]
-    run, first = np.unique(ops["sequence_nr"][backward], return_index=True)
-    nodes = np.concatenate([[-FOREVER], run, [FOREVER]])
-    run_at = np.concatenate([[-1], ops["op_id"][backward[first]], [FOREVER]])
-    after = np.searchsorted(nodes, node, side="right")
-    silent = (run_at[after] < run_at[after - 1]) & (nodes[after] - nodes[after - 1] <= _SILENT_NODES)
-    ran = (nodes[after - 1] == node) | silent
-    return np.asarray(_recorded_by_autograd(trace, chosen) & ~ran)
-
-
-def _copies_of(trace: Trace, taker: Array, donor: Array) -> Array:
-    """Whether each block is a copy, made by an operator that reads its donor."""
-    found, used = blocks(trace), uses(trace)
-    names, place = np.unique(found.op_name[taker], return_inverse=True)
-    copies = np.array([(trace.name(int(name)) or "").startswith(_COPIES) for name in names], bool)
-    op = trace.columns("events", "op_id")["op_id"][found.alloc_event[taker]]
-    return np.asarray(copies[place] & (used.op[used.first[donor + 1] - 1] == op))
-
-
-def _of_dead_writes(trace: Trace, chosen: Array) -> Absences:
-    """The blocks of dead writes, from one write to the next: they are needed, so nothing is saved at the peak."""
-    used, rows = uses(trace), patterns.dead_writes(trace, chosen)
-    return Absences(used.block[rows], used.row[rows + 1], used.row[rows + 1])
-
-
-def _by_line(
-    trace: Trace, device: str, pattern: str, name: str | None, absences: Absences, least: int
-) -> list[Finding]:
-    """One finding for each line and category (for a named one, in all), those that hold most at the peak."""
-    if not len(absences):
+def _group_by_site(
+    trace: Trace, device: str, pattern: WastePattern, intervals: IdleIntervals
+) -> list[tuple[str | None, IdleIntervals]]:
+    """Return the intervals of each allocation site and category, those that waste most at the peak first."""
+    if not len(intervals):
         return []
-    found = blocks(trace)
-    top = find_peak(trace, device).requested.event
-    covers = (absences.begin <= top) & (absences.end > top)
-    size = found.size[absences.block]
+    if pattern.is_reported_once:
+        return [(_main_site(trace, pattern, intervals), intervals)]
+    columns = blocks(trace)
+    key = columns.stack[intervals.block].astype(np.int64) * len(CATEGORIES) + columns.category[intervals.block]
+    order = np.argsort(key, kind="stable")
+    keys, first = np.unique(key[order], return_index=True)
     groups: dict[tuple[str | None, int], list[Array]] = {}
-    if name in OF_ALL_LINES:
-        groups[_site_of_all(trace, found, absences, name), -1] = [np.arange(len(absences))]
-    else:
-        _split(trace, found, absences, groups)
-    rows = [(where, np.concatenate(parts)) for where, parts in groups.items()]
-    rows.sort(key=lambda item: -int((size[item[1]] * covers[item[1]]).sum()))
-    made = (
-        _finding(trace, device, pattern, name, where[0], absences.take(members), replay=place < MAX_FINDINGS)
-        for place, (where, members) in enumerate(rows)
-    )
-    return [one for one in made if one.bytes >= least]
+    for stack_and_category, members in zip(keys.tolist(), np.split(order, first[1:]), strict=True):
+        stack, category = divmod(stack_and_category, len(CATEGORIES))
+        # Several call stacks can share an allocation site.
+        groups.setdefault((allocation_site(trace, stack), category), []).append(members)
+    peak_row = find_peak(trace, device).requested.event
+    bytes_at_peak = columns.size[intervals.block] * ((intervals.begin <= peak_row) & (intervals.end > peak_row))
+    merged = [(site, np.concatenate(members)) for (site, _), members in groups.items()]
+    merged.sort(key=lambda group: -int(bytes_at_peak[group[1]].sum()))
+    return [(site, intervals.select(members)) for site, members in merged]
 
 
-def _split(trace: Trace, found: Blocks, absences: Absences, groups: dict[tuple[str | None, int], list[Array]]) -> None:
-    keys = found.stack[absences.block].astype(np.int64) * len(CATEGORIES) + found.category[absences.block]
-    order = np.argsort(keys, kind="stable")
-    values, first = np.unique(keys[order], return_index=True)
-    for key, members in zip(values.tolist(), np.split(order, first[1:]), strict=True):
-        # Several stacks may lead to one line.
-        where = allocation_site(trace, key // len(CATEGORIES)), key % len(CATEGORIES)
-        groups.setdefault(where, []).append(members)
+def _main_site(trace: Trace, pattern: WastePattern, intervals: IdleIntervals) -> str | None:
+    """Return the site to report for blocks of many sites: that of the loss of a retained graph, else of most bytes."""
+    columns = blocks(trace)
+    if pattern is catalog.RETAINED_GRAPH:
+        # The loss is the block of the graph that is allocated last.
+        last = intervals.block[np.argmax(columns.alloc_event[intervals.block])]
+        return allocation_site(trace, int(columns.stack[last]))
+    stacks, index = np.unique(columns.stack[intervals.block], return_inverse=True)
+    largest = np.argmax(np.bincount(index, weights=columns.size[intervals.block]))
+    return allocation_site(trace, int(stacks[largest]))
 
 
-def _site_of_all(trace: Trace, found: Blocks, absences: Absences, name: str) -> str | None:
-    """The line to name for many: of a kept graph that of its last block, the loss; else of the most bytes."""
-    if name == "loss kept with its graph":
-        return allocation_site(trace, int(found.stack[absences.block[np.argmax(found.alloc_event[absences.block])]]))
-    stacks, place = np.unique(found.stack[absences.block], return_inverse=True)
-    return allocation_site(trace, int(stacks[np.argmax(np.bincount(place, weights=found.size[absences.block]))]))
-
-
-def _finding(
-    trace: Trace, device: str, pattern: str, name: str | None, where: str | None, mine: Absences, *, replay: bool
+def _evaluate(
+    trace: Trace, device: str, pattern: WastePattern, site: str | None, intervals: IdleIntervals, *, replay: bool
 ) -> Finding:
-    found, top = blocks(trace), find_peak(trace, device).requested
-    time = trace.columns("events", "time_ns")["time_ns"]
-    last = max(len(time) - 1, 0)
-    size = found.size[mine.block]
-    begin, end = np.maximum(mine.begin, 0), np.minimum(mine.end, last)
-    idle = np.maximum(time[end] - time[begin], 0).astype(float) if len(time) else np.zeros(len(mine))
-    covers = bool(((mine.begin <= top.event) & (mine.end > top.event)).any())
-    without = peak_without(trace, device, mine) if covers and replay else top.bytes
-    held = np.bincount(found.category[mine.block], weights=size, minlength=len(CATEGORIES))
+    """Return the finding that ``intervals`` make; without ``replay``, its saving is not computed and counts as 0."""
+    columns, peak_of_requests = blocks(trace), find_peak(trace, device).requested
+    time_ns = trace.columns("events", "time_ns")["time_ns"]
+    size = columns.size[intervals.block]
+    begin, end = np.maximum(intervals.begin, 0), np.minimum(intervals.end, max(len(time_ns) - 1, 0))
+    idle_ns = np.maximum(time_ns[end] - time_ns[begin], 0).astype(float) if len(time_ns) else np.zeros(len(size))
+    spans_peak = (intervals.begin <= peak_of_requests.event) & (intervals.end > peak_of_requests.event)
+    covers_peak = bool(spans_peak.any())
+    fixed = peak_without_intervals(trace, device, intervals) if covers_peak and replay else peak_of_requests.bytes
+    bytes_by_category = np.bincount(columns.category[intervals.block], weights=size, minlength=len(CATEGORIES))
+    is_dead_write = pattern is catalog.DEAD_WRITE
     return Finding(
-        pattern=pattern,
-        name=name,
-        site=where,
-        category=CATEGORIES[int(held.argmax())],
-        num_blocks=len(np.unique(mine.block)),
-        bytes=most_at_once(mine, size) if pattern != "dead_write" else int(size.max()),
-        idle_byte_seconds=float((size * idle).sum()) / 1e9,
-        covers_peak=covers,
-        peak_if_mended_bytes=without,
-        saved_bytes=top.bytes - without,
-        advice=NAMES[name] if name else PATTERNS[pattern],
-        absences=mine,
+        pattern=pattern.name,
+        pattern_class=pattern.pattern_class,
+        site=site,
+        category=CATEGORIES[int(bytes_by_category.argmax())],
+        num_blocks=len(np.unique(intervals.block)),
+        wasted_bytes=int(size.max()) if is_dead_write else max_simultaneous_bytes(intervals, size),
+        idle_byte_seconds=float((size * idle_ns).sum()) / 1e9,
+        covers_peak=covers_peak,
+        peak_if_fixed_bytes=fixed,
+        saved_bytes=peak_of_requests.bytes - fixed,
+        is_single_line_fix=pattern.is_single_line_fix,
+        advice=pattern.advice,
     )
-
-
-def most_at_once(absences: Absences, size: Array) -> int:
-    """The most bytes absent at one moment."""
-    moment = np.concatenate([absences.begin, absences.end])
-    change = np.concatenate([size, -size])
-    # Where one ends as another begins, the end comes first.
-    order = np.lexsort((change, moment))
-    return int(np.cumsum(change[order]).max(initial=0))

@@ -1,32 +1,85 @@
-"""What grows: memory that is still live at the end of every step and becomes more from step to step."""
+"""Memory growth: how much more memory is live at the end of each step, and the live bytes of each site."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
-from memtrace.analysis.leaks import leaks
+import numpy as np
+
+from memtrace.analysis.allocation_sites import allocation_sites
+from memtrace.analysis.attribution import step_rows
+from memtrace.analysis.blocks import blocks
+from memtrace.analysis.leaks import find_leaks, keeps_growing, live_bytes_at_step_ends, step_end_lifetimes
+from memtrace.analysis.thresholds import WARM_UP_STEPS
+from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
-# Optimizer state and workspaces are made in the first steps: those tell nothing about growth.
-WARM_UP_STEPS = 2
-MIN_STEPS = 4
+MAX_SOURCES: Final = 5
+"""Number of sites that are reported as sources of growth."""
 
 
 @dataclass(frozen=True)
-class Growth:
-    """Bytes a step by which the memory live at step ends grows, and which sites and categories keep it."""
+class GrowthSource:
+    """A site whose retained memory grows."""
+
+    site: str
+    """``file:line function (category)``."""
+    bytes_per_step: int
+
+
+@dataclass(frozen=True)
+class MemoryGrowth:
+    """Growth of the memory that is live at the ends of steps."""
 
     bytes_per_step: int
+    """Sum over all leaking sites."""
     num_steps: int
-    """Steps that were looked at, warm-up left out."""
-    sources: tuple[tuple[str, int], ...]
-    """('file:line function (category)', bytes a step), the most first."""
+    """Analyzed steps, warm-up excluded."""
+    num_warm_up_steps: int
+    """Excluded steps at the start."""
+    sources: tuple[GrowthSource, ...]
+    """The sites that grow fastest, at most ``MAX_SOURCES``."""
 
 
-def growth(trace: Trace) -> Growth | None:
-    """The growth of a trace, the sum of its ``leaks``; None where it has too few steps to tell."""
-    found = trace.cached(leaks, with_outliving=False)
-    if found.bytes_per_step is None:
+@dataclass(frozen=True)
+class GrowthCurve:
+    """Live bytes of one site at the end of each step."""
+
+    site: str
+    live_bytes: Array
+    """One element per step, warm-up included."""
+    is_leak: bool
+    """Whether the bytes keep growing after warm-up."""
+
+
+def measure_growth(trace: Trace) -> MemoryGrowth | None:
+    """Return the memory growth of a single-rank trace, the sum of its leaks; None with too few steps."""
+    result = find_leaks(trace, with_long_lived=False)
+    if result.bytes_per_step is None:
         return None
-    rows = ((f"{one.site or 'no stack'} ({one.category})", round(one.bytes_per_step)) for one in found.leaks[:5])
-    return Growth(round(found.bytes_per_step), found.num_steps, tuple(rows))
+    sources = tuple(
+        GrowthSource(f"{leak.site or 'no stack'} ({leak.category})", round(leak.bytes_per_step))
+        for leak in result.leaks[:MAX_SOURCES]
+    )
+    return MemoryGrowth(round(result.bytes_per_step), result.num_steps, result.num_warm_up_steps, sources)
+
+
+def growth_curves(trace: Trace, max_sites: int) -> tuple[GrowthCurve, ...]:
+    """Return the curves of the sites that retain most at the last step's end, leaks first.
+
+    Args:
+        trace: a single-rank trace.
+        max_sites: number of curves to return.
+    """
+    ends, table = step_rows(trace).end_row, blocks(trace)
+    lifetimes = step_end_lifetimes(trace, ends)
+    retained = np.flatnonzero((table.alloc_event >= 0) & (lifetimes.end > lifetimes.first))
+    if not len(ends) or not len(retained):
+        return ()
+    sites, group = allocation_sites(trace, table.stack[retained])
+    first, end = lifetimes.first[retained], lifetimes.end[retained]
+    live = live_bytes_at_step_ends(group, table.size[retained], first, end, (len(sites), len(ends)))
+    is_leak = np.array([keeps_growing(row[WARM_UP_STEPS:]) for row in live])
+    order = np.lexsort((-live[:, -1], ~is_leak))[:max_sites]
+    return tuple(GrowthCurve(sites[row] or "no stack", live[row], bool(is_leak[row])) for row in order.tolist())

@@ -1,126 +1,197 @@
-"""Leaks: sites whose live bytes grow step by step, how fast, and when a capacity is reached."""
+"""Memory leaks: allocation sites whose live bytes grow from step to step, and when a capacity is exhausted."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
 from memtrace.analysis.allocation_sites import allocation_sites
 from memtrace.analysis.attribution import SPAN, rows_at, step_rows
-from memtrace.analysis.block_signatures import WARM_UP_STEPS, middle_by, role_text, roles
+from memtrace.analysis.block_signatures import assign_signatures, describe_signature, median_by_group
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import find_peak
 from memtrace.analysis.steps import step_columns
+from memtrace.analysis.thresholds import (
+    MAX_LOST_SHARE,
+    MAX_USUAL_LIFETIME_STEPS,
+    MIN_EXTRA_STEPS,
+    MIN_GROWING_STEPS,
+    MIN_GROWTH_SPAN,
+    MIN_USUAL_SHARE,
+    WARM_UP_STEPS,
+)
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
 
-MIN_STEPS = 3
-TOP = 10
-GC_RANGE = "gc"
-"""Name of the ranges that a recording writes for Python's garbage collections that freed something."""
+MAX_ROWS: Final = 10
+"""Number of leaks, and of long-lived signatures, that are reported."""
+GC_RANGE: Final = "gc"
+"""Name of the ranges that a recording writes for the runs of Python's garbage collector that freed something."""
 
 
 @dataclass(frozen=True)
 class Leak:
-    """A site that keeps more bytes at the end of every step than of the one before."""
+    """An allocation site that retains more bytes from step to step."""
 
     site: str | None
+    """``file:line function``; None where no stack was recorded."""
     category: str
+    """Category of most of the retained bytes."""
     bytes_per_step: float
-    """Slope of the least-squares line through its live bytes at the ends of steps, since they began to grow."""
+    """Slope of the least-squares line through the live bytes at the ends of steps, from the first step that grows."""
     num_growing_steps: int
+    """Steps at whose end more is live than at the end of the step before."""
     num_blocks: int
-    """Blocks of it that are live at the end of the last step."""
-    bytes_live: int
-    cycle_bytes: int
-    """Bytes of its blocks that only Python's garbage collector freed: reference cycles held them."""
+    """Blocks of the site that are live at the end of the last step."""
+    live_bytes: int
+    """Bytes of these blocks."""
+    gc_freed_bytes: int
+    """Bytes of the site's blocks that only the garbage collector freed: reference cycles kept them alive."""
 
 
 @dataclass(frozen=True)
-class Outliving:
-    """A role some of whose blocks live for more steps than is usual for it."""
+class LongLivedSignature:
+    """A block signature of which some blocks live for more steps than usual."""
 
     site: str
+    """``file:line function, operator`` of the allocation."""
     bytes: int
+    """Sum of the sizes of these blocks."""
     num_blocks: int
     usual_steps: int
+    """Median number of step ends that a block of the signature outlives."""
     longest_steps: int
+    """Largest number of step ends that a block of the signature outlives."""
 
 
 @dataclass(frozen=True)
-class Leaks:
-    """What grows. None in ``steps_to_capacity``: no capacity is known, or nothing grows.
-
-    ``bytes_per_step``: of all of them; None where there are too few steps to tell.
-    """
+class LeakAnalysis:
+    """Memory growth, as ``memtrace leaks --json`` prints it."""
 
     leaks: tuple[Leak, ...]
+    """Leaking sites, fastest growth first."""
     bytes_per_step: float | None
+    """Growth of all leaking sites together; None with too few steps."""
     num_steps: int
-    """Steps looked at, warm-up left out; 0 where there are too few to tell."""
+    """Analyzed steps, warm-up excluded; 0 with too few steps."""
+    num_warm_up_steps: int
+    """Excluded steps at the start."""
+    num_required_steps: int
+    """Number of steps that a trace must have to be analyzed, warm-up included."""
     capacity_bytes: int | None
+    """Memory capacity as given."""
     steps_to_capacity: int | None
-    outliving: tuple[Outliving, ...]
-    cycles_told: bool
-    """Whether the trace tells of garbage collections."""
-    cycle_bytes: int | None
-    """Bytes of all blocks that only the garbage collector freed; None where collections are not told."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values; bytes, bytes a step."""
-        return asdict(self)
+    """Steps after the end of the trace until the capacity is exhausted; None without a capacity or without growth."""
+    long_lived: tuple[LongLivedSignature, ...]
+    """Signatures of which some blocks live longer than usual, most bytes first."""
+    records_gc: bool
+    """Whether the trace holds runs of the garbage collector."""
+    gc_freed_bytes: int | None
+    """Bytes of all blocks that only the garbage collector freed; None where its runs were not recorded."""
 
 
-def leaks(
-    trace: Trace, min_steps: int = MIN_STEPS, capacity_bytes: int | None = None, with_outliving: bool = True
-) -> Leaks:
-    """The leaks of a trace, the steepest first.
+def find_leaks(
+    trace: Trace,
+    *,
+    min_growing_steps: int = MIN_GROWING_STEPS,
+    capacity_bytes: int | None = None,
+    with_long_lived: bool = True,
+) -> LeakAnalysis:
+    """Return the sites of a single-rank trace that retain more memory from step to step.
 
-    A site leaks when its live bytes at step ends grow in at least ``min_steps`` steps after warm-up, over a third of
-    them or more and still in the last third, and no more than a tenth of what it gains is given back. What is made
-    once (optimizer state, a workspace) and a cache that fills up and then stays are none. ``steps_to_capacity`` counts
-    from the end of the trace, from the peak of the device that has the highest, by what grows faster: what is live at
-    the steps' ends or their peaks. ``with_outliving``: roles are worked out.
+    A site leaks when its live bytes at step ends keep growing after warm-up, see ``keeps_growing``. Allocations made
+    once (optimizer state, a workspace) and caches that fill up and then stay the same size are not leaks.
+
+    The time to exhaustion is measured from the highest peak of any device. Peaks that grow faster than the retained
+    memory (``torch.cat`` holds the old and the new tensor) determine it.
+
+    Args:
+        trace: a single-rank trace.
+        min_growing_steps: minimum number of steps in which a site must grow.
+        capacity_bytes: memory capacity; gives ``steps_to_capacity``.
+        with_long_lived: also compute ``long_lived``, which takes most of the time.
     """
+    return trace.cached(_find_leaks, min_growing_steps, capacity_bytes, with_long_lived)
+
+
+def _find_leaks(
+    trace: Trace, min_growing_steps: int, capacity_bytes: int | None, with_long_lived: bool
+) -> LeakAnalysis:
     ends = step_rows(trace).end_row[WARM_UP_STEPS:]
-    cycle = _cycle_blocks(trace)
-    if len(ends) <= min_steps:
-        told = None if cycle is None else int(blocks(trace).size[cycle].sum())
-        return Leaks((), None, 0, capacity_bytes, None, (), cycle is not None, told)
-    found = blocks(trace)
-    first, end = ends_lived(trace, ends)
-    kept = np.flatnonzero((found.alloc_event >= 0) & (end > first) & (found.size > 0))
-    rows = _growing(trace, kept, first[kept], end[kept], len(ends), min_steps, cycle)
-    slope = sum(leak.bytes_per_step for leak in rows)
-    top = max((find_peak(trace, device).requested.bytes for device in trace.devices), default=0)
-    left = None
-    if capacity_bytes is not None and slope > 0:
-        # What is grown by copying (torch.cat) is there twice at the peak, which then grows faster than what stays.
-        of_peaks = float(np.median(np.diff(step_columns(trace)["peak_bytes"][WARM_UP_STEPS:])))
-        left = max(int((capacity_bytes - top) // max(slope, of_peaks)), 0)
-    outliving = _outliving(trace, first, end) if with_outliving else ()
-    return Leaks(
-        tuple(rows[:TOP]), slope, len(ends), capacity_bytes, left, outliving,
-        cycle is not None, None if cycle is None else int(found.size[cycle].sum()),
-    )  # fmt: skip
+    gc_freed = _gc_freed_blocks(trace)
+    result = LeakAnalysis(
+        leaks=(),
+        bytes_per_step=None,
+        num_steps=0,
+        num_warm_up_steps=WARM_UP_STEPS,
+        num_required_steps=WARM_UP_STEPS + min_growing_steps + 1,
+        capacity_bytes=capacity_bytes,
+        steps_to_capacity=None,
+        long_lived=(),
+        records_gc=gc_freed is not None,
+        gc_freed_bytes=None if gc_freed is None else int(blocks(trace).size[gc_freed].sum()),
+    )
+    if len(ends) <= min_growing_steps:
+        return result
+    leaks = _leaking_sites(trace, ends, min_growing_steps, gc_freed)
+    bytes_per_step = sum(leak.bytes_per_step for leak in leaks)
+    return replace(
+        result,
+        leaks=tuple(leaks[:MAX_ROWS]),
+        bytes_per_step=bytes_per_step,
+        num_steps=len(ends),
+        steps_to_capacity=_steps_to_capacity(trace, capacity_bytes, bytes_per_step),
+        long_lived=_long_lived_signatures(trace, ends) if with_long_lived else (),
+    )
 
 
-def ends_lived(trace: Trace, ends: Array) -> tuple[Array, Array]:
-    """For each block the first of some steps' ends at which it is live, and the first one after at which it is not.
+def _steps_to_capacity(trace: Trace, capacity_bytes: int | None, bytes_per_step: float) -> int | None:
+    if capacity_bytes is None or bytes_per_step <= 0:
+        return None
+    highest = max((find_peak(trace, device).requested.bytes for device in trace.devices), default=0)
+    # Memory that grows by copying is allocated twice at the peak, which then grows faster than what is retained. Peaks
+    # that rise until the garbage collector runs do not count.
+    peaks = step_columns(trace).peak_bytes[WARM_UP_STEPS:]
+    peak_growth = float(np.median(np.diff(peaks))) if keeps_growing(peaks) else 0.0
+    return max(int((capacity_bytes - highest) // max(bytes_per_step, peak_growth)), 0)
 
-    An end is the first row of the next step: a block freed by that row has outlived the step.
+
+@dataclass(frozen=True)
+class StepEndLifetimes:
+    """The step ends at which each block is live: ``first`` <= k < ``end``, indexed by block."""
+
+    first: Array
+    end: Array
+
+
+def step_end_lifetimes(trace: Trace, ends: Array) -> StepEndLifetimes:
+    """Return for each block the step ends at which it is live.
+
+    Args:
+        trace: a single-rank trace.
+        ends: ascending rows of events at which steps end, each the first row of what follows. A block that is freed in
+            that row has outlived the step.
     """
-    found = blocks(trace)
-    first = np.searchsorted(ends, np.maximum(found.alloc_event, 0), side="right")
-    end = np.where(found.free_event >= 0, np.searchsorted(ends, found.free_event, side="right"), len(ends))
-    return first, end
+    table = blocks(trace)
+    first = np.searchsorted(ends, np.maximum(table.alloc_event, 0), side="right")
+    end = np.where(table.free_event >= 0, np.searchsorted(ends, table.free_event, side="right"), len(ends))
+    return StepEndLifetimes(first, end)
 
 
-def live_at_ends(group: Array, size: Array, first: Array, end: Array, num_groups: int, num_steps: int) -> Array:
-    """Live bytes of each group at the end of each step: blocks count in the steps [first, end)."""
+def live_bytes_at_step_ends(group: Array, size: Array, first: Array, end: Array, shape: tuple[int, int]) -> Array:
+    """Return the live bytes of each group (row) at the end of each step (column).
+
+    Args:
+        group: group of each block, from 0.
+        size: bytes of each block.
+        first: first step end at which each block is live.
+        end: first later step end at which it is not.
+        shape: number of groups and number of steps.
+    """
+    num_groups, num_steps = shape
     change = np.zeros((num_groups, num_steps + 1), np.int64)
     np.add.at(change, (group, first), size)
     np.add.at(change, (group, end), -size)
@@ -128,100 +199,101 @@ def live_at_ends(group: Array, size: Array, first: Array, end: Array, num_groups
     return live
 
 
-def is_growth(live: Array, min_steps: int) -> bool:
-    """Whether a curve of live bytes at step ends grows for good; see ``leaks``."""
+def keeps_growing(live: Array, min_growing_steps: int = MIN_GROWING_STEPS) -> bool:
+    """Return whether live bytes at step ends keep growing to the end.
+
+    They must grow in at least ``min_growing_steps`` steps, spread over a third of the steps or more and into the last
+    third, and lose at most a tenth of what they gain.
+
+    Args:
+        live: live bytes at the end of each step, warm-up excluded.
+        min_growing_steps: minimum number of steps that grow.
+    """
     change = np.diff(live)
-    gains, losses = int(change[change > 0].sum()), -int(change[change < 0].sum())
-    third = max(len(change) // 3, 1)
-    grows = np.flatnonzero(change > 0)
-    goes_on = len(grows) >= min_steps and grows[-1] - grows[0] >= third and grows[-1] >= len(change) - third
-    return bool(goes_on and losses <= 0.1 * gains)
+    gained, lost = int(change[change > 0].sum()), -int(change[change < 0].sum())
+    third = max(len(change) // MIN_GROWTH_SPAN, 1)
+    growing = np.flatnonzero(change > 0)
+    if len(growing) < min_growing_steps:
+        return False
+    is_lasting = growing[-1] - growing[0] >= third and growing[-1] >= len(change) - third
+    return bool(is_lasting and lost <= MAX_LOST_SHARE * gained)
 
 
-def growth_curves(trace: Trace, top: int = TOP) -> list[tuple[str, Array, bool]]:
-    """(site, live bytes at each step's end, whether it leaks) of the sites that keep most, for a figure."""
-    ends = step_rows(trace).end_row
-    found = blocks(trace)
-    first, end = ends_lived(trace, ends)
-    kept = np.flatnonzero((found.alloc_event >= 0) & (end > first))
-    if not len(ends) or not len(kept):
+def _leaking_sites(trace: Trace, ends: Array, min_growing_steps: int, gc_freed: Array | None) -> list[Leak]:
+    """Return all leaking sites, fastest growth first."""
+    table, lifetimes, num_steps = blocks(trace), step_end_lifetimes(trace, ends), len(ends)
+    retained = np.flatnonzero((table.alloc_event >= 0) & (lifetimes.end > lifetimes.first) & (table.size > 0))
+    if not len(retained):
         return []
-    sites, group = allocation_sites(trace, found.stack[kept])
-    live = live_at_ends(group, found.size[kept], first[kept], end[kept], len(sites), len(ends))
-    grows = np.array([is_growth(row[WARM_UP_STEPS:], MIN_STEPS) for row in live])
-    order = np.lexsort((-live[:, -1], ~grows))[:top]
-    return [(sites[one] or "no stack", live[one], bool(grows[one])) for one in order]
-
-
-def _growing(
-    trace: Trace, kept: Array, first: Array, end: Array, num_steps: int, min_steps: int, cycle: Array | None
-) -> list[Leak]:
-    if not len(kept):
-        return []
-    found = blocks(trace)
-    # By site alone: a leaked block and the one that is still in use may differ in category.
-    sites, group = allocation_sites(trace, found.stack[kept])
-    live = live_at_ends(group, found.size[kept], first, end, len(sites), num_steps)
-    freed_by_gc = np.zeros(len(found), bool)
-    if cycle is not None:
-        freed_by_gc[cycle] = True
-    rows = []
-    for one in np.flatnonzero(live[:, -1] > live[:, 0]).tolist():
-        if not is_growth(live[one], min_steps):
+    first, end = lifetimes.first[retained], lifetimes.end[retained]
+    # By site alone: a leaked block and the one still in use can differ in category.
+    sites, group = allocation_sites(trace, table.stack[retained])
+    live = live_bytes_at_step_ends(group, table.size[retained], first, end, (len(sites), num_steps))
+    is_gc_freed = np.zeros(len(table), bool)
+    is_gc_freed[gc_freed if gc_freed is not None else []] = True
+    leaks = []
+    for row in np.flatnonzero(live[:, -1] > live[:, 0]).tolist():
+        if not keeps_growing(live[row], min_growing_steps):
             continue
-        live_now = (group == one) & (end == num_steps)
-        mine = kept[live_now]
-        # What the last step made at this line may be in use, such as the gradients of the line of a kept loss.
-        older = kept[live_now & (first > 0) & (first < num_steps - 1)]
-        grown = older if len(older) else mine
-        largest = np.bincount(found.category[grown], found.size[grown], minlength=len(CATEGORIES)).argmax()
-        since = int(np.argmax(np.diff(live[one]) > 0))
-        of_site = np.isin(found.stack, found.stack[mine])
-        rows.append(
+        is_live = (group == row) & (end == num_steps)
+        of_site = retained[is_live]
+        # Blocks of the last step may still be in use, such as gradients allocated by the line of a retained loss.
+        older = retained[is_live & (first > 0) & (first < num_steps - 1)]
+        grown = older if len(older) else of_site
+        category = np.bincount(table.category[grown], table.size[grown], minlength=len(CATEGORIES)).argmax()
+        start = int(np.argmax(np.diff(live[row]) > 0))
+        leaks.append(
             Leak(
-                sites[one],
-                CATEGORIES[int(largest)],
-                float(np.polyfit(np.arange(since, num_steps), live[one, since:], 1)[0]),
-                int((np.diff(live[one]) > 0).sum()),
-                len(mine),
-                int(live[one, -1]),
-                int(found.size[of_site & freed_by_gc].sum()),
+                site=sites[row],
+                category=CATEGORIES[int(category)],
+                bytes_per_step=float(np.polyfit(np.arange(start, num_steps), live[row, start:], 1)[0]),
+                num_growing_steps=int((np.diff(live[row]) > 0).sum()),
+                num_blocks=len(of_site),
+                live_bytes=int(live[row, -1]),
+                gc_freed_bytes=int(table.size[np.isin(table.stack, table.stack[of_site]) & is_gc_freed].sum()),
             )
         )
-    return sorted(rows, key=lambda leak: -leak.bytes_per_step)
+    return sorted(leaks, key=lambda leak: -leak.bytes_per_step)
 
 
-def _outliving(trace: Trace, first: Array, end: Array) -> tuple[Outliving, ...]:
-    """Roles with blocks that live on for at least two steps more than is usual for them."""
-    found, size = roles(trace), blocks(trace).size
-    steady = blocks(trace).step >= step_rows(trace).number[WARM_UP_STEPS]
-    mine = np.flatnonzero((found.of_block >= 0) & steady)
-    role, lasts = found.of_block[mine], (end - first)[mine]
-    usual = middle_by(role, lasts, len(found))
-    # Only roles that nearly every step has say what is usual.
-    often = found.num_steps >= 0.5 * len(step_rows(trace).number)
-    longer = (lasts >= usual[role] + 2) & often[role] & (usual[role] <= 1)
+def _long_lived_signatures(trace: Trace, ends: Array) -> tuple[LongLivedSignature, ...]:
+    """Return the signatures of which some blocks outlive more step ends than usual, most bytes first."""
+    signatures, table, lifetimes = assign_signatures(trace), blocks(trace), step_end_lifetimes(trace, ends)
+    members = np.flatnonzero(signatures.step_index >= WARM_UP_STEPS)
+    signature, lifetime = signatures.of_block[members], (lifetimes.end - lifetimes.first)[members]
+    usual = median_by_group(signature, lifetime, len(signatures))
+    # A signature that few steps have has no usual lifetime.
+    is_frequent = signatures.num_steps >= MIN_USUAL_SHARE * len(step_rows(trace).number)
+    is_long = is_frequent[signature] & (usual[signature] <= MAX_USUAL_LIFETIME_STEPS)
+    is_long &= lifetime >= usual[signature] + MIN_EXTRA_STEPS
     rows = []
-    for one in np.unique(role[longer]).tolist():
-        these = mine[longer & (role == one)]
-        longest = int(lasts[longer & (role == one)].max())
-        rows.append(Outliving(role_text(trace, one), int(size[these].sum()), len(these), int(usual[one]), longest))
-    return tuple(sorted(rows, key=lambda row: -row.bytes)[:TOP])
+    for number in np.unique(signature[is_long]).tolist():
+        chosen = is_long & (signature == number)
+        rows.append(
+            LongLivedSignature(
+                site=describe_signature(trace, signatures, number),
+                bytes=int(table.size[members[chosen]].sum()),
+                num_blocks=int(chosen.sum()),
+                usual_steps=int(usual[number]),
+                longest_steps=int(lifetime[chosen].max()),
+            )
+        )
+    return tuple(sorted(rows, key=lambda row: -row.bytes)[:MAX_ROWS])
 
 
-def _cycle_blocks(trace: Trace) -> Array | None:
-    """The blocks freed during garbage collections; None where the trace does not tell of any."""
+def _gc_freed_blocks(trace: Trace) -> Array | None:
+    """Return the blocks that were freed during garbage collections; None where the trace holds no collections."""
     spans = trace.columns("spans", "kind", "name", "start_ns", "duration_ns")
     ranges = np.flatnonzero(spans["kind"] == SPAN["range"])
-    names = {int(name) for name in np.unique(spans["name"][ranges]) if trace.name(int(name)) == GC_RANGE}
+    names = [name for name in np.unique(spans["name"][ranges]).tolist() if trace.name(name) == GC_RANGE]
     if not names:
         return None
-    chosen = ranges[np.isin(spans["name"][ranges], list(names))]
-    chosen = chosen[np.argsort(spans["start_ns"][chosen], kind="stable")]
-    start = rows_at(trace, spans["start_ns"][chosen])
-    end = rows_at(trace, spans["start_ns"][chosen] + spans["duration_ns"][chosen])
+    collections = ranges[np.isin(spans["name"][ranges], names)]
+    collections = collections[np.argsort(spans["start_ns"][collections], kind="stable")]
+    start = rows_at(trace, spans["start_ns"][collections])
+    end = rows_at(trace, spans["start_ns"][collections] + spans["duration_ns"][collections])
     free = blocks(trace).free_event
-    place = np.searchsorted(start, free, side="right") - 1
-    inside = (free >= 0) & (place >= 0) & (free < end[np.maximum(place, 0)])
-    held: Array = np.flatnonzero(inside)
-    return held
+    collection = np.searchsorted(start, free, side="right") - 1
+    inside = (free >= 0) & (collection >= 0) & (free < end[np.maximum(collection, 0)])
+    freed: Array = np.flatnonzero(inside)
+    return freed

@@ -1,198 +1,201 @@
-"""Why an allocation failed: what was asked, what was free and did not serve, what holds the rest, what to try."""
+"""Out-of-memory errors: the request that failed, the memory it could not use, what held the rest, and what to try."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
+from memtrace.allocator.rules import uses_small_pool
+from memtrace.allocator.settings import AllocatorSettings
+from memtrace.analysis.allocation_sites import allocation_sites
 from memtrace.analysis.attribution import KIND, op_column
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.device_state import ROUNDING_BYTES, SMALL_BYTES, DeviceState, state_at
-from memtrace.analysis.fragmentation import Fragmentation, measure
+from memtrace.analysis.device_state import DeviceState, device_state_at, recorded_settings
+from memtrace.analysis.fragmentation import Fragmentation, measure_fragmentation
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
+from memtrace.units import format_bytes
 
-HOLD_LESS: Final = "Hold less at this moment: see what holds the memory."
-_MEDIUM_BYTES: Final = 10 << 20
-_MEDIUM_SEGMENT_BYTES: Final = 20 << 20
-_SEGMENT_ROUNDING_BYTES: Final = 2 << 20
+MAX_HOLDERS: Final = 8
+"""Most allocation sites listed for one out-of-memory error."""
+MIN_WASTE_SHARE: Final = 0.1
+"""Share of the requested bytes that rounding must add before it is worth reducing."""
+REDUCE_LIVE_MEMORY: Final = "Reduce live memory: the table lists the lines that allocated most of it."
 
 
 @dataclass(frozen=True)
-class Holder:
-    """Live blocks of one stack."""
+class MemoryHolder:
+    """Live blocks of one allocation site."""
 
-    stack: int
-    """names.id; -1: blocks without one."""
+    site: str | None
+    """Allocation site; None: no stack was recorded."""
     requested_bytes: int
     num_blocks: int
 
 
 @dataclass(frozen=True)
-class Room:
-    """Where a request on a GPU could look for memory, and why it found none. Bytes."""
+class RequestRoom:
+    """Where a request on a GPU could look for memory, and why it found none."""
 
     segment_bytes: int
-    """What the allocator wanted from the device to serve it."""
+    """Bytes that the allocator requested from the device to serve it, under the recorded settings."""
     largest_fit_bytes: int
-    """The largest free block where the request could look."""
+    """Largest free block that the request could use."""
     free_same_stream_bytes: int
-    """Reserved and unused where the request could look: its stream, its pool, segments of its size."""
+    """Free bytes that the request could use: on its stream, in its pool, in segments for its size."""
     free_elsewhere_bytes: int
-    """Reserved and unused on other streams, in other pools and in segments for other sizes."""
+    """Free bytes that it could not use: on other streams, in other pools, or in segments for other sizes."""
     lacking_bytes: int
-    """How much less must be live for it to fit if no free byte were out of reach; 0: it would have fitted."""
+    """By how much live memory must shrink for the request to fit without any fragmentation; 0: it would have fitted."""
     state: Fragmentation
+    """The reserved memory of the device when the request failed."""
 
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """One failed allocation. All numbers are bytes; None: not told."""
+    """One failed allocation."""
 
     device: str
     event: int
+    """Row of ``events``."""
     time_ns: int | None
+    """Time of the failure; None: the trace has no times."""
     asked_bytes: int
-    stack: int
-    """names.id of the stack that asked; -1: not taken."""
+    """Size of the request that failed."""
+    site: str | None
+    """Allocation site of the request; None: no stack was recorded."""
     device_free_bytes: int | None
-    """What the driver had left."""
+    """Bytes that the driver reported free; None: unknown."""
     live_bytes: int
-    """What live blocks were asked for."""
-    room: Room | None
-    """None on the CPU, whose allocator keeps no segments."""
-    holders: tuple[Holder, ...]
-    """What holds the memory, the largest first."""
+    """Bytes requested for the live blocks."""
+    room: RequestRoom | None
+    """None on the CPU, whose allocator has no segments."""
+    holders: tuple[MemoryHolder, ...]
+    """The allocation sites that hold most, largest first, at most ``MAX_HOLDERS``."""
     advice: tuple[str, ...]
     """What to try, in sentences, the most promising first."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """The same as plain JSON values."""
-        return asdict(self)
 
-
-def out_of_memory(trace: Trace) -> list[OutOfMemory]:
-    """Every failed allocation in the trace, in its order."""
+def explain_out_of_memory(trace: Trace) -> list[OutOfMemory]:
+    """Return every failed allocation in a trace of one rank, in order."""
     kinds = trace.columns("events", "kind")["kind"]
     return [_explain(trace, int(row)) for row in np.flatnonzero(kinds == KIND["oom"])]
-
-
-def segment_size(requested: int) -> int:
-    """What the allocator asks the device for when no free block serves a request. Bytes."""
-    rounded = max(-(-requested // ROUNDING_BYTES), 1) * ROUNDING_BYTES
-    if rounded <= SMALL_BYTES:
-        return _SEGMENT_ROUNDING_BYTES
-    if rounded < _MEDIUM_BYTES:
-        return _MEDIUM_SEGMENT_BYTES
-    return -(-rounded // _SEGMENT_ROUNDING_BYTES) * _SEGMENT_ROUNDING_BYTES
 
 
 def _explain(trace: Trace, row: int) -> OutOfMemory:
     events = trace.columns("events", "time_ns", "device", "size", "stream", "pool", "op_id", "device_free")
     code = int(events["device"][row])
     asked, device_free = int(events["size"][row]), int(events["device_free"][row])
-    state = state_at(trace, code, row)
+    state, settings = device_state_at(trace, code, row), recorded_settings(trace)
     room = None
     if len(state.segments):
         pool, stream = max(int(events["pool"][row]), 0), max(int(events["stream"][row]), 0)
-        room = _room(trace, state, asked, pool, stream, max(device_free, 0))
+        is_usable = _usable_free_blocks(state, settings, asked, pool, stream)
+        room = _measure_room(trace, state, settings, asked, max(device_free, 0), is_usable)
+    sites, place = allocation_sites(trace, op_column(trace, events["op_id"][row : row + 1], "stack"))
     return OutOfMemory(
         device=trace.devices[code],
         event=row,
         time_ns=int(events["time_ns"][row]) if trace.has_times else None,
         asked_bytes=asked,
-        stack=int(op_column(trace, events["op_id"][row : row + 1], "stack")[0]),
+        site=sites[int(place[0])],
         device_free_bytes=device_free if device_free >= 0 else None,
         live_bytes=int(state.live.requested.sum()),
         room=room,
-        holders=_holders(trace, state),
-        advice=tuple(_advice(trace, asked, room, device_free)),
+        holders=_find_holders(trace, state),
+        advice=tuple(_advise(settings, asked, room, device_free)),
     )
 
 
-def _room(trace: Trace, state: DeviceState, asked: int, pool: int, stream: int, device_free: int) -> Room:
-    reachable = state.free.size[_reachable(state, asked, pool, stream)]
-    free_here, free_all = int(reachable.sum()), int(state.free.size.sum())
-    return Room(
-        segment_bytes=segment_size(asked),
-        largest_fit_bytes=int(reachable.max(initial=0)),
-        free_same_stream_bytes=free_here,
-        free_elsewhere_bytes=free_all - free_here,
-        lacking_bytes=max(asked - free_all - device_free, 0),
-        state=measure(trace, trace.devices[state.device], state),
+def _measure_room(
+    trace: Trace, state: DeviceState, settings: AllocatorSettings, asked: int, device_free: int, is_usable: Array
+) -> RequestRoom:
+    usable = state.free.size[is_usable]
+    free_usable, free_total = int(usable.sum()), int(state.free.size.sum())
+    return RequestRoom(
+        segment_bytes=settings.device_request_size(asked),
+        largest_fit_bytes=int(usable.max(initial=0)),
+        free_same_stream_bytes=free_usable,
+        free_elsewhere_bytes=free_total - free_usable,
+        lacking_bytes=max(asked - free_total - device_free, 0),
+        state=measure_fragmentation(trace, state),
     )
 
 
-def _reachable(state: DeviceState, asked: int, pool: int, stream: int) -> Array:
-    """Which free blocks a request could look at."""
+def _usable_free_blocks(state: DeviceState, settings: AllocatorSettings, asked: int, pool: int, stream: int) -> Array:
+    """Return which free blocks a request may use, whatever their size."""
     segments, owner = state.segments, state.free.segment
-    same_place = (segments.pool[owner] == pool) & (segments.stream[owner] == stream)
-    reachable: Array = same_place & (segments.small[owner] == (asked <= SMALL_BYTES))
-    return reachable
+    same_list = (segments.pool[owner] == pool) & (segments.stream[owner] == stream)
+    is_usable: Array = same_list & (segments.small[owner] == uses_small_pool(settings.round_size(asked)))
+    return is_usable
 
 
-def _holders(trace: Trace, state: DeviceState) -> tuple[Holder, ...]:
+def _find_holders(trace: Trace, state: DeviceState) -> tuple[MemoryHolder, ...]:
     live = state.live
-    stacks, place = np.unique(blocks(trace).stack[live.block], return_inverse=True)
-    held = np.bincount(place, weights=live.requested, minlength=len(stacks)).astype(np.int64)
-    count = np.bincount(place, minlength=len(stacks))
-    order = np.argsort(-held, kind="stable")
-    return tuple(Holder(int(stacks[at]), int(held[at]), int(count[at])) for at in order)
+    sites, place = allocation_sites(trace, blocks(trace).stack[live.block])
+    held = np.bincount(place, weights=live.requested, minlength=len(sites)).astype(np.int64)
+    num_blocks = np.bincount(place, minlength=len(sites))
+    largest = np.argsort(-held, kind="stable")[:MAX_HOLDERS]
+    return tuple(MemoryHolder(sites[i], int(held[i]), int(num_blocks[i])) for i in largest.tolist())
 
 
-def _advice(trace: Trace, asked: int, room: Room | None, device_free: int) -> list[str]:
-    """What would have helped, by the numbers."""
+def _advise(settings: AllocatorSettings, asked: int, room: RequestRoom | None, device_free: int) -> list[str]:
+    """Return what would have helped, judged by the numbers."""
     if room is None:
-        return [HOLD_LESS]
-    settings = trace.manifest.allocator_settings or {}
-    expandable = bool(settings.get("expandable_segments"))
-    state = room.state
+        return [REDUCE_LIVE_MEMORY]
+    advice = _advice_about_size(asked, room, device_free)
+    if not settings.expandable_segments:
+        advice += _advice_about_expandable_segments(asked, room)
+    if room.free_elsewhere_bytes >= asked:
+        advice.append(
+            f"Use fewer streams, or delete CUDA graphs that own private memory pools: "
+            f"{format_bytes(room.free_elsewhere_bytes)} are reserved but unused on other streams, in private pools or "
+            "in segments for other sizes, where this request cannot use them."
+        )
+    if room.state.waste_bytes >= MIN_WASTE_SHARE * max(room.state.requested_bytes, 1):
+        lower = " or lower roundup_power2_divisions" if settings.roundup_power2_divisions else ""
+        advice.append(
+            f"Combine many small tensors into few large ones{lower}: rounding takes "
+            f"{format_bytes(room.state.waste_bytes)}."
+        )
+    return advice or [REDUCE_LIVE_MEMORY]
+
+
+def _advice_about_size(asked: int, room: RequestRoom, device_free: int) -> list[str]:
     advice = []
     if device_free >= room.segment_bytes:
         advice.append(
-            f"The device had {amount(device_free)} left, enough for the {amount(room.segment_bytes)} wanted from it: "
-            "look for what limits this process (torch.cuda.set_per_process_memory_fraction), or for another that "
-            "needed the memory only for a moment."
+            f"Check for a memory limit of this process (torch.cuda.set_per_process_memory_fraction), or for another "
+            f"process that needed the memory for a short time: the device had {format_bytes(device_free)} free, enough "
+            f"for the {format_bytes(room.segment_bytes)} that the allocator requested."
         )
-    if 0 <= device_free < asked - state.reserved_bytes:
+    obtainable = room.state.reserved_bytes + device_free
+    if device_free >= 0 and obtainable < asked:
         advice.append(
-            f"Ask for less: even with nothing else of this process on the device, {amount(asked)} are more than the "
-            f"{amount(state.reserved_bytes + device_free)} that there would be. Is the shape what you meant?"
+            f"Request less memory: {format_bytes(asked)} exceed the {format_bytes(obtainable)} that would be available "
+            "with no other tensor on the device. Check the shape of the tensor."
         )
     elif room.lacking_bytes:
         advice.append(
-            f"Hold {amount(room.lacking_bytes)} less at this moment: even without any fragmentation the request does "
-            "not fit. Try a smaller batch, activation checkpointing, or a cheaper optimizer: see what holds the memory."
+            f"Reduce live memory by {format_bytes(room.lacking_bytes)}: the request would not fit even without "
+            "fragmentation. Use a smaller batch, activation checkpointing, or an optimizer with less state."
         )
-    if room.free_same_stream_bytes >= room.segment_bytes and not expandable:
-        advice.append(
-            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: enough is reserved and unused, but in pieces; "
-            "expandable segments can join them."
-        )
-    elif state.pinned_bytes >= asked and not expandable:
-        advice.append(
-            f"Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: {amount(state.pinned_bytes)} are free in segments "
-            "that live blocks keep from being given back."
-        )
-    if room.free_elsewhere_bytes >= asked:
-        advice.append(
-            f"{amount(room.free_elsewhere_bytes)} are reserved and unused on other streams, in private pools or for "
-            "blocks of another size, where this request cannot look: use fewer streams, or free the graphs that own "
-            "the pools."
-        )
-    if state.waste_bytes * 10 >= max(state.requested_bytes, 1):
-        advice.append(
-            f"{amount(state.waste_bytes)} are lost to rounding: make many small tensors into few large ones, or lower "
-            "roundup_power2_divisions."
-        )
-    return advice or [HOLD_LESS]
+    return advice
 
 
-def amount(num_bytes: int) -> str:
-    """Bytes for a sentence, in binary units."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} bytes"
+def _advice_about_expandable_segments(asked: int, room: RequestRoom) -> list[str]:
+    action = "Try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    effect = "Expandable segments usually waste less; memtrace plan allocator predicts the effect."
+    if room.free_same_stream_bytes >= room.segment_bytes:
+        return [
+            f"{action}: {format_bytes(room.free_same_stream_bytes)} are reserved but unused, in blocks that are each "
+            f"too small. {effect}"
+        ]
+    if room.state.pinned_bytes >= asked:
+        return [
+            f"{action}: {format_bytes(room.state.pinned_bytes)} are free in segments that live blocks keep from being "
+            f"released. {effect}"
+        ]
+    return []

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memtrace.analysis.attribution import KIND, PHASE, op_column
+from memtrace.analysis.event_codes import KIND, PHASE
+from memtrace.analysis.operators import op_column
 from memtrace.format.arrays import Array
 from memtrace.frames import Frame, is_library_frame, is_optimizer_base_frame, is_optimizer_frame
 from memtrace.trace import Trace

@@ -1,7 +1,8 @@
-"""Ways in which a block is there without need: DrGPUM's object-level patterns, by msMemScope's conditions.
+"""Object-level patterns of wasted memory: when a block is allocated although the program does not need it.
 
-Each function gives the stretches in which blocks of a device need not be there. Distances are told by what happened in
-between, not by a number of operators: a block that is freed late matters only if another was allocated meanwhile.
+Each function takes blocks of one device and returns the intervals in which they could be absent. The patterns are
+DrGPUM's (ASPLOS 2023). As in msMemScope, what counts is not the number of operators in between but what happened in
+between: a late deallocation matters only if another block was allocated before the free.
 """
 
 from __future__ import annotations
@@ -10,219 +11,162 @@ from typing import Final
 
 import numpy as np
 
-from memtrace.analysis.attribution import KIND, PHASE, op_column, step_rows
-from memtrace.analysis.block_accesses import filled_from_nothing, op_rows, uses
-from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
-from memtrace.analysis.counterfactual import FOREVER, Absences
-from memtrace.analysis.growth import MIN_STEPS, WARM_UP_STEPS
-from memtrace.analysis.leaks import MIN_STEPS as LEAK_STEPS
-from memtrace.analysis.leaks import ends_lived, is_growth, live_at_ends
+from memtrace.analysis.attribution import KIND, step_rows
+from memtrace.analysis.block_accesses import (
+    find_initial_fills,
+    group_accesses_by_block,
+    last_needed_rows,
+    number_operator_calls,
+    operator_end_rows,
+    operator_start_rows,
+)
+from memtrace.analysis.blocks import Blocks, blocks
+from memtrace.analysis.counterfactual import IdleIntervals, free_rows
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
-IDLE_SHARE: Final = 0.1
-"""Idle is what nobody touches for this share of a step's operator calls (of the trace's, where no steps are known)."""
-_KEPT: Final = np.array([CATEGORY["parameter"], CATEGORY["optimizer_state"]])
+MIN_IDLE_SHARE: Final = 0.1
+"""A block is idle if no operator touches it for this share of the operator calls of a step (of the whole trace where
+no steps are known)."""
 
 
-def early_allocation(trace: Trace, chosen: Array) -> Absences:
-    """Blocks made before they are first used, while another block was freed in between: made later they could have had
-    its place. What fills a block out of nothing (zeros, random numbers) moves with it and is no use. ``chosen`` are
-    blocks of one device."""
-    found, used = blocks(trace), uses(trace)
-    from_nothing = filled_from_nothing(trace)
-    here = chosen[found.alloc_event[chosen] >= 0]
-    access = used.first[here]
-    # Its maker's accesses of a block come one behind the other, before all others.
-    while (skipped := from_nothing[np.minimum(access, len(from_nothing) - 1)] & (access < used.first[here + 1])).any():
-        access = access + skipped
-    there = access < used.first[here + 1]
-    here, access = here[there], access[there]
-    own = used.op[access] == trace.columns("events", "op_id")["op_id"][found.alloc_event[here]]
-    here, access = here[~own], access[~own]
-    begin, end = found.alloc_event[here], _first_row(trace, used.op[access], used.row[access])
-    freed = _count(trace, found, here, "free")
-    early = freed[np.maximum(end, 0)] > freed[begin + 1]
-    return Absences(here[early], begin[early], end[early])
+def find_early_allocations(trace: Trace, candidates: Array) -> IdleIntervals:
+    """Return the intervals from the allocation of a block to its first use in which another block was freed.
+
+    Allocated later, the block could have used the memory of the freed block. An initial fill (zeros, random numbers)
+    moves together with the allocation and is not a use.
+    """
+    columns, accesses = blocks(trace), group_accesses_by_block(trace)
+    is_fill = find_initial_fills(trace)
+    block = candidates[columns.alloc_event[candidates] >= 0]
+    access, end_of_accesses = accesses.offset[block], accesses.offset[block + 1]
+    # The initial fills of a block precede all its other accesses.
+    while (skip := is_fill[np.minimum(access, len(is_fill) - 1)] & (access < end_of_accesses)).any():
+        access = access + skip
+    is_used = access < end_of_accesses
+    block, access = block[is_used], access[is_used]
+    allocating_op = trace.columns("events", "op_id")["op_id"][columns.alloc_event[block]]
+    used_later = accesses.op[access] != allocating_op
+    block, access = block[used_later], access[used_later]
+    begin = columns.alloc_event[block]
+    end = operator_start_rows(trace, accesses.event[access])
+    num_frees = _events_before(trace, columns, block, "free")
+    is_early = num_frees[np.maximum(end, 0)] > num_frees[begin + 1]
+    return IdleIntervals(block[is_early], begin[is_early], end[is_early])
 
 
-def late_deallocation(trace: Trace, chosen: Array) -> Absences:
-    """Blocks freed after their last use, while another block was allocated in between. Blocks that are live at the end
-    are no finding: nobody knows what they are for."""
-    found, used = blocks(trace), uses(trace)
-    here = chosen[(found.free_event[chosen] >= 0) & (used.num_of(chosen) > 0)]
-    begin, end = _last_need(trace, here), found.free_event[here]
-    made = _count(trace, found, here, "alloc")
-    late = (end > begin) & (made[end] > made[np.minimum(begin + 1, end)])
-    return Absences(here[late], begin[late], end[late])
+def find_late_deallocations(trace: Trace, candidates: Array) -> IdleIntervals:
+    """Return the intervals from the last use of a block to its free in which another block was allocated.
+
+    Blocks that are live at the end of the trace are left out: whether they are used later is unknown.
+    """
+    columns, accesses = blocks(trace), group_accesses_by_block(trace)
+    block = candidates[(columns.free_event[candidates] >= 0) & (accesses.num_accesses(candidates) > 0)]
+    begin, end = last_needed_rows(trace, block), columns.free_event[block]
+    num_allocations = _events_before(trace, columns, block, "alloc")
+    is_late = (end > begin) & (num_allocations[end] > num_allocations[np.minimum(begin + 1, end)])
+    return IdleIntervals(block[is_late], begin[is_late], end[is_late])
 
 
-def temporary_idleness(trace: Trace, chosen: Array) -> Absences:
-    """The stretches between two uses of a block in which many operators run and none touches it."""
-    used = uses(trace)
-    mine = among(trace, chosen)[used.block]
-    follows = np.flatnonzero(mine[1:] & (used.block[1:] == used.block[:-1]) & ~filled_from_nothing(trace)[:-1])
-    calls = np.concatenate([[0], np.cumsum(_first_of_calls(trace))])
-    begin = _last_row(trace, used.op[follows], used.row[follows])
-    end = _first_row(trace, used.op[follows + 1], used.row[follows + 1])
+def find_temporary_idleness(trace: Trace, candidates: Array) -> IdleIntervals:
+    """Return the intervals between two uses of a block in which many operators run and none touches it."""
+    accesses = group_accesses_by_block(trace)
+    of_candidates = block_mask(trace, candidates)[accesses.block]
+    same_block = of_candidates[1:] & (accesses.block[1:] == accesses.block[:-1])
+    access = np.flatnonzero(same_block & ~find_initial_fills(trace)[:-1])
+    num_calls = np.concatenate([[0], np.cumsum(_is_first_row_of_call(trace))])
+    begin = operator_end_rows(trace, accesses.event[access])
+    end = operator_start_rows(trace, accesses.event[access + 1])
     steps = step_rows(trace)
-    whole = int(np.median(calls[steps.end_row] - calls[steps.first_row])) if len(steps.number) else int(calls[-1])
-    idle = (end > begin) & (calls[np.maximum(end, begin)] - calls[begin + 1] >= max(IDLE_SHARE * whole, 1))
-    return Absences(used.block[follows][idle], begin[idle], end[idle])
+    has_steps = len(steps.number) > 0
+    calls_per_step = (
+        int(np.median(num_calls[steps.end_row] - num_calls[steps.first_row])) if has_steps else int(num_calls[-1])
+    )
+    idle_calls = num_calls[np.maximum(end, begin)] - num_calls[begin + 1]
+    is_idle = (end > begin) & (idle_calls >= max(MIN_IDLE_SHARE * calls_per_step, 1))
+    return IdleIntervals(accesses.block[access][is_idle], begin[is_idle], end[is_idle])
 
 
-def unused_allocation(trace: Trace, chosen: Array) -> Absences:
-    """Blocks that nobody but the operator that made them ever touches, and nobody reads."""
-    found, used = blocks(trace), uses(trace)
+def find_unused_allocations(trace: Trace, candidates: Array) -> IdleIntervals:
+    """Return the lifetimes of blocks that no operator reads and only the allocating operator writes.
+
+    In a window of a trace, only blocks that are allocated and freed within the window are checked: others may be used
+    before or after it.
+    """
+    columns, accesses = blocks(trace), group_accesses_by_block(trace)
+    if trace.surroundings is not None:
+        is_inside = (columns.alloc_event[candidates] >= 0) & (columns.free_event[candidates] >= 0)
+        candidates = candidates[is_inside]
     op = trace.columns("events", "op_id")["op_id"]
-    alloc_op = np.where(found.alloc_event >= 0, op[found.alloc_event], -2)
-    by_another = np.zeros(len(found), bool)
-    by_another[used.block[used.is_read | (used.op != alloc_op[used.block])]] = True
-    here = chosen[~by_another[chosen]]
-    return Absences(here, found.alloc_event[here], _end(found, here))
+    allocating_op = np.where(columns.alloc_event >= 0, op[columns.alloc_event], -2)
+    is_used = np.zeros(len(columns), bool)
+    is_used[accesses.block[accesses.is_read | (accesses.op != allocating_op[accesses.block])]] = True
+    block = candidates[~is_used[candidates]]
+    return IdleIntervals(block, columns.alloc_event[block], free_rows(columns, block))
 
 
-def redundant_allocation(trace: Trace, chosen: Array) -> tuple[Absences, Array]:
-    """Blocks made while another of the same size had been used for the last time and was not freed yet: they could have
-    had its place until it was freed. Each donor serves one. Also the donors, one a row."""
-    found, used = blocks(trace), uses(trace)
-    donors = chosen[(found.free_event[chosen] >= 0) & (used.num_of(chosen) > 0)]
-    done = _last_need(trace, donors, of_reads=True)
-    takers = chosen[(found.alloc_event[chosen] >= 0) & (used.num_of(chosen) > 0)]
-    # By size and then by moment: a donor comes before the takers that it may serve.
-    size = np.concatenate([found.size[donors], found.size[takers]])
-    moment = np.concatenate([done, found.alloc_event[takers]])
-    order = np.lexsort((moment, size))
+def find_redundant_allocations(trace: Trace, candidates: Array) -> tuple[IdleIntervals, Array]:
+    """Return the intervals in which a block could have used the memory of a block of the same size.
+
+    That block, the donor, is already used for the last time when the other block is allocated, but it is freed later.
+    A donor serves one block only.
+
+    Returns:
+        The intervals, and the donor of each.
+    """
+    columns, accesses = blocks(trace), group_accesses_by_block(trace)
+    is_accessed = accesses.num_accesses(candidates) > 0
+    donors = candidates[(columns.free_event[candidates] >= 0) & is_accessed]
+    takers = candidates[(columns.alloc_event[candidates] >= 0) & is_accessed]
+    # Sorted by size and then by time, a donor comes right before the taker that it serves.
+    size = np.concatenate([columns.size[donors], columns.size[takers]])
+    available = last_needed_rows(trace, donors, allow_in_place=True)
+    row = np.concatenate([available, columns.alloc_event[takers]])
+    order = np.lexsort((row, size))
     is_taker = order >= len(donors)
-    previous = np.zeros(len(order), bool)
-    previous[1:] = is_taker[1:] & ~is_taker[:-1] & (size[order][1:] == size[order][:-1])
-    place = np.flatnonzero(previous)
-    taker, donor = takers[order[place] - len(donors)], donors[order[place - 1]]
-    begin, end = found.alloc_event[taker], np.minimum(found.free_event[donor], _end(found, taker))
-    apart = (end > begin) & (taker != donor)
-    return Absences(taker[apart], begin[apart], end[apart]), donor[apart]
+    follows_donor = np.zeros(len(order), bool)
+    follows_donor[1:] = is_taker[1:] & ~is_taker[:-1] & (size[order][1:] == size[order][:-1])
+    position = np.flatnonzero(follows_donor)
+    taker, donor = takers[order[position] - len(donors)], donors[order[position - 1]]
+    begin, end = columns.alloc_event[taker], np.minimum(columns.free_event[donor], free_rows(columns, taker))
+    overlaps = (end > begin) & (taker != donor)
+    return IdleIntervals(taker[overlaps], begin[overlaps], end[overlaps]), donor[overlaps]
 
 
-def kept_for_ever(trace: Trace, chosen: Array) -> Absences:
-    """Blocks of lines that leave some behind in step after step: not freed before the last step ends (a list may die
-    with its function), not used again, and not of the first steps, which make optimizer state and workspaces once."""
-    found, used = blocks(trace), uses(trace)
-    steps = step_rows(trace)
-    if len(steps.number) < WARM_UP_STEPS + MIN_STEPS:
-        return Absences.joined([])
-    kept = (found.step[chosen] >= 0) & (_end(found, chosen) >= steps.end_row[-1])
-    # What the last step made and is freed after it, and its gradients, are in use.
-    in_use = (found.free_event[chosen] >= 0) | (found.category[chosen] == CATEGORY["gradient"])
-    kept &= ~(in_use & (found.step[chosen] == steps.number[-1]))
-    here = chosen[kept & ~np.isin(found.category[chosen], _KEPT)]
-    last = found.alloc_event[here]
-    touched = used.num_of(here) > 0
-    last[touched] = _last_need(trace, here[touched])
-    # What a later step uses, or what comes after all, is kept for a purpose.
-    over = (steps.of_rows(last) <= found.step[here] + 1) & (last < steps.end_row[-1])
-    here, last = here[over], last[over]
-    keep = np.isin(found.stack[here], _growing_stacks(trace, chosen))
-    return Absences(here[keep], last[keep], _end(found, here[keep]))
+def find_dead_writes(trace: Trace, candidates: Array) -> IdleIntervals:
+    """Return an empty interval at each write that overwrites data which was never read.
+
+    The block itself is needed, so a dead write wastes time and bandwidth but lowers no peak.
+    """
+    accesses = group_accesses_by_block(trace)
+    of_candidates = block_mask(trace, candidates)[accesses.block]
+    same_block = of_candidates[1:] & (accesses.block[1:] == accesses.block[:-1])
+    by_another_op = accesses.op[1:] != accesses.op[:-1]
+    first_write = np.flatnonzero(same_block & by_another_op & ~accesses.is_read[:-1] & ~accesses.is_read[1:])
+    second_write_row = accesses.event[first_write + 1]
+    return IdleIntervals(accesses.block[first_write], second_write_row, second_write_row)
 
 
-def _growing_stacks(trace: Trace, chosen: Array) -> Array:
-    """The stacks whose blocks, freed ones too, hold more from step to step: what ``leaks`` calls growth."""
-    found, ends = blocks(trace), step_rows(trace).end_row[WARM_UP_STEPS:]
-    first, end = (row[chosen] for row in ends_lived(trace, ends))
-    lived = chosen[end > first]
-    stacks, place = np.unique(found.stack[lived], return_inverse=True)
-    live = live_at_ends(place, found.size[lived], first[end > first], end[end > first], len(stacks), len(ends))
-    grows: Array = stacks[[is_growth(row, LEAK_STEPS) for row in live]]
-    return grows
+def block_mask(trace: Trace, chosen: Array) -> Array:
+    """Return for each block of the trace whether it is one of ``chosen``."""
+    mask = np.zeros(len(blocks(trace)), bool)
+    mask[chosen] = True
+    return mask
 
 
-def idle_gradients(trace: Trace, chosen: Array) -> Absences:
-    """Gradients between the optimizer's last look at them and the backward that makes them anew: they live through
-    forward because they are zeroed rather than freed, or freed too late."""
-    found, used = blocks(trace), uses(trace)
-    gradients = chosen[found.category[chosen] == CATEGORY["gradient"]]
-    mine = np.flatnonzero(among(trace, gradients)[used.block])
-    if not len(mine):
-        return Absences.joined([])
-    phase = op_column(trace, used.op[mine], "phase")
-    by_optimizer, in_backward = phase == PHASE["optimizer"], phase == PHASE["backward"]
-    # Neither: what zeroes them. For each use by the optimizer the next use in backward of the same block, or its free.
-    telling = mine[by_optimizer | in_backward]
-    is_last = by_optimizer[by_optimizer | in_backward]
-    block = used.block[telling]
-    following = np.append(block[1:] == block[:-1], False)
-    ends = is_last & ~(following & np.append(is_last[1:], False))
-    at = np.flatnonzero(ends)
-    begin = _last_row(trace, used.op[telling[at]], used.row[telling[at]])
-    after = np.minimum(at + 1, len(telling) - 1)
-    free = _end(found, block[at])
-    end = np.where(following[at], _first_row(trace, used.op[telling[after]], used.row[telling[after]]), free)
-    through = (end > begin) & (free < FOREVER) | following[at]
-    forward = _count_forward(trace)
-    bound = np.minimum(end, len(forward) - 1)
-    through &= forward[bound] > forward[np.minimum(begin + 1, bound)]
-    return Absences(block[at][through], begin[through], end[through])
+def _events_before(trace: Trace, columns: Blocks, block: Array, kind: str) -> Array:
+    """Return for each row how many events of a kind precede it on the device of ``block``."""
+    device = int(columns.device[block[0]]) if len(block) else -1
+    return trace.cached(_count_events_before, kind, device)
 
 
-def dead_writes(trace: Trace, chosen: Array) -> Array:
-    """Rows of ``uses`` that write a block which the next use, by another operator, overwrites unread."""
-    used = uses(trace)
-    mine = among(trace, chosen)[used.block]
-    writes = ~used.is_read
-    same = mine[1:] & (used.block[1:] == used.block[:-1]) & (used.op[1:] != used.op[:-1])
-    return np.flatnonzero(same & writes[:-1] & writes[1:])
-
-
-def among(trace: Trace, chosen: Array) -> Array:
-    """For each block whether it is one of some."""
-    among = np.zeros(len(blocks(trace)), bool)
-    among[chosen] = True
-    return among
-
-
-def _end(found: Blocks, chosen: Array) -> Array:
-    return np.where(found.free_event[chosen] >= 0, found.free_event[chosen], FOREVER)
-
-
-def _last_need(trace: Trace, chosen: Array, *, of_reads: bool = False) -> Array:
-    """The last row of events that needs each block: the end of the operator call that touches it last. ``of_reads``:
-    its beginning, for a call that could write its result where it reads."""
-    used = uses(trace)
-    access = used.first[chosen + 1] - 1
-    return used.row[access] if of_reads else _last_row(trace, used.op[access], used.row[access])
-
-
-def _last_row(trace: Trace, op: Array, row: Array) -> Array:
-    last = op_rows(trace).last
-    return np.where(op >= 0, last[np.maximum(op, 0)], row) if len(last) else row
-
-
-def _first_row(trace: Trace, op: Array, row: Array) -> Array:
-    first = op_rows(trace).first
-    return np.where(op >= 0, first[np.maximum(op, 0)], row) if len(first) else row
-
-
-def _count(trace: Trace, found: Blocks, chosen: Array, kind: str) -> Array:
-    """For each row of events how many allocations or frees on the device of the blocks came before it."""
-    device = int(found.device[chosen[0]]) if len(chosen) else -1
-    return trace.cached(_running_count, kind, device)
-
-
-def _running_count(trace: Trace, kind: str, device: int) -> Array:
+def _count_events_before(trace: Trace, kind: str, device: int) -> Array:
     events = trace.columns("events", "kind", "device")
     return np.concatenate([[0], np.cumsum((events["kind"] == KIND[kind]) & (events["device"] == device))])
 
 
-def _first_of_calls(trace: Trace) -> Array:
-    """For each row of events whether it is the first of an operator call."""
-    op = trace.columns("events", "op_id")["op_id"]
-    first = np.zeros(len(op), bool)
-    rows = op_rows(trace).first
-    first[rows[rows >= 0]] = True
-    return first
-
-
-def _count_forward(trace: Trace) -> Array:
-    """For each row of events how many rows of forward operators came before it."""
-    op = trace.columns("events", "op_id")["op_id"]
-    return np.concatenate([[0], np.cumsum(op_column(trace, op, "phase") == PHASE["forward"])])
+def _is_first_row_of_call(trace: Trace) -> Array:
+    is_first = np.zeros(trace.num_rows("events"), bool)
+    rows = number_operator_calls(trace).first
+    is_first[rows[rows >= 0]] = True
+    return is_first

@@ -1,4 +1,4 @@
-"""The beat of a sequence: the symbols that come once in every repetition, whatever comes between them."""
+"""Periodicity of a symbol sequence: the symbols that occur once in every cycle, whatever occurs between them."""
 
 from __future__ import annotations
 
@@ -6,77 +6,106 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memtrace.analysis.thresholds import (
+    COUNT_TOLERANCE_DIVISOR,
+    MAX_CANDIDATE_COUNTS,
+    MAX_REFERENCE_SYMBOLS,
+    MIN_COUNT_TOLERANCE,
+    MIN_CYCLE_STARTS,
+    MIN_SHARE_ONCE,
+)
 from memtrace.format.arrays import Array
-
-MIN_TICKS = 3
-# A symbol follows a beat when it comes exactly once in so many of its cycles; warm-up and odd steps may differ.
-FOLLOWS = 0.8
-_CANDIDATES = 8
-_REFERENCES = 3
 
 
 @dataclass(frozen=True)
-class Clock:
-    """``symbols`` come once a cycle; cycle k is [ticks[k], ticks[k + 1]). ``agreement``: their mean share of cycles in
-    which they come exactly once. ``weight``: the weight of the symbols together."""
+class Periodicity:
+    """A repetition in a sequence: cycle k covers the positions [starts[k], starts[k + 1])."""
 
-    ticks: Array
+    starts: Array
+    """Positions of the reference symbol, which starts each cycle."""
     symbols: Array
+    """Symbols that occur once in (nearly) every cycle."""
     agreement: float
+    """Mean over ``symbols`` of the share of cycles in which the symbol occurs exactly once, from 0 to 1."""
     weight: float
+    """Sum of the weights of ``symbols``."""
 
 
-def clocks(symbol: Array, place: Array, weight: Array) -> list[Clock]:
-    """The beats of a sequence, the heaviest first; n log n. Empty where nothing repeats.
+@dataclass(frozen=True)
+class _Sequence:
+    """A symbol sequence with an index by symbol: the occurrences of s are ``order[first[s] : first[s + 1]]``."""
 
-    ``symbol``: small integers from 0; ``place``: where each stands, rising; ``weight``: by symbol, how much each
-    tells. Beats are told by counts: symbols of one beat are there equally often, and one after the other.
+    symbol: Array
+    position: Array
+    weight: Array
+    count: Array
+    order: Array
+    first: Array
+
+    def positions_of(self, symbol: int) -> Array:
+        """Positions at which a symbol occurs, ascending."""
+        positions: Array = self.position[self.order[self.first[symbol] : self.first[symbol + 1]]]
+        return positions
+
+
+def find_periodicities(symbol: Array, position: Array, weight: Array) -> list[Periodicity]:
+    """Return the repetitions of a sequence, heaviest first; empty where nothing repeats. Takes O(n log n) time.
+
+    Symbols of one cycle occur equally often and one after the other. Each of the most common numbers of occurrences
+    is therefore tried as the number of cycles.
+
+    Args:
+        symbol: the sequence, as integers from 0.
+        position: ascending position of each element.
+        weight: how much each symbol counts, indexed by symbol.
     """
     if not len(symbol):
         return []
-    counts = np.bincount(symbol, minlength=len(weight))
-    order = np.argsort(symbol, kind="stable")
-    starts = np.concatenate([[0], np.cumsum(counts)])
-    often = np.flatnonzero(counts >= MIN_TICKS)
-    if not len(often):
+    count = np.bincount(symbol, minlength=len(weight))
+    frequent = np.flatnonzero(count >= MIN_CYCLE_STARTS)
+    if not len(frequent):
         return []
-    by_count = np.zeros(int(counts.max()) + 2)
-    np.add.at(by_count, counts[often], weight[often])
-    # A cut first or last cycle makes neighbours of one count.
-    near = by_count + 0.5 * (np.roll(by_count, 1) + np.roll(by_count, -1))
-    candidates = [int(count) for count in np.argsort(-near, kind="stable")[:_CANDIDATES] if by_count[count] > 0]
-    found = [_best_of(count, counts, weight, symbol, place, order, starts) for count in candidates]
-    return sorted((clock for clock in found if clock is not None), key=lambda clock: -clock.weight)
+    weight_by_count = np.zeros(int(count.max()) + 2)
+    np.add.at(weight_by_count, count[frequent], weight[frequent])
+    # Where the first or last cycle is cut, symbols of one cycle differ by one occurrence.
+    smoothed = weight_by_count + 0.5 * (np.roll(weight_by_count, 1) + np.roll(weight_by_count, -1))
+    candidates = np.argsort(-smoothed, kind="stable")[:MAX_CANDIDATE_COUNTS].tolist()
+    first = np.concatenate([[0], np.cumsum(count)])
+    sequence = _Sequence(symbol, position, weight, count, np.argsort(symbol, kind="stable"), first)
+    periodicities = [_best_periodicity(sequence, number) for number in candidates if weight_by_count[number] > 0]
+    return sorted((item for item in periodicities if item is not None), key=lambda item: -item.weight)
 
 
-def _best_of(
-    count: int, counts: Array, weight: Array, symbol: Array, place: Array, order: Array, starts: Array
-) -> Clock | None:
-    slack = max(2, count // 10)
-    group = np.flatnonzero(np.abs(counts - count) <= slack)
-    mine = np.isin(symbol, group) if len(group) < len(counts) else np.ones(len(symbol), bool)
-    local = np.searchsorted(group, symbol[mine])
-    places = place[mine]
-    exact = group[counts[group] == count]
-    # What goes on through the whole sequence is the better reference.
-    span = place[order[starts[exact + 1] - 1]] - place[order[starts[exact]]]
-    references = exact[np.argsort(-weight[exact] * span, kind="stable")[:_REFERENCES]]
-    best: Clock | None = None
+def _best_periodicity(sequence: _Sequence, num_cycles: int) -> Periodicity | None:
+    """Return the heaviest repetition with about ``num_cycles`` cycles."""
+    count, weight = sequence.count, sequence.weight
+    tolerance = max(MIN_COUNT_TOLERANCE, num_cycles // COUNT_TOLERANCE_DIVISOR)
+    group = np.flatnonzero(np.abs(count - num_cycles) <= tolerance)
+    in_group = np.isin(sequence.symbol, group) if len(group) < len(count) else np.ones(len(sequence.symbol), bool)
+    symbol, position = np.searchsorted(group, sequence.symbol[in_group]), sequence.position[in_group]
+    exact = group[count[group] == num_cycles]
+    # A symbol that occurs throughout the sequence is the better reference.
+    last = sequence.position[sequence.order[sequence.first[exact + 1] - 1]]
+    span = last - sequence.position[sequence.order[sequence.first[exact]]]
+    references = exact[np.argsort(-weight[exact] * span, kind="stable")[:MAX_REFERENCE_SYMBOLS]]
+    best: Periodicity | None = None
     for reference in references.tolist():
-        ticks = place[order[starts[reference] : starts[reference + 1]]]
-        once = _share_once(local, places, ticks, len(group))
-        following = once >= FOLLOWS
-        clock = Clock(ticks, group[following], float(once[following].mean()), float(weight[group[following]].sum()))
-        if best is None or clock.weight > best.weight:
-            best = clock
+        starts = sequence.positions_of(reference)
+        once = _share_once(symbol, position, starts, len(group))
+        regular = once >= MIN_SHARE_ONCE
+        periodicity = Periodicity(
+            starts, group[regular], float(once[regular].mean()), float(weight[group[regular]].sum())
+        )
+        if best is None or periodicity.weight > best.weight:
+            best = periodicity
     return best
 
 
-def _share_once(symbol: Array, place: Array, ticks: Array, num_symbols: int) -> Array:
-    """For each symbol the share of the cycles in which it comes exactly once."""
-    cycles = len(ticks) - 1
-    cycle = np.searchsorted(ticks, place, side="right") - 1
-    inside = (cycle >= 0) & (cycle < cycles)
-    table = np.bincount(symbol[inside] * cycles + cycle[inside], minlength=num_symbols * cycles)
-    share: Array = (table.reshape(num_symbols, cycles) == 1).mean(axis=1)
+def _share_once(symbol: Array, position: Array, starts: Array, num_symbols: int) -> Array:
+    """Return for each symbol the share of the cycles in which it occurs exactly once."""
+    num_cycles = len(starts) - 1
+    cycle = np.searchsorted(starts, position, side="right") - 1
+    inside = (cycle >= 0) & (cycle < num_cycles)
+    occurrences = np.bincount(symbol[inside] * num_cycles + cycle[inside], minlength=num_symbols * num_cycles)
+    share: Array = (occurrences.reshape(num_symbols, num_cycles) == 1).mean(axis=1)
     return share

@@ -1,251 +1,227 @@
-"""Stability: how alike the steps are, which of them and which roles differ, and how; the law of allocations."""
+"""Step-to-step stability: how much of each step matches the usual step, and which blocks differ."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
-from memtrace.analysis.attribution import KIND, StepRows, detected_step_rows, step_rows, steps_are_marked
-from memtrace.analysis.block_signatures import WARM_UP_STEPS, middle_by, role_text, roles
+from memtrace.analysis.attribution import KIND, steps_are_marked
+from memtrace.analysis.block_signatures import assign_signatures, describe_signature, median_by_group, select_steps
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.detection import Detection, detect
+from memtrace.analysis.thresholds import MIN_STEPS_FOR_ALLOCATION_FIT, MIN_USUAL_SHARE, WARM_UP_STEPS
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
-TOP = 10
+MAX_DIFFERENCES: Final = 10
+"""Number of differences that are reported, largest blocks first."""
+MAX_COMPARED_SIGNATURES: Final = 200
+"""Number of signatures, largest first, from which the reported differences are collected; bounds the run time."""
 
 
 @dataclass(frozen=True)
-class Law:
-    """allocations after n steps = ``constant`` + ``per_step`` * n; ``exact``: every step after warm-up fits."""
+class AllocationFit:
+    """Number of allocations after n steps: ``constant`` + ``per_step`` * n."""
 
     constant: int
     per_step: int
-    exact: bool
+    """Allocations of the median step after warm-up."""
+    is_exact: bool
+    """Whether every step after warm-up allocates exactly ``per_step`` blocks."""
 
 
 @dataclass(frozen=True)
-class Difference:
-    """A role that not every step after warm-up has alike. ``bytes``: its usual size; the lists are step numbers."""
+class BlockDifference:
+    """Blocks that are not the same in every step after warm-up. The tuples hold step numbers."""
 
-    role: int
     site: str
-    bytes: int
-    missing: list[int]
-    extra: list[int]
-    other_size: list[int]
-    other_accesses: list[int]
+    """``file:line function, operator`` of the allocation."""
+    size_bytes: int | None
+    """Median size of one block; None where no step after warm-up allocates it."""
+    num_blocks: int
+    """Blocks per step with the same site and size that differ in the same steps."""
+    missing_in: tuple[int, ...]
+    """Steps without the block, of a block that most steps allocate."""
+    only_in: tuple[int, ...]
+    """Steps with the block, of a block that most steps do not allocate."""
+    other_size_in: tuple[int, ...]
+    """Steps in which the block does not have its median size."""
+    other_accesses_in: tuple[int, ...]
+    """Steps in which the number of accesses is not the median."""
 
 
 @dataclass(frozen=True)
 class Stability:
-    """Shares from 0 to 1 by step: of roles, bytes and events that match the usual step. ``usual_*`` are the medians
-    after warm-up (None with too few steps); ``differences`` the roles that differ, those of most bytes first."""
+    """How much of each step matches the usual step: shares from 0 to 1, one element per step."""
 
     step: Array
-    roles: Array
-    bytes: Array
-    events: Array
-    usual_roles: float | None
-    usual_bytes: float | None
-    usual_events: float | None
-    differences: tuple[Difference, ...]
+    """Step numbers, in order of time."""
+    matching_blocks: Array
+    """Share of the blocks whose signature, size and number of accesses are the usual ones."""
+    matching_bytes: Array
+    """The same share, weighted by size."""
+    matching_events: Array
+    """The same share, weighted by the number of allocations, frees and accesses."""
+    num_warm_up_steps: int
+    """Steps at the start that are excluded from the usual step and from the medians."""
+    median_matching_blocks: float | None
+    """Median of ``matching_blocks`` after warm-up; None with fewer than two steps."""
+    median_matching_bytes: float | None
+    """Median of ``matching_bytes`` after warm-up; None with fewer than two steps."""
+    median_matching_events: float | None
+    """Median of ``matching_events`` after warm-up; None with fewer than two steps."""
+    differences: tuple[BlockDifference, ...]
+    """The blocks that differ between steps, largest first, at most ``MAX_DIFFERENCES``."""
 
 
-def stability(trace: Trace) -> Stability:
-    """How alike the steps of a trace are, worked out once.
+def measure_stability(trace: Trace, *, from_events: bool = False) -> Stability:
+    """Return how similar the steps of a single-rank trace are.
 
-    The usual step has every role that is in at least half of the steps after warm-up, with its median size and number
-    of accesses. A block matches when its role, size and number of accesses are the usual ones; what is missing from a
-    step counts as not matching. Its events are its allocation, free and accesses.
+    The usual step has every block signature that at least half of the steps after warm-up have, with its median size
+    and its median number of accesses. A usual block that is missing from a step counts as not matching.
+
+    Args:
+        trace: a single-rank trace.
+        from_events: use the detected steps even if steps are marked.
     """
-    return trace.cached(_compute)
+    return trace.cached(_measure_stability, from_events and steps_are_marked(trace))
 
 
-def _compute(trace: Trace) -> Stability:
-    found, told, numbers = roles(trace), blocks(trace), step_rows(trace).number
-    mine = np.flatnonzero(found.of_block >= 0)
-    role, size = found.of_block[mine], told.size[mine]
-    step = np.searchsorted(numbers, told.step[mine])
-    accesses = (told.num_reads + told.num_writes)[mine].astype(np.int64)
-    steady = step >= _warm_up(len(numbers))
-    count = len(found)
-    usual_size = middle_by(role[steady], size[steady], count)
-    usual_accesses = middle_by(role[steady], accesses[steady], count)
-    in_steps = np.bincount(role[steady], minlength=count)
-    is_usual = in_steps >= max(1, (len(numbers) - _warm_up(len(numbers))) / 2)
-    same_size = size == usual_size[role]
-    same_accesses = accesses == usual_accesses[role]
-    matches = is_usual[role] & same_size & same_accesses
-
-    def share(weight: Array, usual_weight: Array) -> Array:
-        matching = np.bincount(step[matches], weight[matches], minlength=len(numbers))
-        present = np.bincount(step, weight, minlength=len(numbers))
-        present_usual = np.bincount(step[is_usual[role]], usual_weight[role[is_usual[role]]], minlength=len(numbers))
-        missing = np.maximum(usual_weight[is_usual].sum() - present_usual, 0)
-        shares: Array = np.round(matching / np.maximum(present + missing, 1), 6)
-        return shares
-
-    events = accesses + 1 + (told.free_event[mine] >= 0)
-    usual_events = np.where(usual_accesses >= 0, usual_accesses + 2, 0)
-    by_roles = share(np.ones(len(mine)), np.ones(count))
-    by_bytes = share(size.astype(np.float64), usual_size.astype(np.float64))
-    by_events = share(events.astype(np.float64), usual_events.astype(np.float64))
-    first = _warm_up(len(numbers))
-    medians = (_median(by_roles[first:]), _median(by_bytes[first:]), _median(by_events[first:]))
-    differs = (steady & ~matches, same_size, same_accesses, is_usual)
-    differences = _differences(trace, role, step, usual_size, *differs)
-    return Stability(numbers, by_roles, by_bytes, by_events, *medians, differences)
-
-
-def _warm_up(num_steps: int) -> int:
+def num_warm_up_steps(num_steps: int) -> int:
+    """Return how many of ``num_steps`` steps count as warm-up: none in a trace too short to spare them."""
     return WARM_UP_STEPS if num_steps > 2 * WARM_UP_STEPS else 0
 
 
+@dataclass(frozen=True)
+class _UsualStep:
+    """The usual step, and how the blocks of all steps compare with it. Per signature, then per block of a step."""
+
+    size: Array
+    num_accesses: Array
+    is_usual: Array
+    signature: Array
+    step: Array
+    is_same_size: Array
+    has_same_accesses: Array
+
+    @property
+    def matches(self) -> Array:
+        """Whether each block is part of the usual step and has the usual size and number of accesses."""
+        return self.is_usual[self.signature] & self.is_same_size & self.has_same_accesses
+
+
+def _measure_stability(trace: Trace, from_events: bool) -> Stability:
+    signatures, table = assign_signatures(trace, from_events=from_events), blocks(trace)
+    numbers = select_steps(trace, from_events=from_events).number
+    members = np.flatnonzero(signatures.of_block >= 0)
+    signature, step, size = signatures.of_block[members], signatures.step_index[members], table.size[members]
+    num_accesses = (table.num_reads + table.num_writes)[members].astype(np.int64)
+    num_events = num_accesses + 1 + (table.free_event[members] >= 0)
+    warm_up = num_warm_up_steps(len(numbers))
+    steady = step >= warm_up
+    count = len(signatures)
+    usual_size = median_by_group(signature[steady], size[steady], count)
+    usual_accesses = median_by_group(signature[steady], num_accesses[steady], count)
+    num_steps = np.bincount(signature[steady], minlength=count)
+    usual = _UsualStep(
+        size=usual_size,
+        num_accesses=usual_accesses,
+        is_usual=num_steps >= max(1, MIN_USUAL_SHARE * (len(numbers) - warm_up)),
+        signature=signature,
+        step=step,
+        is_same_size=size == usual_size[signature],
+        has_same_accesses=num_accesses == usual_accesses[signature],
+    )
+    usual_events = np.where(usual_accesses >= 0, usual_accesses + 2, 0)
+    by_blocks = _matching_share(usual, np.ones(len(members)), np.ones(count), len(numbers))
+    by_bytes = _matching_share(usual, size, usual_size, len(numbers))
+    by_events = _matching_share(usual, num_events, usual_events, len(numbers))
+    return Stability(
+        step=numbers,
+        matching_blocks=by_blocks,
+        matching_bytes=by_bytes,
+        matching_events=by_events,
+        num_warm_up_steps=warm_up,
+        median_matching_blocks=_median(by_blocks[warm_up:]),
+        median_matching_bytes=_median(by_bytes[warm_up:]),
+        median_matching_events=_median(by_events[warm_up:]),
+        differences=_differences(trace, usual, numbers, warm_up, from_events),
+    )
+
+
+def _matching_share(usual: _UsualStep, weight: Array, usual_weight: Array, num_steps: int) -> Array:
+    """Return for each step the share of the weight of its blocks, and of the usual blocks it lacks, that matches.
+
+    Args:
+        usual: the usual step and the comparison with it.
+        weight: weight of each block of a step.
+        usual_weight: weight of each signature.
+        num_steps: number of steps.
+    """
+    matches, is_usual = usual.matches, usual.is_usual[usual.signature]
+    matching = np.bincount(usual.step[matches], weight[matches], minlength=num_steps)
+    present = np.bincount(usual.step, weight, minlength=num_steps)
+    present_usual = np.bincount(usual.step[is_usual], usual_weight[usual.signature[is_usual]], minlength=num_steps)
+    missing = np.maximum(usual_weight[usual.is_usual].sum() - present_usual, 0)
+    share: Array = np.round(matching / np.maximum(present + missing, 1), 6)
+    return share
+
+
 def _median(values: Array) -> float | None:
-    """None for a single step: it has no others to match."""
+    """Return the median; None for a single step, which has no others to match."""
     return float(np.median(values)) if len(values) > 1 else None
 
 
 def _differences(
-    trace: Trace, role: Array, step: Array, usual_size: Array, differs: Array, same_size: Array, same_accesses: Array,
-    is_usual: Array,
-) -> tuple[Difference, ...]:  # fmt: skip
-    numbers = step_rows(trace).number
-    steady = np.arange(_warm_up(len(numbers)), len(numbers))
-    here = np.bincount(role[step >= _warm_up(len(numbers))], minlength=len(usual_size))
-    incomplete = np.flatnonzero(is_usual & (here < len(steady)))
-    odd = np.union1d(role[differs], incomplete)
-    odd = odd[np.argsort(-usual_size[odd], kind="stable")][:TOP]
-    found = []
-    for one in odd.tolist():
-        mine = role == one
-        in_steps = step[mine]
+    trace: Trace, usual: _UsualStep, numbers: Array, warm_up: int, from_events: bool
+) -> tuple[BlockDifference, ...]:
+    """Return the differences between steps, one for all signatures that have the same difference."""
+    signatures = assign_signatures(trace, from_events=from_events)
+    steady_steps = np.arange(warm_up, len(numbers))
+    steady = usual.step >= warm_up
+    num_present = np.bincount(usual.signature[steady], minlength=len(usual.size))
+    incomplete = np.flatnonzero(usual.is_usual & (num_present < len(steady_steps)))
+    different = np.union1d(usual.signature[steady & ~usual.matches], incomplete)
+    different = different[np.argsort(-usual.size[different], kind="stable")][:MAX_COMPARED_SIGNATURES]
+    order = np.argsort(usual.signature, kind="stable")
+    first = np.searchsorted(usual.signature[order], np.arange(len(usual.size) + 1))
 
-        def told(places: Array) -> list[int]:
-            return [int(number) for number in numbers[np.intersect1d(places, steady)]]
+    def step_numbers(steps: Array) -> tuple[int, ...]:
+        return tuple(numbers[np.intersect1d(steps, steady_steps)].tolist())
 
-        found.append(
-            Difference(
-                one,
-                role_text(trace, one),
-                int(usual_size[one]),
-                missing=told(np.setdiff1d(steady, in_steps)) if is_usual[one] else [],
-                extra=[] if is_usual[one] else told(in_steps),
-                other_size=told(in_steps[~same_size[mine]]) if is_usual[one] else [],
-                other_accesses=told(in_steps[~same_accesses[mine]]) if is_usual[one] else [],
-            )
+    num_blocks: dict[BlockDifference, int] = {}
+    for signature in different.tolist():
+        members = order[first[signature] : first[signature + 1]]
+        steps, is_usual = usual.step[members], bool(usual.is_usual[signature])
+        size = int(usual.size[signature])
+        difference = BlockDifference(
+            site=describe_signature(trace, signatures, signature),
+            size_bytes=size if size >= 0 else None,
+            num_blocks=1,
+            missing_in=step_numbers(np.setdiff1d(steady_steps, steps)) if is_usual else (),
+            only_in=() if is_usual else step_numbers(steps),
+            other_size_in=step_numbers(steps[~usual.is_same_size[members]]) if is_usual else (),
+            other_accesses_in=step_numbers(steps[~usual.has_same_accesses[members]]) if is_usual else (),
         )
-    return tuple(found)
+        num_blocks[difference] = num_blocks.get(difference, 0) + 1
+    differences = [replace(difference, num_blocks=number) for difference, number in num_blocks.items()]
+    return tuple(differences[:MAX_DIFFERENCES])
 
 
-def law(trace: Trace) -> Law | None:
-    """The law of allocations; None with fewer than four steps."""
-    found = step_rows(trace)
-    if len(found.number) < 4:
+def fit_allocations(trace: Trace, *, from_events: bool = False) -> AllocationFit | None:
+    """Return the fit of the number of allocations to the number of steps; None with fewer than four steps.
+
+    Args:
+        trace: a single-rank trace.
+        from_events: use the detected steps even if steps are marked.
+    """
+    steps = select_steps(trace, from_events=from_events)
+    if len(steps.number) < MIN_STEPS_FOR_ALLOCATION_FIT:
         return None
     total = np.concatenate([[0], np.cumsum(trace.columns("events", "kind")["kind"] == KIND["alloc"])])
-    made = total[found.end_row] - total[found.first_row]
-    steady = made[_warm_up(len(made)) :]
+    num_allocations = total[steps.end_row] - total[steps.first_row]
+    steady = num_allocations[num_warm_up_steps(len(num_allocations)) :]
     per_step = int(np.median(steady))
-    constant = int(total[found.end_row[-1]]) - per_step * len(made)
-    return Law(constant, per_step, bool((steady == per_step).all()))
-
-
-@dataclass(frozen=True)
-class StepPattern:
-    """What ``memtrace steps`` tells: where steps begin and end and how sure that is; see ``as_dict``."""
-
-    source: str
-    rows: StepRows
-    detection: Detection
-    agreement: float | None
-    """Share of the marked steps whose end was also found in the events alone; None without marks."""
-    shift_events: int | None
-    """How many events later than marked (frees not counted; below 0: earlier) the most ends were found. None: nothing
-    to compare."""
-    shifted_agreement: float | None
-    """The share of the marked steps whose end was found just so much later."""
-
-
-def step_pattern(trace: Trace, from_events: bool = False) -> StepPattern:
-    """The steps: the marks where there are any (checked against the events), else what the events tell.
-
-    ``source``: 'marks', 'events' or 'none'. Boundaries are equal when only frees lie between them.
-    """
-    detection = detect(trace)
-    marked = steps_are_marked(trace)
-    check = _check(trace, step_rows(trace).end_row, detection) if marked else (None, None, None)
-    if marked and not from_events:
-        return StepPattern("marks", step_rows(trace), detection, *check)
-    source = "events" if detection.num_steps else "none"
-    return StepPattern(source, detected_step_rows(trace), detection, *check)
-
-
-def _check(trace: Trace, ends: Array, detection: Detection) -> tuple[float, int | None, float | None]:
-    """The share of the ends that were found, the usual shift of those found, and the share found with that shift."""
-    if not len(ends) or not detection.num_steps:
-        return 0.0, None, None
-    kind = trace.columns("events", "kind")["kind"]
-    frees = (kind == KIND["free"]) | (kind == KIND["free_requested"])
-    acted = np.concatenate([[0], np.cumsum(~frees)])
-    marked, found = acted[ends], acted[detection.rows[1:]]
-    after = np.minimum(np.searchsorted(found, marked), len(found) - 1)
-    before = np.maximum(after - 1, 0)
-    nearest = np.where(np.abs(found[after] - marked) <= np.abs(found[before] - marked), after, before)
-    shifts, number = np.unique(found[nearest] - marked, return_counts=True)
-    usual = np.lexsort((np.abs(shifts), -number))[0]
-    return float(np.isin(marked, found).mean()), int(shifts[usual]), float(number[usual] / len(marked))
-
-
-def _confidence(trace: Trace, found: StepPattern) -> float | None:
-    if not trace.has_blocks:
-        return None
-    return 1.0 if found.source == "marks" else found.detection.confidence
-
-
-def pattern_as_dict(trace: Trace, from_events: bool = False) -> dict[str, Any]:
-    """What ``memtrace steps --json`` prints. Times in ns, shares from 0 to 1, unknown None.
-
-    ``source``, ``iterative`` (None for a file of totals, as ``confidence``), ``num_steps``, ``boundaries_ns`` (each
-    step's start, and the last one's end; none without times), ``boundaries_events`` (the same as rows of events),
-    ``period_events`` (median events of a step), ``confidence`` (of the detection; 1 for marks), ``method``,
-    ``agreement``, ``shift_events`` and ``shifted_agreement`` (see ``StepPattern``), ``stability`` (the usual share of
-    events, bytes and roles, and by step), ``differences`` (see ``Difference``), ``law`` (see ``Law``), all of the steps
-    told.
-    """
-    found = step_pattern(trace, from_events)
-    told = trace
-    if from_events and found.agreement is not None:
-        told = trace.without_marks()
-    rows, even, grows = found.rows, stability(told), law(told)
-    ends = rows.start_ns + rows.duration_ns
-    boundaries = np.append(rows.start_ns, ends[-1:])
-    period = int(np.median(rows.end_row - rows.first_row)) if len(rows.number) else None
-    by_step = [
-        {"step": int(number), "events": float(e), "bytes": float(b), "roles": float(r)}
-        for number, e, b, r in zip(even.step, even.events, even.bytes, even.roles, strict=True)
-    ]
-    return {
-        "source": found.source,
-        "iterative": bool(len(rows.number)) if trace.has_blocks else None,
-        "num_steps": len(rows.number),
-        "boundaries_ns": boundaries.tolist() if trace.has_times else [],
-        "boundaries_events": np.append(rows.first_row, rows.end_row[-1:]).tolist(),
-        "period_events": period,
-        "confidence": _confidence(trace, found),
-        "method": found.detection.method,
-        "agreement": found.agreement,
-        "shift_events": found.shift_events,
-        "shifted_agreement": found.shifted_agreement,
-        "stability": {
-            "events": even.usual_events,
-            "bytes": even.usual_bytes,
-            "roles": even.usual_roles,
-            "by_step": by_step,
-        },
-        "differences": [asdict(one) for one in even.differences],
-        "law": asdict(grows) if grows else None,
-    }
+    constant = int(total[steps.end_row[-1]]) - per_step * len(num_allocations)
+    return AllocationFit(constant, per_step, bool((steady == per_step).all()))

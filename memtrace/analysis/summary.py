@@ -7,17 +7,16 @@ from typing import Final
 
 import numpy as np
 
-from memtrace.analysis.access import swappable_at_peak
 from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.attribution import steps_are_marked
 from memtrace.analysis.block_groups import BlockGroup
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.coverage import Coverage, compute_coverage
-from memtrace.analysis.findings import findings
-from memtrace.analysis.fragmentation import Fragmentation, fragmentation
-from memtrace.analysis.growth import growth
-from memtrace.analysis.leaks import leaks
-from memtrace.analysis.oom import OutOfMemory, Room, out_of_memory
+from memtrace.analysis.findings import Finding, find_device_waste
+from memtrace.analysis.fragmentation import Fragmentation, compute_fragmentation
+from memtrace.analysis.growth import GrowthSource, measure_growth
+from memtrace.analysis.leaks import find_leaks
+from memtrace.analysis.oom import OutOfMemory, explain_out_of_memory
 from memtrace.analysis.peak import (
     find_peak,
     largest_peak_blocks,
@@ -25,8 +24,9 @@ from memtrace.analysis.peak import (
     peak_by_module,
     peak_by_site,
 )
-from memtrace.analysis.stability import stability
-from memtrace.analysis.steps import step_columns, tells_waits
+from memtrace.analysis.stability import measure_stability
+from memtrace.analysis.steps import records_data_waits, step_columns
+from memtrace.analysis.swap import swappable_peak_bytes
 from memtrace.categories import describe_category_share
 from memtrace.format.arrays import Array
 from memtrace.format.manifest import TraceSource
@@ -39,16 +39,6 @@ NUM_TOP_ROWS: Final = 8
 MAX_PATTERN_EVENTS: Final = 500_000
 """Largest trace, in events, for which the summary searches for patterns: the search takes seconds beyond that, and
 ``memtrace steps``, ``access`` and ``findings`` do it on request."""
-
-
-@dataclass(frozen=True)
-class GrowthSource:
-    """An allocation site whose live bytes grow."""
-
-    site: str
-    """Allocation site and category."""
-    bytes_per_step: int
-    """Bytes by which its live bytes grow per step."""
 
 
 @dataclass(frozen=True)
@@ -152,24 +142,6 @@ class DeviceSummary:
 
 
 @dataclass(frozen=True)
-class FindingSummary:
-    """The finding whose fix lowers the peak most; see ``memtrace.analysis.findings``."""
-
-    pattern: str
-    """Pattern of waste, such as ``late_deallocation``."""
-    name: str | None
-    """Name of the defect, where the evidence for it is there; None: only the pattern is known."""
-    site: str | None
-    """Allocation site of the wasted memory."""
-    peak_if_fixed_bytes: int
-    """Peak after the fix."""
-    saved_bytes: int
-    """Bytes by which the fix lowers the peak."""
-    advice: str
-    """How to fix it."""
-
-
-@dataclass(frozen=True)
 class PatternSummary:
     """Patterns over time. None: unknown, or not searched for (``MAX_PATTERN_EVENTS``)."""
 
@@ -183,34 +155,8 @@ class PatternSummary:
     """Growth of all leaks together."""
     leak_site: str | None
     """Allocation site that leaks fastest."""
-    best_finding: FindingSummary | None
+    best_finding: Finding | None
     """The best of the findings that need no recomputation, offloading or in-place operators."""
-
-
-@dataclass(frozen=True)
-class FailureSummary:
-    """An allocation that failed; see ``memtrace.analysis.oom.OutOfMemory``."""
-
-    device: str
-    """Name of the device, such as ``cuda:0``."""
-    event: int
-    """Row of the events table."""
-    time_ns: int | None
-    """Time of the failure since the start of the recording; None: unknown."""
-    asked_bytes: int
-    """Size of the request that failed."""
-    site: str | None
-    """Allocation site of the request."""
-    device_free_bytes: int | None
-    """Bytes that the device had left."""
-    live_bytes: int
-    """Bytes that were live on the device."""
-    room: Room | None
-    """Where the request could look for memory; None on the CPU."""
-    holders: tuple[BlockGroup, ...]
-    """The allocation sites that hold most, largest first."""
-    advice: tuple[str, ...]
-    """What to try, most promising first."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +177,7 @@ class Summary:
     """The devices with memory events."""
     patterns: PatternSummary
     """Stability, leaks, swap candidates and the best fix."""
-    out_of_memory: tuple[FailureSummary, ...]
+    out_of_memory: tuple[OutOfMemory, ...]
     """The allocations that failed, in order of time."""
 
     @property
@@ -264,7 +210,7 @@ def summarize(trace: Trace) -> Summary:
         steps=_summarize_steps(trace),
         devices=tuple(_summarize_device(trace, device) for device in trace.devices),
         patterns=_summarize_patterns(trace),
-        out_of_memory=tuple(summarize_failure(trace, failure) for failure in out_of_memory(trace)),
+        out_of_memory=tuple(explain_out_of_memory(trace)),
     )
 
 
@@ -298,67 +244,44 @@ def format_moment(event: int, time_ns: int | None) -> str:
     return f"event {event:,}" if time_ns is None else format_duration(time_ns)
 
 
-def summarize_failure(trace: Trace, failure: OutOfMemory) -> FailureSummary:
-    """Summarize a failed allocation, with allocation sites in place of stacks."""
-    held: dict[str | None, BlockGroup] = {}
-    for holder in failure.holders:  # several stacks may lead to one site
-        name = allocation_site(trace, holder.stack)
-        earlier = held.get(name, BlockGroup(name, 0, 0))
-        held[name] = BlockGroup(name, earlier.bytes + holder.requested_bytes, earlier.num_blocks + holder.num_blocks)
-    return FailureSummary(
-        device=failure.device,
-        event=failure.event,
-        time_ns=failure.time_ns,
-        asked_bytes=failure.asked_bytes,
-        site=allocation_site(trace, failure.stack),
-        device_free_bytes=failure.device_free_bytes,
-        live_bytes=failure.live_bytes,
-        room=failure.room,
-        holders=tuple(sorted(held.values(), key=lambda group: -group.bytes)[:NUM_TOP_ROWS]),
-        advice=failure.advice,
-    )
-
-
 def _summarize_patterns(trace: Trace) -> PatternSummary:
     is_searched = trace.num_rows("events") <= MAX_PATTERN_EVENTS and trace.has_blocks
-    result = leaks(trace, with_outliving=False)
+    result = find_leaks(trace, with_long_lived=False)
     return PatternSummary(
-        is_iterative=bool(len(step_columns(trace)["step"])),
-        stability_share=stability(trace).usual_bytes if is_searched else None,
-        swappable_bytes_at_peak=swappable_at_peak(trace) if is_searched else None,
+        is_iterative=bool(len(step_columns(trace))),
+        stability_share=measure_stability(trace).median_matching_bytes if is_searched else None,
+        swappable_bytes_at_peak=swappable_peak_bytes(trace) if is_searched else None,
         leak_bytes_per_step=result.bytes_per_step,
         leak_site=result.leaks[0].site if result.leaks else None,
-        best_finding=_best_finding(trace) if is_searched else None,
+        best_finding=_find_best_fix(trace) if is_searched else None,
     )
 
 
-def _best_finding(trace: Trace) -> FindingSummary | None:
+def _find_best_fix(trace: Trace) -> Finding | None:
     fixable = [
         finding
         for device in trace.devices
-        for finding in findings(trace, device).findings
-        if not finding.needs_mechanism and finding.saved_bytes > 0
+        for finding in find_device_waste(trace, device).findings
+        if finding.is_single_line_fix and finding.saved_bytes > 0
     ]
-    best = max(fixable, key=lambda finding: finding.saved_bytes, default=None)
-    if best is None:
-        return None
-    return FindingSummary(best.pattern, best.name, best.site, best.peak_if_mended_bytes, best.saved_bytes, best.advice)
+    return max(fixable, key=lambda finding: finding.saved_bytes, default=None)
 
 
 def _summarize_steps(trace: Trace) -> StepSummary:
-    columns, result = step_columns(trace), growth(trace)
-    num_steps, total_ns = len(columns["step"]), int(columns["duration_ns"].sum())
+    columns, growth = step_columns(trace), measure_growth(trace)
+    num_steps, total_ns = len(columns), int(columns.duration_ns.sum())
+    has_waits = total_ns > 0 and records_data_waits(trace)
     return StepSummary(
         num_steps=num_steps if trace.has_blocks else None,
         source=("marks" if steps_are_marked(trace) else "events") if num_steps else None,
-        median_duration_ns=_median(columns["duration_ns"]) if trace.has_times else None,
-        median_peak_bytes=_median(columns["peak_bytes"]),
-        max_peak_bytes=int(columns["peak_bytes"].max()) if num_steps else None,
-        median_allocated_bytes=_median(columns["allocated_bytes"]) if trace.has_blocks else None,
-        median_num_allocations=_median(columns["num_allocs"]) if trace.has_blocks else None,
-        data_wait_share=int(columns["data_wait_ns"].sum()) / total_ns if total_ns and tells_waits(trace) else None,
-        growth_bytes_per_step=result.bytes_per_step if result else None,
-        growth_sources=tuple(GrowthSource(*source) for source in result.sources) if result else (),
+        median_duration_ns=_median(columns.duration_ns) if trace.has_times else None,
+        median_peak_bytes=_median(columns.peak_bytes),
+        max_peak_bytes=int(columns.peak_bytes.max()) if num_steps else None,
+        median_allocated_bytes=_median(columns.allocated_bytes) if trace.has_blocks else None,
+        median_num_allocations=_median(columns.num_allocs) if trace.has_blocks else None,
+        data_wait_share=int(columns.data_wait_ns.sum()) / total_ns if has_waits else None,
+        growth_bytes_per_step=growth.bytes_per_step if growth else None,
+        growth_sources=growth.sources if growth else (),
     )
 
 
@@ -374,7 +297,7 @@ def _summarize_device(trace: Trace, device: str) -> DeviceSummary:
         baseline_requested_bytes=peak.baseline_bytes if peak.is_requested else None,
         live_requested_bytes_at_end=peak.end_bytes if peak.is_requested else None,
         reserved_bytes_at_end=peak.reserved_end_bytes,
-        fragmentation=fragmentation(trace, device),
+        fragmentation=compute_fragmentation(trace, device),
     )
 
 

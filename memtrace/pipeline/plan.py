@@ -1,64 +1,66 @@
-"""Which schedule to train with: every schedule cut, simulated and ranked under a memory limit."""
+"""Pipeline plans: every schedule partitioned, simulated, and ranked under a memory limit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from memtrace.errors import MemtraceError
-from memtrace.pipeline.costs import Layer, Network, StageCosts, cut_costs
-from memtrace.pipeline.partition import MEMORY, TIME, Cut, balanced_cut
-from memtrace.pipeline.schedules.registry import Choice
+from memtrace.pipeline.costs import LayerCosts, Network, StageCosts, partition_costs
+from memtrace.pipeline.memory_rules import PAPER, MemoryModel
+from memtrace.pipeline.partition import MEMORY, TIME, Partition, balance_partition
+from memtrace.pipeline.schedules.registry import ScheduleChoice
 from memtrace.pipeline.schedules.schedule import Schedule
-from memtrace.pipeline.simulation.memory import PAPER, MemoryModel, WorkerMemory, memory
-from memtrace.pipeline.simulation.simulate import Simulation, simulate
-from memtrace.pipeline.simulation.sync import EAGER
+from memtrace.pipeline.simulation.all_reduce import EAGER
+from memtrace.pipeline.simulation.simulator import Simulation, simulate_schedule
+from memtrace.pipeline.simulation.worker_memory import WorkerMemory, simulate_memory
 
-BATCHES: Final = 4
+NUM_SIMULATED_BATCHES: Final = 4
 """Batches simulated of a schedule without a flush; the last one is taken as the steady state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What holds for every schedule of a plan."""
+class PlanSettings:
+    """Hardware and preferences that apply to every schedule of a plan."""
 
     network: Network = field(default_factory=Network)
     capacity_bytes: int | None = None
-    """Memory of one worker; None: no limit."""
-    width: int = 1
-    """Copies of the whole pipeline."""
+    """Memory of one worker; None: unlimited."""
+    data_parallel: int = 1
+    """Data-parallel degree: copies of the whole pipeline."""
     sync: str = EAGER
+    """When gradients are all-reduced: one of ``all_reduce.SYNC_MODES``."""
     overlap: float = 1.0
     """Time of an overlapped forward and backward as a share of the sum of both."""
     objective: str = TIME
-    """What the cut balances first: time (under the capacity) or memory."""
+    """What the partition balances first: one of ``partition.OBJECTIVES``."""
     model: MemoryModel = PAPER
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """One schedule with its cut, under one setting."""
+class SchedulePrediction:
+    """Time and memory of one schedule with its partition."""
 
-    choice: Choice
+    choice: ScheduleChoice
     recompute: bool
-    cut: Cut
+    partition: Partition
     simulation: Simulation
     memories: Sequence[WorkerMemory]
+    """One entry per worker."""
     step_time_s: float
-    """Seconds from one step to the next: of a schedule without a flush once it runs steadily, of a
-    free-running one (``Family.free_running``) the longest time that a worker is at it, else until all are
-    done."""
+    """Seconds from one step to the next: in the steady state of a schedule without a flush; of a free-running schedule
+    (``ScheduleFamily.free_running``) the longest span of a worker; else until all workers are done."""
     bubble_ratio: float
-    """Idle share of the workers' time in that step, waiting for all-reduce left out."""
+    """Idle share of the workers' time in that step, without waiting for all-reduces."""
     fits: bool
-    """Whether every worker's peak stays within the capacity; true without one."""
+    """Whether the peak of every worker is within the capacity; true without a capacity."""
 
     @property
     def schedule(self) -> Schedule:
-        """The table that was simulated."""
+        """The simulated schedule."""
         return self.simulation.schedule
 
     @property
@@ -66,213 +68,181 @@ class Prediction:
         """The peak of the fullest worker."""
         return max(memory.peak_bytes for memory in self.memories)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The shape of one entry of "schedules" in ``memtrace plan pipeline --json``."""
-        return {
-            "schedule": self.choice.family.name,
-            "options": {**self.choice.options, "recompute": self.recompute},
-            "step_time_s": self.step_time_s,
-            "makespan_s": None if self.schedule.asynchronous else self.simulation.makespan_s,
-            "bubble_ratio": self.bubble_ratio,
-            "asynchronous": self.schedule.asynchronous,
-            "fits": self.fits,
-            "workers": [
-                {
-                    "peak_bytes": memory.peak_bytes,
-                    "weight_bytes": memory.weight_peak_bytes,
-                    "activation_peak_bytes": memory.activation_peak_bytes,
-                    "in_flight_peak": memory.in_flight_peak,
-                }
-                for memory in self.memories
-            ],
-            "cut": list(self.cut.first_layers),
-            "cut_exact": self.cut.exact,
-        }
+    @property
+    def rank_key(self) -> tuple[bool, float, int]:
+        """Sort key of a ranking: predictions that fit first, then by step time, then by peak."""
+        return not self.fits, self.step_time_s, self.peak_bytes
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What ``plan`` found."""
+class SkippedSchedule:
+    """A schedule that cannot be built for the given sizes."""
 
-    layers: Sequence[Layer]
-    predictions: Sequence[Prediction]
-    """Those that fit first, each group by step time."""
-    skipped: Sequence[tuple[Choice, str]]
-    """What could not be built for these sizes, and why."""
+    schedule: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """The schedules of a plan, best first."""
+
+    layers: Sequence[LayerCosts]
+    predictions: Sequence[SchedulePrediction]
+    """Predictions that fit the capacity first, each group by step time."""
+    skipped: Sequence[SkippedSchedule]
 
     @property
-    def typical(self) -> Prediction | None:
-        """The best prediction that cuts the model into as many stages as there are workers, else the best."""
-        simple = [one for one in self.predictions if one.schedule.num_stages == one.schedule.num_workers]
+    def typical(self) -> SchedulePrediction | None:
+        """The best prediction with as many stages as workers, else the best one; None without predictions."""
+        simple = [
+            prediction
+            for prediction in self.predictions
+            if prediction.schedule.num_stages == prediction.schedule.num_workers
+        ]
         return next(iter(simple or self.predictions), None)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The shape of ``memtrace plan pipeline --json``; "stages" is the cut of ``typical``."""
-        shown = self.typical
-        return {
-            "stages": [] if shown is None else stage_dicts(self.layers, shown.cut.first_layers),
-            "schedules": [prediction.as_dict() for prediction in self.predictions],
-            "skipped": [
-                {"schedule": choice.family.name, "options": dict(choice.options), "reason": reason}
-                for choice, reason in self.skipped
-            ],
-        }
 
-
-def stage_dicts(layers: Sequence[Layer], first_layers: Sequence[int]) -> list[dict[str, Any]]:
-    """One entry a stage: its layers, seconds and bytes of one micro-batch and of one copy of the weights."""
-    bounds = [*first_layers, len(layers)]
-    entries = []
-    for stage, costs in enumerate(cut_costs(layers, first_layers)):
-        begin, end = bounds[stage], bounds[stage + 1]
-        entries.append(
-            {
-                "stage": stage,
-                "first_layer": begin,
-                "num_layers": end - begin,
-                "layers": [layer.name for layer in layers[begin:end]],
-                "forward_s": costs.forward_s,
-                "backward_s": costs.backward_s,
-                "parameter_bytes": costs.parameter_bytes,
-                "gradient_bytes": costs.gradient_bytes,
-                "optimizer_bytes": costs.optimizer_bytes,
-                "activation_bytes": costs.activation_bytes,
-                "input_bytes": costs.input_bytes,
-                "output_bytes": costs.output_bytes,
-            }
-        )
-    return entries
-
-
-def plan(
-    layers: Sequence[Layer],
+def plan_pipeline(
+    layers: Sequence[LayerCosts],
     num_workers: int,
     num_microbatches: int,
     *,
-    choices: Iterable[Choice],
+    choices: Iterable[ScheduleChoice],
     recompute: Iterable[bool] = (False,),
-    setting: Setting | None = None,
-) -> Plan:
-    """Cut, simulate and rank ``choices`` over ``num_workers`` workers, with and without recomputation as
-    asked."""
-    found: list[Prediction] = []
-    skipped: list[tuple[Choice, str]] = []
-    tried = list(recompute)
+    settings: PlanSettings | None = None,
+) -> PipelinePlan:
+    """Partition, simulate and rank schedules.
+
+    Args:
+        layers: costs of the model's layers for one micro-batch.
+        num_workers: workers of one pipeline.
+        num_microbatches: micro-batches of one pipeline per step.
+        choices: the schedules to try.
+        recompute: whether to try recomputation, no recomputation, or both.
+        settings: hardware and preferences; None: the defaults.
+    """
+    predictions: list[SchedulePrediction] = []
+    skipped: list[SkippedSchedule] = []
+    recompute_options = list(recompute)
     for choice in choices:
-        outcome = _predictions(layers, num_workers, num_microbatches, choice, tried, setting)
-        if isinstance(outcome, str):
-            skipped.append((choice, outcome))
+        outcome = _predict_or_skip(layers, num_workers, num_microbatches, choice, recompute_options, settings)
+        if isinstance(outcome, SkippedSchedule):
+            skipped.append(outcome)
         else:
-            found += outcome
-    found.sort(key=lambda prediction: (not prediction.fits, prediction.step_time_s, prediction.peak_bytes))
-    return Plan(layers, found, skipped)
+            predictions += outcome
+    predictions.sort(key=lambda prediction: prediction.rank_key)
+    return PipelinePlan(layers, predictions, skipped)
 
 
-def _predictions(
-    layers: Sequence[Layer],
+def _predict_or_skip(
+    layers: Sequence[LayerCosts],
     num_workers: int,
     num_microbatches: int,
-    choice: Choice,
-    recompute: Iterable[bool],
-    setting: Setting | None,
-) -> list[Prediction] | str:
-    """One prediction with and one without recomputation as asked, or why there is none."""
+    choice: ScheduleChoice,
+    recompute_options: Iterable[bool],
+    settings: PlanSettings | None,
+) -> list[SchedulePrediction] | SkippedSchedule:
     try:
         return [
-            predict(layers, num_workers, num_microbatches, choice, recompute=again, setting=setting)
-            for again in recompute
+            predict_schedule(layers, num_workers, num_microbatches, choice, recompute=recomputes, settings=settings)
+            for recomputes in recompute_options
         ]
     except MemtraceError as error:
-        return str(error)
+        return SkippedSchedule(str(choice), str(error))
 
 
-def predict(
-    layers: Sequence[Layer],
+def predict_schedule(
+    layers: Sequence[LayerCosts],
     num_workers: int,
     num_microbatches: int,
-    choice: Choice,
+    choice: ScheduleChoice,
     *,
     recompute: bool = False,
-    setting: Setting | None = None,
-) -> Prediction:
-    """Cut ``layers`` for one schedule and simulate it.
+    settings: PlanSettings | None = None,
+) -> SchedulePrediction:
+    """Partition ``layers`` for one schedule and simulate it.
 
-    Where no cut keeps every worker within the capacity, the cut with the lowest peak is shown, as not
-    fitting. Raises MemtraceError where the schedule does not exist for these sizes or the model has too few
-    layers.
+    Where no partition keeps every worker within the capacity, the result has the partition with the lowest peak, and
+    ``fits`` is False.
+
+    Raises:
+        MemtraceError: the schedule does not exist for these sizes, or the model has too few layers.
     """
-    setting = setting or Setting()
+    settings = settings or PlanSettings()
     asynchronous = choice.build(num_workers, num_microbatches).asynchronous
-    batches = BATCHES if asynchronous else 1
-    schedule = _several_batches(choice, num_workers, num_microbatches, batches)
-    cut = _fitting_cut(layers, schedule, recompute, setting)
-    stages = cut_costs(layers, cut.first_layers)
-    simulation = _simulate(schedule, stages, recompute, setting)
-    memories = memory(simulation, setting.model)
+    num_batches = NUM_SIMULATED_BATCHES if asynchronous else 1
+    schedule = _build_batches(choice, num_workers, num_microbatches, num_batches)
+    partition = _find_partition(layers, schedule, recompute, settings)
+    stages = partition_costs(layers, partition.first_layers)
+    simulation = _simulate(schedule, stages, recompute, settings)
+    memories = simulate_memory(simulation, settings.model)
     if asynchronous:
-        shorter = _several_batches(choice, num_workers, num_microbatches, batches - 1)
-        step_s, bubbles = _steady_state(simulation, _simulate(shorter, stages, recompute, setting))
+        shorter = _build_batches(choice, num_workers, num_microbatches, num_batches - 1)
+        step_s, bubble_ratio = _steady_state(simulation, _simulate(shorter, stages, recompute, settings))
     elif choice.family.free_running:
-        step_s, bubbles = _free_running(simulation)
+        step_s, bubble_ratio = _free_running_step(simulation)
     else:
-        step_s, bubbles = simulation.step_time_s, simulation.bubble_ratio
-    limit = setting.capacity_bytes
-    fits = limit is None or all(memory.peak_bytes <= limit for memory in memories)
-    return Prediction(choice, recompute, cut, simulation, memories, step_s, bubbles, fits)
+        step_s, bubble_ratio = simulation.step_time_s, simulation.bubble_ratio
+    capacity = settings.capacity_bytes
+    fits = capacity is None or all(memory.peak_bytes <= capacity for memory in memories)
+    return SchedulePrediction(choice, recompute, partition, simulation, memories, step_s, bubble_ratio, fits)
 
 
-def _several_batches(choice: Choice, num_workers: int, num_microbatches: int, batches: int) -> Schedule:
+def _build_batches(choice: ScheduleChoice, num_workers: int, num_microbatches: int, num_batches: int) -> Schedule:
     if choice.family.name == "pipedream-2bw" and "update_every" not in choice.options:
-        choice = Choice(choice.family, {**choice.options, "update_every": num_microbatches})
-    return choice.build(num_workers, num_microbatches * batches)
+        choice = ScheduleChoice(choice.family, {**choice.options, "update_every": num_microbatches})
+    return choice.build(num_workers, num_microbatches * num_batches)
 
 
-def _fitting_cut(layers: Sequence[Layer], schedule: Schedule, recompute: bool, setting: Setting) -> Cut:
-    def cut(objective: str, capacity_bytes: int | None) -> Cut | None:
-        return balanced_cut(
+def _find_partition(
+    layers: Sequence[LayerCosts], schedule: Schedule, recompute: bool, settings: PlanSettings
+) -> Partition:
+    """The best partition within the capacity, else the one with the lowest peak."""
+
+    def balance(objective: str, capacity_bytes: int | None) -> Partition | None:
+        return balance_partition(
             layers,
             schedule,
             objective=objective,
             capacity_bytes=capacity_bytes,
             recompute=recompute,
-            model=setting.model,
+            model=settings.model,
         )
 
-    found = cut(setting.objective, setting.capacity_bytes) or cut(MEMORY, None)
-    assert found is not None
-    return found
+    partition = balance(settings.objective, settings.capacity_bytes) or balance(MEMORY, None)
+    assert partition is not None
+    return partition
 
 
-def _simulate(schedule: Schedule, stages: Sequence[StageCosts], recompute: bool, setting: Setting) -> Simulation:
-    return simulate(
+def _simulate(schedule: Schedule, stages: Sequence[StageCosts], recompute: bool, settings: PlanSettings) -> Simulation:
+    return simulate_schedule(
         schedule,
         stages,
-        network=setting.network,
+        network=settings.network,
         recompute=recompute,
-        overlap=setting.overlap,
-        width=setting.width,
-        sync=setting.sync,
+        overlap=settings.overlap,
+        data_parallel=settings.data_parallel,
+        sync=settings.sync,
     )
 
 
-def _free_running(simulation: Simulation) -> tuple[float, float]:
-    """The longest span of a worker and the idle share of all workers' time if a step takes that long."""
-    span = float(simulation.span_s.max())
-    waiting = simulation.step_time_s - simulation.makespan_s
-    workers = simulation.schedule.num_workers
-    busy = float(simulation.busy_s.sum())
-    return span + waiting, max(0.0, 1.0 - busy / (span * workers)) if span else 0.0
+def _free_running_step(simulation: Simulation) -> tuple[float, float]:
+    """The longest span of a worker, and the idle share of all workers' time if a step takes that long."""
+    span_s = float(simulation.span_s.max())
+    waiting_s = simulation.step_time_s - simulation.makespan_s
+    num_workers = simulation.schedule.num_workers
+    busy_s = float(simulation.busy_s.sum())
+    return span_s + waiting_s, max(0.0, 1.0 - busy_s / (span_s * num_workers)) if span_s else 0.0
 
 
 def _steady_state(longer: Simulation, shorter: Simulation) -> tuple[float, float]:
-    """Seconds and idle share of one more batch; all-reduces run beside it, one after another."""
-    computing = longer.makespan_s - shorter.makespan_s
-    reducing = np.zeros(longer.schedule.num_workers)
+    """Seconds and idle share of one more batch; all-reduces overlap computation, one after another per worker."""
     schedule = longer.schedule
-    batch = schedule.num_microbatches // BATCHES
-    updates = batch // (schedule.update_every or 1)
-    for sync in longer.synchronisations:
-        reducing[list(sync.workers)] += updates * (sync.end_s - sync.start_s)
-    busy = float((longer.busy_s - shorter.busy_s).sum())
-    bubbles = max(0.0, 1.0 - busy / (computing * schedule.num_workers)) if computing else 0.0
-    return max(computing, float(reducing.max(initial=0.0))), bubbles
+    computing_s = longer.makespan_s - shorter.makespan_s
+    reducing_s = np.zeros(schedule.num_workers)
+    num_updates = schedule.num_microbatches // NUM_SIMULATED_BATCHES // (schedule.update_every or 1)
+    for reduction in longer.all_reduces:
+        reducing_s[list(reduction.workers)] += num_updates * (reduction.end_s - reduction.start_s)
+    busy_s = float((longer.busy_s - shorter.busy_s).sum())
+    bubble_ratio = max(0.0, 1.0 - busy_s / (computing_s * schedule.num_workers)) if computing_s else 0.0
+    return max(computing_s, float(reducing_s.max(initial=0.0))), bubble_ratio

@@ -1,10 +1,11 @@
-"""The actions that the ranks of a pipeline were recorded at, on one clock, and the schedule they amount to."""
+"""Recorded pipeline actions of all ranks on one clock, and the schedule that they form."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Final
 
 import numpy as np
 
@@ -12,37 +13,35 @@ from memtrace.analysis.attribution import SPAN, rows_at
 from memtrace.errors import MemtraceError, TraceError
 from memtrace.format.arrays import Array
 from memtrace.format.manifest import Manifest
-from memtrace.pipeline.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, Action, parse_action
-from memtrace.pipeline.schedules.dependencies import times
+from memtrace.pipeline.memory_rules import in_flight_changes
+from memtrace.pipeline.schedules.actions import Action, parse_action
+from memtrace.pipeline.schedules.dependencies import earliest_times
 from memtrace.pipeline.schedules.schedule import Schedule
 from memtrace.trace import Trace
 
-_TORCH = "torch.distributed.pipelining."  # what memtrace.recording.pipelining calls the range of a step
-NO_ACTIONS = (
-    "it has no actions of a pipeline. Those of torch.distributed.pipelining are marked by themselves; in a "
-    "hand-written pipeline mark them with rec.stage(...) and rec.microbatch(...)"
-)
+TORCH_RANGE_PREFIX: Final = "torch.distributed.pipelining."
+"""Prefix of the range that ``memtrace.recording.pipelining`` records for every step of a schedule of torch."""
 
 
 @dataclass(frozen=True)
 class RankActions:
-    """The actions of one rank in order; arrays are indexed by action.
+    """The actions of one rank in order of time; arrays have one entry per action.
 
-    Two neighbouring ranges of the same action (torch computes the loss behind the last stage's forward) are one.
+    Neighbouring ranges of the same action count as one: torch computes the loss after the last stage's forward.
     """
 
     rank: int
     actions: tuple[Action, ...]
     start_ns: Array
-    """On the clock of the reference rank."""
+    """On the clock of the reference rank, as ``end_ns``."""
     end_ns: Array
     first_row: Array
-    """Where the rows of events begin that are for this action: behind the action before it, whose messages it waits
-    for, or in a new round at its own start."""
+    """First row of events that belongs to the action: after the previous action, because the rank then waits for the
+    messages of this one; in the first action of a step its own start."""
     start_row: Array
     end_row: Array
-    round: Array
-    """How often the same action had been done before: the steps of the pipeline, from 0."""
+    step: Array
+    """Step of the pipeline, from 0: how many times the rank has run the same action before."""
 
     @property
     def kinds(self) -> Array:
@@ -50,33 +49,45 @@ class RankActions:
         return np.array([action.kind for action in self.actions])
 
     @property
-    def places(self) -> frozenset[tuple[int, int]]:
-        """The (pipeline, stage) pairs that it works for."""
+    def stage_copies(self) -> frozenset[tuple[int, int]]:
+        """The (pipeline, stage) pairs of which the rank holds a copy."""
         return frozenset((action.pipeline, action.stage) for action in self.actions)
 
-    @property
-    def in_flight_change(self) -> tuple[Array, Array]:
-        """By how much micro-batches in flight change at the start and at the end of every action."""
-        begins = np.array([action.kind == FORWARD for action in self.actions], np.int64)
-        ends = np.array(
-            [action.kind in (BACKWARD, INPUT_BACKWARD) and action.half != 0 for action in self.actions], np.int64
-        )
-        return begins, -ends
-
     def in_flight(self) -> Array:
-        """(stage, micro-batch) pairs in flight: entries 2i and 2i + 1 hold from the start and the end of action i."""
-        level = np.cumsum(np.stack(self.in_flight_change, axis=1).ravel())
-        return level - min(0, int(level.min(initial=0)))
+        """(stage, micro-batch) pairs in flight after the start (entry 2i) and the end (entry 2i + 1) of action i."""
+        return running_in_flight(self.actions)
+
+
+def running_in_flight(actions: Sequence[Action]) -> Array:
+    """Number of micro-batches in flight after the start and the end of every action, never below 0.
+
+    A recording that began in mid-step has backwards without a forward: these micro-batches were in flight before.
+    """
+    level = np.cumsum(np.stack(in_flight_changes(actions), axis=1).ravel())
+    running: Array = level - min(0, int(level.min(initial=0)))
+    return running
 
 
 def recorded_actions(trace: Trace) -> list[RankActions]:
-    """The actions of every rank that has any; TraceError where none has."""
+    """The actions of every rank that has any.
+
+    Raises:
+        TraceError: no rank has actions.
+    """
+    return trace.cached(_recorded_actions)
+
+
+def _recorded_actions(trace: Trace) -> list[RankActions]:
     reference = trace.rank(trace.ranks[0]).manifest
-    found = [_of_rank(trace.rank(number), number, reference) for number in trace.ranks]
-    present = [one for one in found if one is not None]
-    if not present:
-        raise TraceError(f"{trace.path or 'the trace'} is not of a pipeline: {NO_ACTIONS}.")
-    return present
+    of_ranks = [_actions_of_rank(trace.rank(number), number, reference) for number in trace.ranks]
+    recorded = [rank for rank in of_ranks if rank is not None]
+    if not recorded:
+        raise TraceError(
+            f"{trace.path or 'trace'}: no pipeline actions were recorded. memtrace records the actions of "
+            "torch.distributed.pipelining automatically; in a hand-written pipeline mark them with rec.stage(...) and "
+            "rec.microbatch(...)."
+        )
+    return recorded
 
 
 def torch_schedule(trace: Trace) -> str | None:
@@ -84,33 +95,37 @@ def torch_schedule(trace: Trace) -> str | None:
     spans = trace.columns("spans", "kind", "name")
     names = np.unique(spans["name"][spans["kind"] == SPAN["range"]])
     texts = [trace.name(int(name)) or "" for name in names]
-    return next((text.removeprefix(_TORCH) for text in texts if text.startswith(_TORCH)), None)
+    return next((text.removeprefix(TORCH_RANGE_PREFIX) for text in texts if text.startswith(TORCH_RANGE_PREFIX)), None)
 
 
 def torch_steps(trace: Trace) -> Array:
-    """Start and end of every step of torch.distributed.pipelining in a single-rank trace, by its own clock."""
+    """``[step, 2]``: start and end of every torch.distributed.pipelining step of a single-rank trace, by its clock."""
     spans = trace.columns("spans", "kind", "name", "start_ns", "duration_ns")
-    chosen = np.flatnonzero(spans["kind"] == SPAN["range"])
-    ours = [int(name) for name in np.unique(spans["name"][chosen]) if (trace.name(int(name)) or "").startswith(_TORCH)]
-    chosen = chosen[np.isin(spans["name"][chosen], ours)]
-    start = spans["start_ns"][chosen]
-    steps = np.stack([start, start + spans["duration_ns"][chosen]], axis=1)
+    ranges = np.flatnonzero(spans["kind"] == SPAN["range"])
+    step_names = [
+        int(name)
+        for name in np.unique(spans["name"][ranges])
+        if (trace.name(int(name)) or "").startswith(TORCH_RANGE_PREFIX)
+    ]
+    ranges = ranges[np.isin(spans["name"][ranges], step_names)]
+    start = spans["start_ns"][ranges]
+    steps = np.stack([start, start + spans["duration_ns"][ranges]], axis=1)
     return steps[np.argsort(start, kind="stable")]
 
 
 def clock_shift_ns(manifest: Manifest, reference: Manifest) -> int:
-    """What to add to the times of one rank for those of the reference rank.
+    """What to add to the times of one rank to get times of the reference rank.
 
-    The offset that was measured while recording; else the difference of the wall clocks, 0 where they are unknown.
+    The offset measured during recording, else the difference of the wall clocks, or 0 where these are unknown.
     """
-    clocks = [one.clock.offset_ns if one.clock else None for one in (manifest, reference)]
-    if clocks[0] is not None and clocks[1] is not None:
-        return int(clocks[0]) - int(clocks[1])
-    begins = [one.t0_epoch_ns for one in (manifest, reference)]
+    offsets = [each.clock.offset_ns if each.clock else None for each in (manifest, reference)]
+    if offsets[0] is not None and offsets[1] is not None:
+        return int(offsets[0]) - int(offsets[1])
+    begins = [each.t0_epoch_ns for each in (manifest, reference)]
     return int(begins[0]) - int(begins[1]) if begins[0] is not None and begins[1] is not None else 0
 
 
-def _of_rank(trace: Trace, number: int, reference: Manifest) -> RankActions | None:
+def _actions_of_rank(trace: Trace, number: int, reference: Manifest) -> RankActions | None:
     spans = trace.columns("spans", "kind", "name", "start_ns", "duration_ns")
     rows = np.flatnonzero(spans["kind"] == SPAN["action"])
     if not len(rows):
@@ -120,60 +135,71 @@ def _of_rank(trace: Trace, number: int, reference: Manifest) -> RankActions | No
     end = start + spans["duration_ns"][rows]
     first = np.flatnonzero(np.append(True, names[1:] != names[:-1]))
     names, start, end = names[first], start[first], end[np.append(first[1:], len(rows)) - 1]
-    parsed = {int(name): _parsed(trace, int(name)) for name in np.unique(names)}
-    rounds = _occurrence(names)
+    parsed = {int(name): _parse_name(trace, int(name)) for name in np.unique(names)}
+    step = _count_earlier_equal(names)
     start_row, end_row = rows_at(trace, start), rows_at(trace, end)
-    behind = np.append(start_row[0], end_row[:-1])
-    new_round = np.append(True, rounds[1:] != rounds[:-1])
+    previous_end = np.append(start_row[0], end_row[:-1])
+    begins_step = np.append(True, step[1:] != step[:-1])
     shift = clock_shift_ns(trace.manifest, reference)
     return RankActions(
-        number,
-        tuple(parsed[int(name)] for name in names),
-        start + shift,
-        end + shift,
-        np.where(new_round, start_row, np.minimum(behind, start_row)),
-        start_row,
-        end_row,
-        rounds,
+        rank=number,
+        actions=tuple(parsed[int(name)] for name in names),
+        start_ns=start + shift,
+        end_ns=end + shift,
+        first_row=np.where(begins_step, start_row, np.minimum(previous_end, start_row)),
+        start_row=start_row,
+        end_row=end_row,
+        step=step,
     )
 
 
-def _parsed(trace: Trace, name: int) -> Action:
+def _parse_name(trace: Trace, name: int) -> Action:
     try:
         return parse_action(trace.name(name) or "")
     except MemtraceError as error:
-        raise TraceError(f"{trace.path or 'the trace'} has an action that is none: {error}") from error
+        raise TraceError(f"{trace.path or 'trace'}: a recorded pipeline action is invalid: {error}") from error
 
 
-def _occurrence(names: Array) -> Array:
-    """How many equal values come before each."""
-    order = np.argsort(names, kind="stable")
-    ordered = names[order]
+def _count_earlier_equal(values: Array) -> Array:
+    """For every value how many equal values come before it."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
     begins = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
-    count = np.arange(len(names)) - np.repeat(begins, np.diff(np.append(begins, len(names))))
-    found = np.empty(len(names), np.int64)
-    found[order] = count
-    return found
+    rank_in_group = np.arange(len(values)) - np.repeat(begins, np.diff(np.append(begins, len(values))))
+    counts = np.empty(len(values), np.int64)
+    counts[order] = rank_in_group
+    return counts
 
 
-def last_complete_round(ranks: Sequence[RankActions]) -> int:
-    """The last round in which every rank did all that it did in the first."""
-    sizes = [np.bincount(one.round) for one in ranks]
-    whole = [int(np.flatnonzero(size == size[0])[-1]) for size in sizes]
-    return min(whole)
+def last_complete_step(ranks: Sequence[RankActions]) -> int:
+    """The last step in which every rank ran as many actions as in its first step."""
+    sizes = [np.bincount(rank.step) for rank in ranks]
+    return min(int(np.flatnonzero(size == size[0])[-1]) for size in sizes)
 
 
-def one_pipeline(ranks: Sequence[RankActions]) -> list[RankActions]:
-    """The first rank of each place: of several pipelines side by side (data parallelism) they make one."""
-    return list({one.places: one for one in reversed(ranks)}.values())[::-1]
+def step_interval_ns(ranks: Sequence[RankActions], step: int) -> tuple[int, int]:
+    """Start of the first and end of the last action of a step, over all ranks."""
+    of_step = [rank.step == step for rank in ranks]
+    begin = min(int(rank.start_ns[mask].min()) for rank, mask in zip(ranks, of_step, strict=True))
+    end = max(int(rank.end_ns[mask].max()) for rank, mask in zip(ranks, of_step, strict=True))
+    return begin, end
+
+
+def first_pipeline(ranks: Sequence[RankActions]) -> list[RankActions]:
+    """The ranks of one pipeline: of ranks that hold the same stages (data parallelism) only the first."""
+    return list({rank.stage_copies: rank for rank in reversed(ranks)}.values())[::-1]
 
 
 def recorded_schedule(ranks: Sequence[RankActions], name: str = "recorded") -> Schedule:
-    """The schedule that the ranks ran in their last complete round; worker i is the i-th of ``one_pipeline``."""
-    chosen = last_complete_round(ranks)
+    """The schedule of the last complete step; worker i is the i-th rank of ``first_pipeline``.
+
+    Raises:
+        TraceError: no rank has actions of some stage.
+    """
+    step = last_complete_step(ranks)
     rows = tuple(
-        tuple(action for action, one in zip(rank.actions, rank.round, strict=True) if one == chosen)
-        for rank in one_pipeline(ranks)
+        tuple(action for action, of_step in zip(rank.actions, rank.step == step, strict=True) if of_step)
+        for rank in first_pipeline(ranks)
     )
     actions = [action for row in rows for action in row]
     num_stages = 1 + max(action.stage for action in actions)
@@ -181,10 +207,14 @@ def recorded_schedule(ranks: Sequence[RankActions], name: str = "recorded") -> S
     for worker, row in enumerate(rows):
         for action in row:
             placement[action.pipeline][action.stage] = worker
-    if any(worker < 0 for workers in placement for worker in workers):
-        raise TraceError("the trace lacks stages of the pipeline: some rank is missing, or marked no actions.")
-    start, _ = times(rows, num_stages, [1.0] * len(actions), [0.0] * len(actions))
+    missing = sorted({stage for workers in placement for stage, worker in enumerate(workers) if worker < 0})
+    if missing:
+        raise TraceError(
+            f"no recorded actions of pipeline stage {', '.join(map(str, missing))}: a rank is missing from the trace, "
+            "or did not mark its actions."
+        )
+    start, _ = earliest_times(rows, num_stages, [1.0] * len(actions), [0.0] * len(actions))
     offsets = np.cumsum([0, *map(len, rows)])
     slots = tuple(tuple(map(int, start[begin:end])) for begin, end in pairwise(offsets))
-    microbatches = 1 + max(action.microbatch for action in actions)
-    return Schedule(name, num_stages, microbatches, tuple(map(tuple, placement)), rows, slots)
+    num_microbatches = 1 + max(action.microbatch for action in actions)
+    return Schedule(name, num_stages, num_microbatches, tuple(map(tuple, placement)), rows, slots)

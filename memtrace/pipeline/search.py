@@ -1,115 +1,106 @@
-"""The best width, depth and micro-batch size for a number of workers and a mini-batch."""
+"""Search for the best data-parallel degree, pipeline depth and micro-batch size for a number of workers."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from memtrace.errors import MemtraceError
-from memtrace.pipeline.costs import Layer, scaled
-from memtrace.pipeline.plan import Prediction, Setting, plan
-from memtrace.pipeline.schedules.registry import Choice
+from memtrace.pipeline.costs import LayerCosts, scale_microbatch
+from memtrace.pipeline.plan import PlanSettings, SchedulePrediction, plan_pipeline
+from memtrace.pipeline.schedules.registry import ScheduleChoice
 
 
 @dataclass(frozen=True)
-class Configuration:
-    """One way to use all workers: ``width`` pipelines of ``depth`` workers each."""
+class PipelineConfiguration:
+    """One way to use all workers: ``data_parallel`` pipelines of ``pipeline_workers`` workers each."""
 
-    width: int
-    depth: int
+    data_parallel: int
+    pipeline_workers: int
     microbatch_size: int
+    """Samples per micro-batch."""
     num_microbatches: int
-    """Of one pipeline in one step."""
-    batch: int
-    prediction: Prediction
-
-    @property
-    def samples_per_s(self) -> float:
-        """Throughput of all workers together."""
-        return self.batch / self.prediction.step_time_s if self.prediction.step_time_s else float("inf")
-
-    def as_dict(self) -> dict[str, Any]:
-        """The shape of one entry of "configurations" in ``memtrace plan pipeline --workers --json``."""
-        return {
-            "width": self.width,
-            "stages": self.depth,
-            "microbatch_size": self.microbatch_size,
-            "microbatches": self.num_microbatches,
-            "samples_per_s": self.samples_per_s,
-            **self.prediction.as_dict(),
-        }
+    """Micro-batches of one pipeline per step."""
+    batch_size: int
+    """Samples per step over all workers."""
+    prediction: SchedulePrediction
 
 
-def search(
-    layers: Sequence[Layer],
+def search_configurations(
+    layers: Sequence[LayerCosts],
     num_workers: int,
-    batch: int,
+    batch_size: int,
     *,
-    choices: Callable[[int, int], Iterable[Choice]],
+    choices: Callable[[int, int], Iterable[ScheduleChoice]],
     microbatch_sizes: Sequence[int],
     measured_size: int = 1,
     recompute: Iterable[bool] = (False,),
-    setting: Setting | None = None,
-) -> list[Configuration]:
-    """Every (W, D, B) with W x D = ``num_workers`` that splits ``batch`` evenly, the best first.
+    settings: PlanSettings | None = None,
+) -> list[PipelineConfiguration]:
+    """Try every combination of degree, depth and micro-batch size that uses all workers and divides the batch.
 
     Args:
-        layers: costs of a micro-batch of ``measured_size`` samples; time and activations of other sizes are
-            taken in proportion, which flatters small ones.
-        num_workers: all of them are used.
-        batch: samples in one step over all workers.
-        choices: the schedules to try, from the depth and the number of micro-batches.
-        microbatch_sizes: samples in a micro-batch to try.
-        measured_size: see ``layers``.
-        recompute: with it, without it or both.
-        setting: network, capacity and so on; its width is replaced.
+        layers: costs of a micro-batch of ``measured_size`` samples. Times and activations of other sizes are taken in
+            proportion, which is optimistic for small ones.
+        num_workers: number of workers; all of them are used.
+        batch_size: samples per step over all workers.
+        choices: the schedules to try, given the depth and the number of micro-batches.
+        microbatch_sizes: the micro-batch sizes to try, in samples.
+        measured_size: samples in the micro-batch that ``layers`` describes.
+        recompute: whether to try recomputation, no recomputation, or both.
+        settings: hardware and preferences; ``data_parallel`` is ignored.
 
-    Those that fit come first, each group by step time. MemtraceError where nothing can be built at all.
+    Returns:
+        Configurations that fit the capacity first, each group by step time.
+
+    Raises:
+        MemtraceError: no configuration can be built.
     """
-    base, tried = setting or Setting(), list(recompute)
-    found: list[Configuration] = []
+    base, recompute_options = settings or PlanSettings(), list(recompute)
+    configurations: list[PipelineConfiguration] = []
     reasons: list[str] = []
-    for width, depth, size, count in _splits(num_workers, batch, microbatch_sizes):
-        result = plan(
-            scaled(layers, size / measured_size),
+    for degree, depth, size, count in _combinations(num_workers, batch_size, microbatch_sizes):
+        plan = plan_pipeline(
+            scale_microbatch(layers, size / measured_size),
             depth,
             count,
             choices=choices(depth, count),
-            recompute=tried,
-            setting=dataclasses.replace(base, width=width),
+            recompute=recompute_options,
+            settings=dataclasses.replace(base, data_parallel=degree),
         )
-        found += [Configuration(width, depth, size, count, batch, one) for one in result.predictions]
-        reasons += [reason for _, reason in result.skipped]
-    if not found:
-        why = reasons[0] if reasons else f"no micro-batch size of {list(microbatch_sizes)} splits {batch} evenly"
-        raise MemtraceError(f"no pipeline over {num_workers} workers can be built: {why}")
-    found.sort(key=_rank)
-    return found
+        configurations += [
+            PipelineConfiguration(degree, depth, size, count, batch_size, prediction) for prediction in plan.predictions
+        ]
+        reasons += [skipped.reason for skipped in plan.skipped]
+    if not configurations:
+        sizes = ", ".join(map(str, microbatch_sizes))
+        reason = reasons[0] if reasons else f"a batch of {batch_size} does not divide into micro-batches of {sizes}"
+        raise MemtraceError(f"no pipeline over {num_workers} workers can be built: {reason}")
+    return sorted(configurations, key=lambda configuration: configuration.prediction.rank_key)
 
 
-def _rank(configuration: Configuration) -> tuple[bool, float, int]:
-    prediction = configuration.prediction
-    return not prediction.fits, prediction.step_time_s, prediction.peak_bytes
+def _combinations(
+    num_workers: int, batch_size: int, microbatch_sizes: Sequence[int]
+) -> Iterator[tuple[int, int, int, int]]:
+    """(data-parallel degree, depth, micro-batch size, micro-batches per pipeline)."""
+    for degree in range(1, num_workers + 1):
+        if num_workers % degree == 0:
+            for size in microbatch_sizes:
+                if batch_size % (degree * size) == 0:
+                    yield degree, num_workers // degree, size, batch_size // (degree * size)
 
 
-def _splits(num_workers: int, batch: int, sizes: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """(width, depth, micro-batch size, micro-batches a pipeline)."""
-    for width in range(1, num_workers + 1):
-        if num_workers % width == 0:
-            for size in sizes:
-                if batch % (width * size) == 0:
-                    yield width, num_workers // width, size, batch // (width * size)
-
-
-def largest_microbatches(configurations: Iterable[Configuration]) -> list[Configuration]:
-    """Chimera's rule: of each width and depth only the largest micro-batch that fits, the best of them
-    first."""
-    fitting = [one for one in configurations if one.prediction.fits]
+def largest_microbatches(configurations: Iterable[PipelineConfiguration]) -> list[PipelineConfiguration]:
+    """Keep the largest micro-batch that fits for each degree and depth, best first (the rule of Chimera)."""
+    fitting = [configuration for configuration in configurations if configuration.prediction.fits]
     largest: dict[tuple[int, int], int] = {}
-    for one in fitting:
-        key = one.width, one.depth
-        largest[key] = max(largest.get(key, 0), one.microbatch_size)
-    kept = [one for one in fitting if one.microbatch_size == largest[one.width, one.depth]]
-    return sorted(kept, key=_rank)
+    for configuration in fitting:
+        key = configuration.data_parallel, configuration.pipeline_workers
+        largest[key] = max(largest.get(key, 0), configuration.microbatch_size)
+    kept = [
+        configuration
+        for configuration in fitting
+        if configuration.microbatch_size == largest[configuration.data_parallel, configuration.pipeline_workers]
+    ]
+    return sorted(kept, key=lambda configuration: configuration.prediction.rank_key)

@@ -187,8 +187,9 @@ def _try_read(path: Path, folder: Path, limits: ReadLimits) -> str | None:
         return f"{path}: nested too deeply to be a memory trace, so it was not read."
     except OSError as error:
         return f"{path}: cannot be read ({error.strerror or error})."
-    except MemoryError:
-        raise
+    except (MemoryError, SystemError):
+        # Python's import system can report exhausted memory as a SystemError.
+        raise MemoryError from None
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return (

@@ -1,4 +1,4 @@
-"""Programs to put to an allocator: lists of operations such as ("alloc", 3, 4096, 0); see oracle/driver.cpp."""
+"""Programs for an allocator: lists of operations such as ("alloc", 3, 4096, 0); see oracle/driver.cpp."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.allocator.oracle.machine import Operation
 MIB = 1 << 20
 EDGES = (1, 511, 512, 513, 1000, 65536, MIB - 512, MIB - 1, MIB, MIB + 1, 2 * MIB, 3 * MIB + 7, 9 * MIB, 10 * MIB - 512,
          10 * MIB, 10 * MIB + 1, 19 * MIB, 20 * MIB, 21 * MIB, 30 * MIB, 64 * MIB, 100 * MIB, 150 * MIB)  # fmt: skip
-"""Sizes at and around every bound of the rules."""
+"""Sizes at and around every threshold of the rules."""
 SETTINGS = (
     "",
     "expandable_segments:True",
@@ -28,8 +28,8 @@ SETTINGS = (
 )
 
 
-def training(seed: int, steps: int = 3, layers: int = 4) -> list[Operation]:
-    """A loop in the shape of training: parameters, activations, gradients, optimizer state in the first step."""
+def training_program(seed: int, steps: int = 3, layers: int = 4) -> list[Operation]:
+    """Return a training loop: parameters, activations, gradients, and optimizer state from the first step on."""
     rng = random.Random(seed)
     operations: list[Operation] = []
     number = 0
@@ -66,11 +66,11 @@ def training(seed: int, steps: int = 3, layers: int = 4) -> list[Operation]:
     return operations
 
 
-def anything(seed: int, length: int = 80, *, streams: bool = True, pools: bool = True) -> list[Operation]:
-    """Whatever a program can ask for: all sizes, streams that use each other's blocks, private pools, empty_cache."""
+def random_program(seed: int, length: int = 80, *, streams: bool = True, pools: bool = True) -> list[Operation]:
+    """Return a random program: all sizes, blocks used on other streams, private pools, and empty_cache calls."""
     rng = random.Random(seed)
     handles = rng.choice([[0], [0, 16], [0, 48, 16]]) if streams else [0]
-    few = [rng.choice(EDGES) for _ in range(10)] if rng.random() < 0.6 else None
+    frequent_sizes = [rng.choice(EDGES) for _ in range(10)] if rng.random() < 0.6 else None
     operations: list[Operation] = []
     live: list[int] = []
     pool, begun, number = False, 0, 0
@@ -79,7 +79,11 @@ def anything(seed: int, length: int = 80, *, streams: bool = True, pools: bool =
     for _ in range(length):
         chance = rng.random()
         if chance < 0.52 or not live:
-            size = rng.choice(few) if few and rng.random() < 0.9 else max(1, int(2 ** rng.uniform(0, 27)))
+            size = (
+                rng.choice(frequent_sizes)
+                if frequent_sizes and rng.random() < 0.9
+                else max(1, int(2 ** rng.uniform(0, 27)))
+            )
             operations.append(("alloc", number, size, rng.choice(handles)))
             live.append(number)
             number += 1

@@ -1,4 +1,4 @@
-"""From the allocator's own answers to histories, and the model put to the same operations."""
+"""Turns answers of PyTorch's allocator into histories, and runs the same operations on the model."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 
 from memtrace.allocator.blocks import Block, FreeList
-from memtrace.allocator.expandable import SEGMENT_MAP, SEGMENT_UNMAP
 from memtrace.allocator.history import (
     OOM,
     SEGMENT_ALLOC,
     SEGMENT_FREE,
-    Blocks,
-    History,
-    Segments,
+    SEGMENT_MAP,
+    SEGMENT_UNMAP,
+    AllocatorHistory,
+    RecordedBlocks,
+    RecordedSegments,
 )
-from memtrace.allocator.layout import range_bytes
-from memtrace.allocator.model import Allocator
-from memtrace.allocator.rules import TORCH_2_13
-from memtrace.allocator.settings import Settings
+from memtrace.allocator.model import CachingAllocator
+from memtrace.allocator.rules import TORCH_2_13, virtual_range_size
+from memtrace.allocator.settings import AllocatorSettings
 from memtrace.format.schema import EVENT_KINDS
 from tests.allocator.oracle.machine import Answer, Operation
 
@@ -30,8 +30,8 @@ SEGMENT_KINDS = (SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP)
 
 def history_of(
     operations: list[Operation], answer: Answer, settings: str, capacity: int, *, stacks: bool = True
-) -> History:
-    """The history a snapshot would hold; `stacks`: whether it tells who gave segments back."""
+) -> AllocatorHistory:
+    """Return the history that a snapshot would contain; without `stacks` it does not say who released segments."""
     rows = [
         (EVENT_KINDS.index(kind), -1 if kind == "oom" else address, size, stream, pool,
          int(operation[0] == "empty_cache") if stacks and kind in ("segment_free", "segment_unmap") else -1,
@@ -42,7 +42,7 @@ def history_of(
     columns = np.array(rows, np.int64).reshape(-1, 7).T
     segments = np.array(answer.segments, np.int64).reshape(-1, 6).T
     live = np.array([block for block in answer.blocks if block[3]], np.int64).reshape(-1, 4).T
-    return History(
+    return AllocatorHistory(
         device="cuda:0",
         kind=columns[0].astype(np.int8),
         address=columns[1],
@@ -52,24 +52,24 @@ def history_of(
         by_program=columns[5].astype(np.int8),
         device_free=columns[6],
         time_ns=np.arange(len(rows)),
-        settings=Settings.parse(settings),
-        segments=Segments(
+        settings=AllocatorSettings.parse(settings),
+        segments=RecordedSegments(
             address=segments[0], size=segments[1], stream=segments[2], pool=segments[3],
             small=segments[4].astype(bool), expandable=segments[5].astype(bool),
         ),
-        blocks=Blocks(address=live[0], size=live[1], requested=live[2]),
+        blocks=RecordedBlocks(address=live[0], size=live[1], requested=live[2]),
         device_bytes=capacity,
         torch="2.13.0",
     )  # fmt: skip
 
 
-def cut(history: History, first: int) -> History:
-    """The history from an entry on: what a ring that forgot the rest would hold."""
+def drop_first_entries(history: AllocatorHistory, first: int) -> AllocatorHistory:
+    """Return the history from an entry on: what a ring buffer that overwrote the rest would contain."""
     return replace(history, **{name: getattr(history, name)[first:] for name in COLUMNS})
 
 
-class SameDevice:
-    """The device of oracle/device.c."""
+class OracleDevice:
+    """A device that assigns the same addresses as oracle/device.c."""
 
     def __init__(self, capacity: int, order: int) -> None:
         self.total_bytes: int | None = capacity
@@ -77,9 +77,9 @@ class SameDevice:
         self.up = self.down = 0x700000000000
         self.ranges = 0x300000000000
 
-    def allocate(self, size: int, allocator: Allocator) -> int | None:
+    def allocate(self, size: int, *, request: int, reserved: int) -> int | None:
         assert self.total_bytes is not None
-        if allocator.reserved + size > self.total_bytes:
+        if reserved + size > self.total_bytes:
             return None
         room = -(-size // (2 << 20)) * (2 << 20)
         if self.order == 0:
@@ -88,37 +88,37 @@ class SameDevice:
         self.down -= room
         return self.down
 
-    def reserve(self, home: FreeList, allocator: Allocator) -> tuple[int, int]:
-        address, length = self.ranges, range_bytes(self.total_bytes, home.page)
+    def reserve_range(self, free_list: FreeList, *, request: int) -> tuple[int, int]:
+        address, length = self.ranges, virtual_range_size(self.total_bytes, free_list.page)
         self.ranges = (address + length + (1 << 36)) >> 30 << 30
         return address, length
 
-    def map(self, address: int, size: int, allocator: Allocator) -> bool:
+    def map_pages(self, size: int, *, request: int, reserved: int) -> bool:
         assert self.total_bytes is not None
-        return allocator.reserved + size <= self.total_bytes
+        return reserved + size <= self.total_bytes
 
 
 class Follower:
-    """The model, put to the same operations as the allocator and compared with its answer after each."""
+    """Runs on the model the operations that PyTorch's allocator executed, and compares after each."""
 
     def __init__(self, settings: str, capacity: int, order: int) -> None:
-        self.model = Allocator(Settings.parse(settings), SameDevice(capacity, order), TORCH_2_13)
+        self.model = CachingAllocator(AllocatorSettings.parse(settings), OracleDevice(capacity, order), TORCH_2_13)
         self.blocks: dict[int, Block] = {}
-        self.waiting: dict[int, Block] = {}
-        self.pool, self.done = 0, True
+        self.deferred_by_address: dict[int, Block] = {}
+        self.pool, self.streams_done = 0, True
 
     def follow(self, operation: Operation, entries: list[list[Any]]) -> None:
-        """Do one operation; AssertionError where the allocator did something else."""
+        """Run one operation and assert that the allocator did the same."""
         seen = len(self.model.log)
         name, *rest = operation
         if name == "streams_done":
-            self.done = bool(rest[0])
+            self.streams_done = bool(rest[0])
         elif name == "begin_pool":
             self.pool = 2 * rest[0]
         elif name == "end_pool":
             self.pool = 0
         elif name == "release_pool":
-            self.model.freeable_pools.add(2 * rest[0])
+            self.model.releasable_pools.add(2 * rest[0])
         elif name == "empty_cache":
             self.model.empty_cache()
         elif name == "alloc":
@@ -131,10 +131,10 @@ class Follower:
         )
 
     def _alloc(self, number: int, size: int, stream: int, entries: list[list[Any]]) -> None:
-        for kind, address, *_ in entries if self.done else []:
-            if kind == "free":  # the allocator asks its streams before it searches
-                block = self.waiting.pop(address)
-                self.model.pending.remove(block)
+        for kind, address, *_ in entries if self.streams_done else []:
+            if kind == "free":  # the allocator polls its streams before it searches
+                block = self.deferred_by_address.pop(address)
+                self.model.deferred.remove(block)
                 self.model.free(block)
         block = self.model.malloc(size, stream, self.pool)
         served = [address for kind, address, *_ in entries if kind == "alloc"]
@@ -146,11 +146,11 @@ class Follower:
         if any(kind == "free" for kind, *_ in entries):
             self.model.free(block)
         else:
-            self.waiting[block.address] = block
-            self.model.defer(block)
+            self.deferred_by_address[block.address] = block
+            self.model.defer_free(block)
 
     def check_state(self, answer: Answer) -> None:
-        """Compare every segment and block, and the totals."""
+        """Assert that every segment, every block and the totals are the same."""
         blocks = [(b.address, b.size, b.live) for segment in self.model.segments() for b in segment]
         assert blocks == [(address, size, state > 0) for address, size, _, state in answer.blocks]
         assert (self.model.reserved, self.model.peak_reserved) == (answer.reserved, answer.peak_reserved)

@@ -1,4 +1,4 @@
-"""The model against what torch 2.13's own allocator answered (golden.jsonl.gz; see oracle/README.md)."""
+"""The model compared with what the allocator of torch 2.13 did (golden.jsonl.gz; see oracle/README.md)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from memtrace.allocator.history import History
-from memtrace.allocator.infer_rules import reproduce
-from memtrace.allocator.plan import case_of
-from memtrace.allocator.replay import prepare, replay
+from memtrace.allocator.history import AllocatorHistory
+from memtrace.allocator.infer_rules import reproduce_history
+from memtrace.allocator.plan import workload_of
+from memtrace.allocator.replay import prepare_history, replay_history
 from memtrace.allocator.rules import TORCH_2_13, Rules
-from memtrace.allocator.settings import MIB, Settings
-from memtrace.allocator.what_if import outcome
+from memtrace.allocator.settings import MIB, AllocatorSettings
+from memtrace.allocator.what_if import simulate_settings
 from tests.allocator.oracle.machine import Answer, Operation
-from tests.allocator.recorded import Follower, cut, history_of
+from tests.allocator.recorded import Follower, drop_first_entries, history_of
 
 GOLDEN = Path(__file__).parent / "golden.jsonl.gz"
 
@@ -46,90 +46,97 @@ def _cases() -> Iterator[Golden]:
 CASES = list(_cases())
 
 
-def of(settings: str, cases: list[Golden] = CASES) -> list[Golden]:
-    found = [case for case in cases if case.settings == settings]
-    assert found
-    return found
+ALL_SETTINGS = sorted({case.settings for case in CASES})
+QUICK_SETTINGS = ("", "expandable_segments:True", "max_split_size_mb:64")
+PARTIAL_SETTINGS = [
+    pytest.param(text, marks=() if text in QUICK_SETTINGS else pytest.mark.slow) for text in ALL_SETTINGS
+]
 
 
-def history(case: Golden) -> History:
+def cases_with(settings: str) -> list[Golden]:
+    cases = [case for case in CASES if case.settings == settings]
+    assert cases
+    return cases
+
+
+def history(case: Golden) -> AllocatorHistory:
     return history_of(case.operations, case.answer, case.settings, case.capacity)
 
 
-@pytest.mark.parametrize("settings", sorted({case.settings for case in CASES}))
-def test_the_model_does_what_the_allocator_does(settings: str) -> None:
-    for case in of(settings):
+@pytest.mark.parametrize("settings", ALL_SETTINGS)
+def test_model_matches_pytorch_after_every_operation(settings: str) -> None:
+    for case in cases_with(settings):
         follower = Follower(case.settings, case.capacity, case.order)
         for operation, entries in zip(case.operations, case.answer.entries, strict=True):
             follower.follow(operation, entries)
         follower.check_state(case.answer)
 
 
-@pytest.mark.parametrize("settings", sorted({case.settings for case in CASES}))
-def test_its_history_replays_exactly(settings: str) -> None:
-    for case in of(settings):
-        prepared, result = reproduce(history(case))
+@pytest.mark.parametrize("settings", ALL_SETTINGS)
+def test_history_replays_exactly(settings: str) -> None:
+    for case in cases_with(settings):
+        prepared, result = reproduce_history(history(case))
         assert result.is_exact, (str(case), result.reason)
         assert result.final_blocks_match
         assert result.peak_reserved_bytes == case.answer.peak_reserved
         assert not prepared.start.num_contradictions
-        ends = prepared.bracket.ends
-        allowed = int(case.capacity * (Settings.parse(settings).memory_fraction or 1))
-        assert ends is None or ends[0] <= allowed <= ends[1]
+        interval = prepared.capacity.interval
+        allowed = int(case.capacity * (AllocatorSettings.parse(settings).memory_fraction or 1))
+        assert interval is None or interval[0] <= allowed <= interval[1]
 
 
-@pytest.mark.parametrize("settings", sorted({case.settings for case in CASES}))
-def test_a_cut_history_replays_exactly(settings: str) -> None:
-    for case in of(settings):
+@pytest.mark.parametrize("settings", PARTIAL_SETTINGS)
+def test_partial_history_replays_exactly(settings: str) -> None:
+    for case in cases_with(settings):
         whole = history(case)
         for share in (0.1, 0.25, 0.5, 0.75, 0.9):
-            _, result = reproduce(cut(whole, int(share * len(whole))))
+            _, result = reproduce_history(drop_first_entries(whole, int(share * len(whole))))
             assert result.is_exact, (str(case), share, result.reason)
             assert result.final_blocks_match
 
 
 BROKEN = {
-    "ties by the highest address": replace(TORCH_2_13, tie="highest"),
-    "ties by the lowest address": replace(TORCH_2_13, tie="address"),
+    "equal blocks: highest address": replace(TORCH_2_13, tie_break="highest_address"),
+    "equal blocks: lowest address": replace(TORCH_2_13, tie_break="address"),
     "first fit by address": replace(TORCH_2_13, fit="first"),
-    "no merging": replace(TORCH_2_13, merge=False),
-    "large blocks are never split": replace(TORCH_2_13, split_large=False),
-    "large blocks are split when 512 bytes are left": replace(TORCH_2_13, min_large_remainder_bytes=512),
+    "no merging": replace(TORCH_2_13, merges_neighbours=False),
+    "large blocks are never split": replace(TORCH_2_13, splits_large=False),
+    "large blocks are split for a remainder of 512 bytes": replace(TORCH_2_13, min_large_remainder_bytes=512),
     "a remainder of exactly 1 MiB is split off": replace(TORCH_2_13, min_large_remainder_bytes=MIB),
-    "expandable segments keep the 1 MiB rule": replace(TORCH_2_13, expandable_splits_as_small=False),
-    "1 MiB goes to the large pool": replace(TORCH_2_13, small_limit_bytes=MIB - 1),
-    "10 MiB takes a segment of 20": replace(TORCH_2_13, own_segment_bytes=10 * MIB + 1),
-    "segments are not rounded to 2 MiB": replace(TORCH_2_13, segment_round_bytes=512),
-    "requests are rounded to 256": replace(TORCH_2_13, round_bytes=256),
-    "streams are ignored": replace(TORCH_2_13, separate_streams=False),
-    "the small pool is given back first": replace(TORCH_2_13, release_large_first=False),
-    "a block is free when the program gives it back": replace(TORCH_2_13, free_at="requested"),
+    "expandable segments keep the 1 MiB rule": replace(TORCH_2_13, splits_expandable_like_small=False),
+    "1 MiB goes to the large pool": replace(TORCH_2_13, small_request_bytes=MIB - 1),
+    "10 MiB takes a 20 MiB segment": replace(TORCH_2_13, min_large_alloc_bytes=10 * MIB + 1),
+    "segments are not rounded to 2 MiB": replace(TORCH_2_13, round_large_bytes=512),
+    "requests are rounded to 256": replace(TORCH_2_13, min_block_bytes=256),
+    "streams are ignored": replace(TORCH_2_13, separates_streams=False),
+    "the small pool is released first": replace(TORCH_2_13, releases_large_first=False),
+    "a block is free when the program frees it": replace(TORCH_2_13, frees_at="request"),
 }
 
 
-def holds(recorded: History, rules: Rules) -> bool:
-    result = replay(prepare(recorded, rules))[0]
+def replays_exactly(recorded: AllocatorHistory, rules: Rules) -> bool:
+    result = replay_history(prepare_history(recorded, rules))[0]
     return result.is_exact and result.final_blocks_match
 
 
 @pytest.mark.parametrize("rule", BROKEN)
-def test_a_broken_rule_is_found_out(rule: str) -> None:
-    """By a history of the allocator that only the true rules replay; cut too, for what is older than that."""
+def test_changing_a_rule_breaks_a_replay(rule: str) -> None:
+    """Some history, whole or partial, replays under the true rules only."""
     for case in CASES:
         whole = history(case)
-        for recorded in (whole, cut(whole, len(whole) // 2), cut(whole, len(whole) // 4)):
-            if holds(recorded, TORCH_2_13) and not holds(recorded, BROKEN[rule]):
+        for recorded in (whole, drop_first_entries(whole, len(whole) // 2), drop_first_entries(whole, len(whole) // 4)):
+            if replays_exactly(recorded, TORCH_2_13) and not replays_exactly(recorded, BROKEN[rule]):
                 return
-    pytest.fail("no history tells this rule from the true one")
+    pytest.fail("no history distinguishes this rule from the true one")
 
 
-def test_other_settings_are_predicted_from_the_default_recording() -> None:
-    """One program recorded under the defaults; its peak under each setting as torch itself had it."""
+def test_peaks_under_other_settings_are_predicted_from_a_default_recording() -> None:
+    """One program recorded with the default settings: its predicted peak under each setting is PyTorch's."""
     runs = {case.settings: case for case in CASES if case.name.startswith("training") and case.capacity > 1 << 31}
     default = runs[""]
-    prepared, result = reproduce(history(default))
+    prepared, result = reproduce_history(history(default))
     assert result.is_exact
-    asked = replace(case_of(prepared), capacity=None)
-    predicted = {text: outcome(asked, Settings.parse(text)).peak_reserved for text in runs}
+    workload = replace(workload_of(prepared), capacity=None)
+    predicted = {text: simulate_settings(workload, AllocatorSettings.parse(text)).peak_reserved for text in runs}
     assert predicted == {text: case.answer.peak_reserved for text, case in runs.items()}
-    assert len(set(predicted.values())) > 5, "the settings must differ for this to show anything"
+    assert len(set(predicted.values())) > 5, "the settings must have different peaks, or the test shows nothing"

@@ -1,4 +1,4 @@
-"""Histories made by hand for what no public file shows: releases, refusals, streams, pools, contradictions."""
+"""Hand-made histories for what no public file contains: releases, refusals, streams, pools and contradictions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from memtrace.allocator.capacity import bracket, releases
+from memtrace.allocator.device_capacity import bound_capacity, find_cache_releases
 from memtrace.allocator.history import (
     ALLOC,
     FREE,
@@ -15,150 +15,155 @@ from memtrace.allocator.history import (
     OOM,
     SEGMENT_ALLOC,
     SEGMENT_FREE,
-    Blocks,
-    History,
-    Segments,
+    AllocatorHistory,
+    RecordedBlocks,
+    RecordedSegments,
 )
-from memtrace.allocator.infer_rules import reproduce
+from memtrace.allocator.infer_rules import reproduce_history
 from memtrace.allocator.plan import plan_device
-from memtrace.allocator.replay import Replay, prepare, replay
+from memtrace.allocator.replay import ReplayResult, prepare_history, replay_history
 from memtrace.allocator.rules import TORCH
-from memtrace.allocator.settings import MIB, Settings
+from memtrace.allocator.settings import MIB, AllocatorSettings
 
 A, B, C, D = (0x10000000 * n for n in (1, 2, 3, 4))  # addresses of segments
 Entry = tuple[int, int, int] | tuple[int, int, int, int]  # kind, address, size, by_program
 
 
-def made(entries: list[Entry], segments: list[tuple[int, int]], blocks: list[tuple[int, int, int]],
-         settings: str = "", **columns: list[int]) -> History:  # fmt: skip
+def make_history(entries: list[Entry], segments: list[tuple[int, int]], blocks: list[tuple[int, int, int]],
+         settings: str = "", **columns: list[int]) -> AllocatorHistory:  # fmt: skip
     rows = np.array([(*entry, -1)[:4] for entry in entries], np.int64).reshape(-1, 4).T
     held = np.array(segments, np.int64).reshape(-1, 2).T
     live = np.array(blocks, np.int64).reshape(-1, 3).T
     zeros = np.zeros(len(entries), np.int64)
-    return History(
+    return AllocatorHistory(
         device="cuda:0", kind=rows[0].astype(np.int8), address=rows[1], size=rows[2],
         stream=np.array(columns.get("stream", zeros)), pool=np.array(columns.get("pool", zeros)),
         by_program=rows[3].astype(np.int8), device_free=np.array(columns.get("device_free", zeros - 1)),
-        time_ns=np.arange(len(entries)), settings=Settings.parse(settings),
-        segments=Segments(
+        time_ns=np.arange(len(entries)), settings=AllocatorSettings.parse(settings),
+        segments=RecordedSegments(
             address=held[0], size=held[1], stream=np.zeros(len(segments), np.int64),
             pool=np.zeros(len(segments), np.int64), small=held[1] == 2 * MIB, expandable=np.zeros(len(segments), bool),
         ),
-        blocks=Blocks(address=live[0], size=live[1], requested=live[2]),
+        blocks=RecordedBlocks(address=live[0], size=live[1], requested=live[2]),
     )  # fmt: skip
 
 
-def freed(address: int, size: int) -> list[Entry]:
+def free_entries(address: int, size: int) -> list[Entry]:
     return [(FREE_REQUESTED, address, size), (FREE, address, size)]
 
 
-def exact(history: History) -> Replay:
-    result = reproduce(history)[1]
+def assert_exact(history: AllocatorHistory) -> ReplayResult:
+    result = reproduce_history(history)[1]
     assert result.is_exact, result.reason
     assert result.final_blocks_match
     return result
 
 
-TWO: list[Entry] = [
+TWO_SEGMENTS: list[Entry] = [
     (SEGMENT_ALLOC, A, 20 * MIB),
     (ALLOC, A, 20 * MIB),
     (SEGMENT_ALLOC, B, 40 * MIB),
     (ALLOC, B, 40 * MIB),
-    *freed(A, 20 * MIB),
+    *free_entries(A, 20 * MIB),
 ]
 
 
-@pytest.mark.parametrize("told", [1, -1])
-def test_empty_cache_is_an_input(told: int) -> None:
-    """Nothing needs the memory, so only the program can have given it back, stack or no stack."""
-    history = made([*TWO, (SEGMENT_FREE, A, 20 * MIB, told)], [(B, 40 * MIB)], [(B, 40 * MIB, 40 * MIB)])
-    assert releases(history).by_program.tolist() == [True]
-    assert exact(history).segment_events == 3
+@pytest.mark.parametrize("by_program", [1, -1])
+def test_empty_cache_is_recognized_with_and_without_a_stack(by_program: int) -> None:
+    """No request needs the memory, so only the program can have released it."""
+    history = make_history(
+        [*TWO_SEGMENTS, (SEGMENT_FREE, A, 20 * MIB, by_program)], [(B, 40 * MIB)], [(B, 40 * MIB, 40 * MIB)]
+    )
+    assert find_cache_releases(history).by_program.tolist() == [True]
+    assert assert_exact(history).num_segment_events == 3
 
 
-def refused(told: int) -> History:
-    """The device has 70 MiB: a request for 30 makes the allocator give 20 back."""
-    return made(
-        [*TWO, (SEGMENT_FREE, A, 20 * MIB, told), (SEGMENT_ALLOC, C, 30 * MIB), (ALLOC, C, 30 * MIB)],
+def refused_request(by_program: int = -1) -> AllocatorHistory:
+    """The device has 70 MiB: a request for 30 MiB makes the allocator release 20 MiB."""
+    return make_history(
+        [*TWO_SEGMENTS, (SEGMENT_FREE, A, 20 * MIB, by_program), (SEGMENT_ALLOC, C, 30 * MIB), (ALLOC, C, 30 * MIB)],
         [(B, 40 * MIB), (C, 30 * MIB)],
         [(B, 40 * MIB, 40 * MIB), (C, 30 * MIB, 30 * MIB)],
     )
 
 
-@pytest.mark.parametrize("told", [0, -1])
-def test_a_refused_request_is_foretold_from_the_capacity(told: int) -> None:
-    history = refused(told)
-    runs = releases(history)
-    assert runs.by_program.tolist() == [False]
-    ends = bracket(history, runs)
-    assert (ends.low, ends.high) == (70 * MIB, 90 * MIB)
+@pytest.mark.parametrize("by_program", [0, -1])
+def test_retry_after_a_refusal_follows_from_the_capacity(by_program: int) -> None:
+    history = refused_request(by_program)
+    releases = find_cache_releases(history)
+    assert releases.by_program.tolist() == [False]
+    bounds = bound_capacity(history, releases)
+    assert (bounds.low_bytes, bounds.refused_bytes) == (70 * MIB, 90 * MIB)
     for capacity in (70 * MIB, 80 * MIB, 90 * MIB - 1):
-        result, allocator = replay(prepare(history), capacity)
+        result, allocator = replay_history(prepare_history(history), capacity)
         assert result.is_exact and allocator is not None
         assert allocator.num_retries == 1
-    assert not replay(prepare(history), 90 * MIB)[0].is_exact, "with more memory nothing would be refused"
+    assert not replay_history(prepare_history(history), 90 * MIB)[0].is_exact, (
+        "with more memory, the device refuses nothing"
+    )
 
 
-def test_the_stack_is_believed_over_the_capacity() -> None:
-    history = refused(1)
-    assert releases(history).by_program.tolist() == [True]
-    assert bracket(history, releases(history)).high is None
-    exact(history)
+def test_the_stack_takes_precedence_over_the_capacity() -> None:
+    history = refused_request(1)
+    assert find_cache_releases(history).by_program.tolist() == [True]
+    assert bound_capacity(history, find_cache_releases(history)).refused_bytes is None
+    assert_exact(history)
 
 
-def test_memory_that_would_have_served_the_request_was_given_back_by_the_program() -> None:
-    history = made(
-        [*TWO, (SEGMENT_FREE, A, 20 * MIB), (SEGMENT_ALLOC, C, 20 * MIB), (ALLOC, C, 20 * MIB)],
+def test_a_release_that_would_have_served_the_next_request_was_made_by_the_program() -> None:
+    history = make_history(
+        [*TWO_SEGMENTS, (SEGMENT_FREE, A, 20 * MIB), (SEGMENT_ALLOC, C, 20 * MIB), (ALLOC, C, 20 * MIB)],
         [(B, 40 * MIB), (C, 20 * MIB)],
         [(B, 40 * MIB, 40 * MIB), (C, 20 * MIB, 20 * MIB)],
     )
-    assert releases(history).by_program.tolist() == [True]
-    exact(history)
+    assert find_cache_releases(history).by_program.tolist() == [True]
+    assert_exact(history)
 
 
-def failed() -> History:
-    """69 MiB of device: 2 MiB pin a segment of 20, so 50 more do not fit though only those 2 are in use."""
+def failed_request() -> AllocatorHistory:
+    """69 MiB of device: 2 MiB pin a segment of 20 MiB, so 50 MiB do not fit although only 2 MiB are in use."""
     entries: list[Entry] = [
         (SEGMENT_ALLOC, A, 20 * MIB),
         (ALLOC, A, 20 * MIB),
         (SEGMENT_ALLOC, B, 20 * MIB),
         (ALLOC, B, 2 * MIB),
-        *freed(A, 20 * MIB),
+        *free_entries(A, 20 * MIB),
         (SEGMENT_FREE, A, 20 * MIB, 0),
         (OOM, -1, 50 * MIB),
     ]
     device_free = [-1] * (len(entries) - 1) + [49 * MIB]
-    return made(entries, [(B, 20 * MIB)], [(B, 2 * MIB, 2 * MIB)], device_free=device_free)
+    return make_history(entries, [(B, 20 * MIB)], [(B, 2 * MIB, 2 * MIB)], device_free=device_free)
 
 
-def test_out_of_memory_brackets_the_capacity_and_asks_which_settings_would_have_fitted() -> None:
-    history = failed()
-    prepared, result = reproduce(history)
+def test_a_failed_request_bounds_the_capacity_and_is_tried_under_other_settings() -> None:
+    history = failed_request()
+    prepared, result = reproduce_history(history)
     assert result.is_exact, result.reason
     assert result.final_blocks_match
-    assert (prepared.bracket.low, prepared.bracket.high) == (40 * MIB, 70 * MIB)
-    assert prepared.bracket.estimate == 69 * MIB
+    assert (prepared.capacity.low_bytes, prepared.capacity.refused_bytes) == (40 * MIB, 70 * MIB)
+    assert prepared.capacity.estimate_bytes == 69 * MIB
     plan = plan_device(history)
-    rows = {one.settings.name: one for one in plan.predictions}
-    assert plan.failed_requests == (50 * MIB,)
-    assert rows["default"].fits is False, "the recorded settings fail whatever the capacity within its bracket"
+    rows = {prediction.setting: prediction for prediction in plan.predictions}
+    assert plan.failed_request_bytes == (50 * MIB,)
+    assert rows["default"].fits is False, "the recorded settings fail at every capacity within the bounds"
     assert rows["default"].num_ooms == 1
-    # Expandable segments put 18 MiB behind those 2 to use: 40 more make 60 in all.
-    assert rows["expandable_segments:True"].fits_at == (False, True)
+    # Expandable segments can use the 18 MiB behind those 2 MiB: 40 MiB more make 60 MiB in all.
+    expandable = rows["expandable_segments:True"]
+    assert (expandable.fits_at_low, expandable.fits_at_high) == (False, True)
     assert rows["expandable_segments:True"].fits is None
 
 
-def test_with_the_capacity_given_the_setting_that_fits_is_named() -> None:
-    plan = plan_device(failed(), capacity=69 * MIB)
-    fits = {one.settings.name for one in plan.predictions if one.fits}
+def test_with_a_stated_capacity_the_setting_that_fits_is_suggested() -> None:
+    plan = plan_device(failed_request(), capacity=69 * MIB)
+    fits = {prediction.setting for prediction in plan.predictions if prediction.fits}
     assert "expandable_segments:True" in fits and "default" not in fits
-    assert plan.best is not None
-    assert plan.best.settings.ready_line == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    assert plan.suggestion is not None
+    assert plan.suggestion.environment_setting == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
-def test_a_block_another_stream_uses_is_free_when_that_is_done() -> None:
-    """Between the two entries of the first free a request of that size must get a new segment."""
-    waits: list[Entry] = [
+def test_a_block_used_by_another_stream_becomes_free_at_completion() -> None:
+    """Between free_requested and free, a request of the same size must get a new segment."""
+    entries: list[Entry] = [
         (SEGMENT_ALLOC, A, 20 * MIB),
         (ALLOC, A, 20 * MIB),
         (FREE_REQUESTED, A, 20 * MIB),
@@ -167,13 +172,13 @@ def test_a_block_another_stream_uses_is_free_when_that_is_done() -> None:
         (FREE, A, 20 * MIB),
         (ALLOC, A, 20 * MIB),
     ]
-    history = made(waits, [(A, 20 * MIB), (B, 20 * MIB)], [(A, 20 * MIB, 20 * MIB), (B, 20 * MIB, 20 * MIB)])
-    exact(history)
-    assert not replay(prepare(history, replace(TORCH, free_at="requested")))[0].is_exact
+    history = make_history(entries, [(A, 20 * MIB), (B, 20 * MIB)], [(A, 20 * MIB, 20 * MIB), (B, 20 * MIB, 20 * MIB)])
+    assert_exact(history)
+    assert not replay_history(prepare_history(history, replace(TORCH, frees_at="request")))[0].is_exact
 
 
-def test_a_release_waits_for_the_streams() -> None:
-    """The freed block is only found once the device has refused, so its completion stands before the release."""
+def test_deferred_frees_complete_with_the_release_of_the_cache() -> None:
+    """The allocator completes the free only after the device has refused, so the entry precedes the release."""
     entries: list[Entry] = [
         (SEGMENT_ALLOC, A, 20 * MIB),
         (ALLOC, A, 20 * MIB),
@@ -185,31 +190,31 @@ def test_a_release_waits_for_the_streams() -> None:
     ]
     entries.insert(3, (SEGMENT_ALLOC, C, 2 * MIB))
     entries.insert(4, (ALLOC, C, 512))
-    history = made(entries, [(B, 20 * MIB), (C, 2 * MIB)], [(B, 20 * MIB, 20 * MIB), (C, 512, 512)])
-    exact(history)
+    history = make_history(entries, [(B, 20 * MIB), (C, 2 * MIB)], [(B, 20 * MIB, 20 * MIB), (C, 512, 512)])
+    assert_exact(history)
 
 
-def test_private_pools_are_apart() -> None:
+def test_private_pools_do_not_share_memory() -> None:
     entries: list[Entry] = [
         (SEGMENT_ALLOC, A, 20 * MIB),
         (ALLOC, A, 5 * MIB),
-        *freed(A, 5 * MIB),
+        *free_entries(A, 5 * MIB),
         (SEGMENT_ALLOC, B, 20 * MIB),
         (ALLOC, B, 5 * MIB),
     ]
     blocks = [(B, 5 * MIB, 5 * MIB)]
-    history = made(entries, [(A, 20 * MIB), (B, 20 * MIB)], blocks, pool=[2, 2, 2, 2, 0, 0])
+    history = make_history(entries, [(A, 20 * MIB), (B, 20 * MIB)], blocks, pool=[2, 2, 2, 2, 0, 0])
     history = replace(history, segments=replace(history.segments, pool=np.array([2, 0])))
-    exact(history)
-    assert not reproduce(replace(history, pool=np.zeros(6, np.int64)))[1].is_exact
-    untold = replace(history, pool=np.full(6, -1))
-    exact(untold)  # the pool of the segment an address falls in
+    assert_exact(history)
+    assert not reproduce_history(replace(history, pool=np.zeros(6, np.int64)))[1].is_exact
+    without_pools = replace(history, pool=np.full(6, -1))
+    assert_exact(without_pools)  # the pool is that of the segment at the address
 
 
-def test_capacity_that_changed_meanwhile_is_said_so() -> None:
-    """Refused at 60 MiB, later served 90: others had taken memory and gave it back."""
+def test_a_capacity_that_changed_during_the_recording_is_noted() -> None:
+    """Refused at 60 MiB and served at 90 MiB later: another process had used memory and released it."""
     entries: list[Entry] = [
-        *TWO,
+        *TWO_SEGMENTS,
         (SEGMENT_FREE, A, 20 * MIB, 0),
         (SEGMENT_ALLOC, C, 22 * MIB),
         (ALLOC, C, 22 * MIB),
@@ -217,33 +222,35 @@ def test_capacity_that_changed_meanwhile_is_said_so() -> None:
         (ALLOC, D, 60 * MIB),
     ]
     live = [(B, 40 * MIB), (C, 22 * MIB), (D, 60 * MIB)]
-    history = made(entries, live, [(address, size, size) for address, size in live])
+    history = make_history(entries, live, [(address, size, size) for address, size in live])
     plan = plan_device(history)
     assert plan.replay is not None and plan.replay.is_exact
-    assert plan.bracket is None
-    assert any("others used it" in note for note in plan.notes)
+    assert plan.capacity.low_bytes is None and plan.capacity.high_bytes is None
+    assert any("other processes used the device" in note for note in plan.notes)
 
 
-def test_blocks_over_each_other_are_refused() -> None:
-    history = made([], [(A, 20 * MIB)], [(A, 5 * MIB, 5 * MIB), (A + 2 * MIB, 5 * MIB, 5 * MIB), (B, 512, 512)])
-    result = reproduce(history)[1]
-    assert result.reason is not None and "exclude each other: 2 blocks or segments" in result.reason
+def test_overlapping_blocks_are_rejected() -> None:
+    history = make_history([], [(A, 20 * MIB)], [(A, 5 * MIB, 5 * MIB), (A + 2 * MIB, 5 * MIB, 5 * MIB), (B, 512, 512)])
+    result = reproduce_history(history)[1]
+    assert result.reason is not None and "2 blocks or segments overlap" in result.reason
     assert plan_device(history).predictions == ()
 
 
-def test_an_empty_history_is_no_error() -> None:
-    result = exact(made([], [], []))
-    assert (result.allocations, result.peak_reserved_bytes) == (0, 0)
+def test_an_empty_history_replays() -> None:
+    result = assert_exact(make_history([], [], []))
+    assert (result.num_allocations, result.peak_reserved_bytes) == (0, 0)
 
 
-def test_slack_of_an_older_block_is_read_off_the_gap_or_the_block_behind() -> None:
-    near = made(freed(A, 20 * MIB - 512), [(A, 20 * MIB)], [])
-    assert prepare(near).start.size.tolist() == [20 * MIB]
-    # 13 MiB of request in a segment of 30: the next block lies half a mebibyte further than the request ends.
+def test_slack_of_an_older_block_is_inferred_from_the_gap_or_the_next_block() -> None:
+    small_gap = make_history(free_entries(A, 20 * MIB - 512), [(A, 20 * MIB)], [])
+    assert prepare_history(small_gap).start.size.tolist() == [20 * MIB]
+    # A request for 13 MiB in a segment of 30 MiB: the next block starts 0.5 MiB behind the end of the request.
     behind = A + 13 * MIB + MIB // 2
-    seen = made([(ALLOC, behind, 5 * MIB), *freed(A, 13 * MIB)], [(A, 30 * MIB)], [(behind, 5 * MIB, 5 * MIB)])
-    assert prepare(seen).start.size.tolist() == [13 * MIB + MIB // 2]
-    assert replay(prepare(seen))[0].is_exact
-    assert not replay(prepare(seen, replace(TORCH, start_slack=False)))[0].is_exact
-    unseen = made(freed(A, 13 * MIB), [(A, 30 * MIB)], [])
-    assert prepare(unseen).start.size.tolist() == [13 * MIB]
+    observed = make_history(
+        [(ALLOC, behind, 5 * MIB), *free_entries(A, 13 * MIB)], [(A, 30 * MIB)], [(behind, 5 * MIB, 5 * MIB)]
+    )
+    assert prepare_history(observed).start.size.tolist() == [13 * MIB + MIB // 2]
+    assert replay_history(prepare_history(observed))[0].is_exact
+    assert not replay_history(prepare_history(observed, replace(TORCH, infers_slack=False)))[0].is_exact
+    unobserved = make_history(free_entries(A, 13 * MIB), [(A, 30 * MIB)], [])
+    assert prepare_history(unobserved).start.size.tolist() == [13 * MIB]

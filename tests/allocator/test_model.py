@@ -1,25 +1,25 @@
-"""Rules one by one, those above all that no public file shows."""
+"""Rules of the model one by one, especially those that no public file exercises."""
 
 from __future__ import annotations
 
 import pytest
 
 from memtrace.allocator.blocks import Block
-from memtrace.allocator.devices import InventedDevice
 from memtrace.allocator.history import SEGMENT_FREE
-from memtrace.allocator.model import Allocator
+from memtrace.allocator.model import CachingAllocator
 from memtrace.allocator.rules import TORCH, TORCH_2_13, Rules
-from memtrace.allocator.settings import MIB, SettingError, Settings
+from memtrace.allocator.settings import MIB, AllocatorSettings, SettingError
+from memtrace.allocator.simulated_devices import SyntheticDevice
 
 
-def make(
+def make_allocator(
     text: str = "", *, capacity: int | None = None, rules: Rules = TORCH, no_split: int | None = None
-) -> Allocator:
+) -> CachingAllocator:
     pools = frozenset() if no_split is None else frozenset({no_split})
-    return Allocator(Settings.parse(text), InventedDevice(capacity), rules, no_split_pools=pools)
+    return CachingAllocator(AllocatorSettings.parse(text), SyntheticDevice(capacity), rules, no_split_pools=pools)
 
 
-def got(allocator: Allocator, size: int, **where: int) -> Block:
+def allocate(allocator: CachingAllocator, size: int, **where: int) -> Block:
     block = allocator.malloc(size, **where)
     assert block is not None
     return block
@@ -29,93 +29,93 @@ def got(allocator: Allocator, size: int, **where: int) -> Block:
     ("request_bytes", "segment"),
     [(1, 2), (1 * MIB, 2), (1 * MIB + 1, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (10 * MIB + 1, 12), (25 * MIB, 26)],
 )
-def test_segment_sizes(request_bytes: int, segment: int) -> None:
-    allocator = make()
-    got(allocator, request_bytes)
+def test_segment_size_depends_on_the_request(request_bytes: int, segment: int) -> None:
+    allocator = make_allocator()
+    allocate(allocator, request_bytes)
     assert allocator.reserved == segment * MIB
 
 
 @pytest.mark.parametrize(("remainder", "length"), [(MIB, 14 * MIB), (MIB + 512, 13 * MIB - 512)])
-def test_a_large_block_is_split_only_where_more_than_a_mebibyte_is_left(remainder: int, length: int) -> None:
-    allocator = make()
-    allocator.free(got(allocator, 14 * MIB))
-    assert got(allocator, 14 * MIB - remainder).size == length
+def test_a_large_block_is_split_only_for_a_remainder_above_1_mib(remainder: int, length: int) -> None:
+    allocator = make_allocator()
+    allocator.free(allocate(allocator, 14 * MIB))
+    assert allocate(allocator, 14 * MIB - remainder).size == length
 
 
-def test_slack_is_not_seen_in_the_small_pool() -> None:
-    allocator = make()
-    assert [got(allocator, size).size for size in (1, 512, 513, 1000)] == [512, 512, 1024, 1024]
+def test_blocks_of_the_small_pool_have_no_slack() -> None:
+    allocator = make_allocator()
+    assert [allocate(allocator, size).size for size in (1, 512, 513, 1000)] == [512, 512, 1024, 1024]
 
 
-def test_equal_blocks_lowest_address_or_oldest_segment() -> None:
+def test_equal_blocks_are_ordered_by_address_or_segment_age() -> None:
     for rules, expected in ((TORCH, "lowest"), (TORCH_2_13, "oldest")):
-        allocator = Allocator(Settings(), InventedDevice(order="descending"), rules)
-        blocks = [got(allocator, 20 * MIB) for _ in range(3)]
+        allocator = CachingAllocator(AllocatorSettings(), SyntheticDevice(order="descending"), rules)
+        blocks = [allocate(allocator, 20 * MIB) for _ in range(3)]
         for block in blocks:
             allocator.free(block)
-        taken = got(allocator, 20 * MIB).address
+        taken = allocate(allocator, 20 * MIB).address
         addresses = sorted(block.address for block in blocks)
         assert taken == (addresses[0] if expected == "lowest" else addresses[-1])
 
 
-def test_streams_keep_their_blocks() -> None:
-    allocator = make()
-    allocator.free(got(allocator, 5 * MIB, stream=0))
-    got(allocator, 5 * MIB, stream=7)
+def test_blocks_are_not_shared_between_streams() -> None:
+    allocator = make_allocator()
+    allocator.free(allocate(allocator, 5 * MIB, stream=0))
+    allocate(allocator, 5 * MIB, stream=7)
     assert allocator.num_segments == 2
 
 
-def test_a_block_used_by_another_stream_is_free_only_when_that_is_done() -> None:
-    allocator = make(capacity=40 * MIB)
-    block = got(allocator, 20 * MIB)
-    allocator.defer(block)
-    second = got(allocator, 20 * MIB)  # the first cannot be had yet
+def test_a_block_used_by_another_stream_becomes_free_at_completion() -> None:
+    allocator = make_allocator(capacity=40 * MIB)
+    block = allocate(allocator, 20 * MIB)
+    allocator.defer_free(block)
+    second = allocate(allocator, 20 * MIB)  # the first is not free yet
     assert second.address != block.address
-    third = got(allocator, 20 * MIB)  # now the allocator waits for the stream, and gives its segment back for this one
+    third = allocate(allocator, 20 * MIB)  # the allocator waits for the stream and releases its segment
     assert (allocator.num_retries, allocator.num_segments) == (1, 2)
-    assert third.live and not allocator.pending
+    assert third.live and not allocator.deferred
 
 
-def test_private_pools_keep_their_memory() -> None:
-    allocator = make()
-    mine = got(allocator, 5 * MIB, pool=2)
-    allocator.free(mine)
-    got(allocator, 5 * MIB)
+def test_private_pools_keep_their_segments_while_they_have_an_owner() -> None:
+    allocator = make_allocator()
+    block = allocate(allocator, 5 * MIB, pool=2)
+    allocator.free(block)
+    allocate(allocator, 5 * MIB)
     assert allocator.num_segments == 2
     allocator.empty_cache()
     assert allocator.num_segments == 2, "a pool with an owner keeps its segments"
-    allocator.freeable_pools.add(2)
+    allocator.releasable_pools.add(2)
     allocator.empty_cache()
     assert allocator.num_segments == 1
 
 
-def test_a_pool_can_forbid_splitting() -> None:
-    allocator = make(no_split=2)
-    assert got(allocator, 3 * MIB, pool=2).size == 20 * MIB
-    assert got(allocator, 3 * MIB).size == 3 * MIB
+def test_a_no_split_pool_never_splits() -> None:
+    allocator = make_allocator(no_split=2)
+    assert allocate(allocator, 3 * MIB, pool=2).size == 20 * MIB
+    assert allocate(allocator, 3 * MIB).size == 3 * MIB
 
 
-def test_no_release_while_a_graph_is_captured() -> None:
-    allocator = make(capacity=30 * MIB)
-    allocator.free(got(allocator, 20 * MIB))
-    assert allocator.malloc(20 * MIB, pool=3) is None  # 3 is a graph's pool
+def test_cache_is_not_released_during_graph_capture() -> None:
+    allocator = make_allocator(capacity=30 * MIB)
+    allocator.free(allocate(allocator, 20 * MIB))
+    assert allocator.malloc(20 * MIB, pool=3) is None  # odd numbers are pools of CUDA graphs
     assert allocator.malloc(20 * MIB, pool=2) is not None
 
 
-def test_retry_and_out_of_memory() -> None:
-    allocator = make(capacity=64 * MIB)
-    kept, dropped = got(allocator, 20 * MIB), got(allocator, 22 * MIB)
+def test_a_refused_request_is_retried_before_it_fails() -> None:
+    allocator = make_allocator(capacity=64 * MIB)
+    kept, dropped = allocate(allocator, 20 * MIB), allocate(allocator, 22 * MIB)
     allocator.free(dropped)
-    got(allocator, 40 * MIB)
+    allocate(allocator, 40 * MIB)
     assert (allocator.num_retries, allocator.num_ooms, allocator.reserved) == (1, 0, 60 * MIB)
     assert allocator.malloc(10 * MIB) is None
     assert (allocator.num_retries, allocator.num_ooms) == (2, 1)
     assert kept.live
 
 
-def test_the_cache_is_given_back_large_pool_first_and_in_key_order() -> None:
-    allocator = make()
-    blocks = [got(allocator, size) for size in (1 * MIB, 60 * MIB, 20 * MIB, 20 * MIB)]
+def test_empty_cache_releases_the_large_pool_first_by_size() -> None:
+    allocator = make_allocator()
+    blocks = [allocate(allocator, size) for size in (1 * MIB, 60 * MIB, 20 * MIB, 20 * MIB)]
     for block in blocks:
         allocator.free(block)
     allocator.empty_cache()
@@ -124,88 +124,88 @@ def test_the_cache_is_given_back_large_pool_first_and_in_key_order() -> None:
     assert allocator.reserved == 0
 
 
-def test_expandable_segments_grow_and_shrink_by_pages() -> None:
-    allocator = make("expandable_segments:True")
-    first = got(allocator, 30 * MIB)
-    second = got(allocator, 5 * MIB)
+def test_expandable_segments_grow_and_shrink_by_whole_pages() -> None:
+    allocator = make_allocator("expandable_segments:True")
+    first = allocate(allocator, 30 * MIB)
+    second = allocate(allocator, 5 * MIB)
     begin = first.address
     assert (allocator.reserved, second.address - begin) == (40 * MIB, 30 * MIB)
     allocator.free(first)
     allocator.empty_cache()
-    assert allocator.reserved == 20 * MIB, "only whole pages go: the second one holds the other block"
-    assert got(allocator, 12 * MIB).address == begin, "new pages go to the lowest gap"
+    assert allocator.reserved == 20 * MIB, "only whole pages are released: the second one contains the other block"
+    assert allocate(allocator, 12 * MIB).address == begin, "new pages are mapped at the lowest gap"
     assert allocator.reserved == 40 * MIB
 
 
-def test_expandable_segments_split_the_large_pool_as_the_small_one() -> None:
-    allocator = make("expandable_segments:True")
-    assert got(allocator, 20 * MIB - 512).size == 20 * MIB - 512
-    assert make().malloc(20 * MIB - 512).size == 20 * MIB  # type: ignore[union-attr]
+def test_expandable_segments_split_the_large_pool_like_the_small_pool() -> None:
+    allocator = make_allocator("expandable_segments:True")
+    assert allocate(allocator, 20 * MIB - 512).size == 20 * MIB - 512
+    assert make_allocator().malloc(20 * MIB - 512).size == 20 * MIB  # type: ignore[union-attr]
 
 
-def test_max_split_size() -> None:
-    allocator = make("max_split_size_mb:32")
-    big = got(allocator, 40 * MIB)
+def test_max_split_size_limits_which_blocks_are_used_and_split() -> None:
+    allocator = make_allocator("max_split_size_mb:32")
+    big = allocate(allocator, 40 * MIB)
     allocator.free(big)
-    assert got(allocator, 30 * MIB).address != big.address, "a large block is not for a smaller request"
-    assert got(allocator, 39 * MIB).size == 40 * MIB, "and never split"
+    assert allocate(allocator, 30 * MIB).address != big.address, "a large block does not serve a smaller request"
+    assert allocate(allocator, 39 * MIB).size == 40 * MIB, "a large block is not split"
     allocator.free(big)
-    huge = make("max_split_size_mb:32")
-    huge.free(got(huge, 60 * MIB))
-    got(huge, 40 * MIB)
-    assert huge.num_segments == 2, "a block 20 MiB longer than the request is not taken"
+    huge = make_allocator("max_split_size_mb:32")
+    huge.free(allocate(huge, 60 * MIB))
+    allocate(huge, 40 * MIB)
+    assert huge.num_segments == 2, "a block that exceeds the request by 20 MiB is not used"
 
 
-def test_max_split_size_frees_just_enough_first() -> None:
-    allocator = make("max_split_size_mb:32", capacity=140 * MIB)
-    blocks = [got(allocator, size * MIB) for size in (40, 44, 48)]
+def test_max_split_size_releases_only_the_largest_blocks_first() -> None:
+    allocator = make_allocator("max_split_size_mb:32", capacity=140 * MIB)
+    blocks = [allocate(allocator, size * MIB) for size in (40, 44, 48)]
     for block in blocks:
         allocator.free(block)
-    got(allocator, 90 * MIB)
+    allocate(allocator, 90 * MIB)
     freed = [size // MIB for _, kind, _, size in allocator.log if kind == SEGMENT_FREE]
-    assert freed == [48, 44], "from the largest, and no full flush"
+    assert freed == [48, 44], "the largest first, and not the whole cache"
     assert allocator.num_retries == 0
 
 
-def test_roundup_changes_the_pool_and_the_segment() -> None:
-    allocator = make("roundup_power2_divisions:2")
-    assert got(allocator, 1100 * 1024).size == 1536 * 1024
-    assert got(allocator, 513).size == 1024
+def test_roundup_divisions_change_the_block_size() -> None:
+    allocator = make_allocator("roundup_power2_divisions:2")
+    assert allocate(allocator, 1100 * 1024).size == 1536 * 1024
+    assert allocate(allocator, 513).size == 1024
 
 
 def test_garbage_collection_needs_a_memory_fraction() -> None:
-    def freed_early(text: str) -> bool:
-        allocator = make(text, capacity=1000 * MIB)
+    def releases_early(text: str) -> bool:
+        allocator = make_allocator(text, capacity=1000 * MIB)
         for _ in range(3):
-            allocator.free(got(allocator, 100 * MIB))
-            got(allocator, 30 * MIB)
-        got(allocator, 200 * MIB)
+            allocator.free(allocate(allocator, 100 * MIB))
+            allocate(allocator, 30 * MIB)
+        allocate(allocator, 200 * MIB)
         return any(kind == SEGMENT_FREE for _, kind, *_ in allocator.log)
 
-    def many(text: str) -> bool:
-        allocator = make(text, capacity=1000 * MIB)
-        blocks = [got(allocator, 100 * MIB) for _ in range(3)]
+    def releases_many(text: str) -> bool:
+        allocator = make_allocator(text, capacity=1000 * MIB)
+        blocks = [allocate(allocator, 100 * MIB) for _ in range(3)]
         for block in blocks:
             allocator.free(block)
-        got(allocator, 200 * MIB)
+        allocate(allocator, 200 * MIB)
         return any(kind == SEGMENT_FREE for _, kind, *_ in allocator.log)
 
-    assert not many("garbage_collection_threshold:0.2")
-    assert many("garbage_collection_threshold:0.2,per_process_memory_fraction:0.9")
-    assert not freed_early("garbage_collection_threshold:0.9,per_process_memory_fraction:0.9")
+    assert not releases_many("garbage_collection_threshold:0.2")
+    assert releases_many("garbage_collection_threshold:0.2,per_process_memory_fraction:0.9")
+    assert not releases_early("garbage_collection_threshold:0.9,per_process_memory_fraction:0.9")
     with pytest.raises(SettingError, match="capacity"):
-        make("per_process_memory_fraction:0.5")
+        make_allocator("per_process_memory_fraction:0.5")
 
 
-def test_a_memory_fraction_is_a_limit() -> None:
-    allocator = make("per_process_memory_fraction:0.5", capacity=100 * MIB)
+def test_a_memory_fraction_limits_reserved_memory() -> None:
+    allocator = make_allocator("per_process_memory_fraction:0.5", capacity=100 * MIB)
     assert allocator.malloc(60 * MIB) is None
     assert allocator.malloc(50 * MIB) is not None
 
 
-def test_large_segment_size() -> None:
-    allocator = make("large_segment_size_mb:40")
-    got(allocator, 5 * MIB)
+def test_large_segment_size_replaces_20_mib() -> None:
+    allocator = make_allocator("large_segment_size_mb:40")
+    allocate(allocator, 5 * MIB)
     assert allocator.reserved == 40 * MIB
-    assert got(allocator, 9 * MIB).size == 9 * MIB
+    assert allocate(allocator, 9 * MIB).size == 9 * MIB
     assert allocator.reserved == 40 * MIB

@@ -1,21 +1,23 @@
-"""What must hold of any allocator whatever is asked of it."""
+"""Invariants of the model for arbitrary requests."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 
 from memtrace.allocator.blocks import Block
-from memtrace.allocator.devices import InventedDevice, Order
-from memtrace.allocator.model import Allocator
-from memtrace.allocator.rules import TORCH, TORCH_2_13
-from memtrace.allocator.settings import MIB, Settings
+from memtrace.allocator.model import CachingAllocator
+from memtrace.allocator.rules import TORCH, TORCH_2_13, Rules
+from memtrace.allocator.settings import MIB, AllocatorSettings
+from memtrace.allocator.simulated_devices import AddressOrder, SyntheticDevice
 from tests.allocator.programs import EDGES, SETTINGS
 
 SIZES = st.one_of(st.sampled_from(EDGES), st.integers(1, 200 * MIB))
+Step = tuple[Any, ...]
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("alloc"), SIZES, st.sampled_from([0, 16]), st.sampled_from([0, 0, 2])),
@@ -27,22 +29,22 @@ STEPS = st.lists(
 )
 
 
-def check(allocator: Allocator, held: list[Block]) -> None:
-    """Blocks tile their segments, no two free ones touch, live ones are apart, and the counters are the sums."""
-    everything = list(allocator.segments())
-    for segment in everything:
+def check_invariants(allocator: CachingAllocator, held: list[Block]) -> None:
+    """Assert that blocks tile their segments, free neighbours are merged, blocks do not overlap, and counters are sums."""
+    segments = list(allocator.segments())
+    for segment in segments:
         at = segment[0].address
         for before, block in zip([None, *segment], segment, strict=False):
-            assert block.address == at, "a gap or an overlap"
+            assert block.address == at, "blocks have a gap or an overlap"
             assert block.size > 0 and block.size % 512 == 0
             at += block.size
             if before is not None:
                 assert before.live or block.live, "free neighbours are merged"
             if block.live:
                 assert block.size >= block.requested
-            elif not block.home.pool.small and block.base is None:
-                assert block.size > MIB, "the large pool keeps no small leftovers"
-    blocks = [block for segment in everything for block in segment]
+            elif not block.free_list.pool.small and block.range_start is None:
+                assert block.size > MIB, "the large pool has no small remainders"
+    blocks = [block for segment in segments for block in segment]
     spans = sorted((block.address, block.address + block.size) for block in blocks)
     assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
     live = [block for block in blocks if block.live]
@@ -62,9 +64,11 @@ def check(allocator: Allocator, held: list[Block]) -> None:
     st.sampled_from([TORCH, TORCH_2_13]),
 )
 @budget(max_examples=150, deadline=None)
-def test_the_state_is_always_sound(steps: list[tuple], text: str, order: Order, capacity: int | None, rules) -> None:  # type: ignore[type-arg,no-untyped-def]
-    device = InventedDevice(capacity, order, total=capacity or 1000 * MIB)
-    allocator = Allocator(Settings.parse(text), device, rules)
+def test_invariants_hold_after_every_operation(
+    steps: list[Step], text: str, order: AddressOrder, capacity: int | None, rules: Rules
+) -> None:
+    device = SyntheticDevice(capacity, order, total_bytes=capacity or 1000 * MIB)
+    allocator = CachingAllocator(AllocatorSettings.parse(text), device, rules)
     held: list[Block] = []
     for name, *rest in steps:
         if name == "alloc":
@@ -77,20 +81,19 @@ def test_the_state_is_always_sound(steps: list[tuple], text: str, order: Order, 
         elif held:
             block = held[rest[0] % len(held)]
             if name == "defer":
-                if block not in allocator.pending:
-                    allocator.defer(block)
-            elif block in allocator.pending:
-                allocator.pending.remove(block)
-                allocator.free(block)
+                if block not in allocator.deferred:
+                    allocator.defer_free(block)
+            elif block in allocator.deferred:
+                allocator.complete_free(block)
             else:
                 allocator.free(block)
         held = [block for block in held if block.live]
-        check(allocator, held)
+        check_invariants(allocator, held)
         assert capacity is None or allocator.reserved <= capacity
     for block in held:
         allocator.free(block)
-    allocator.pending.clear()
-    allocator.freeable_pools |= {2}
+    allocator.deferred.clear()
+    allocator.releasable_pools |= {2}
     allocator.empty_cache()
     assert (allocator.reserved, allocator.allocated, allocator.requested) == (0, 0, 0)
     assert not list(allocator.segments())
@@ -98,11 +101,11 @@ def test_the_state_is_always_sound(steps: list[tuple], text: str, order: Order, 
 
 @given(STEPS)
 @budget(max_examples=40, deadline=None)
-def test_without_ties_the_order_of_addresses_changes_nothing(steps: list[tuple]) -> None:  # type: ignore[type-arg]
-    """torch 2.13 orders by age of the segment, so no peak may depend on where segments lie."""
+def test_address_order_does_not_affect_the_peak_in_torch_2_13(steps: list[Step]) -> None:
+    """torch 2.13 orders blocks by the age of their segment, so where segments lie must not matter."""
     peaks = set()
     for order in ("ascending", "descending", "random"):
-        allocator = Allocator(Settings(), InventedDevice(order=order), TORCH_2_13)
+        allocator = CachingAllocator(AllocatorSettings(), SyntheticDevice(order=order), TORCH_2_13)
         held: list[Block] = []
         for name, *rest in steps:
             if name == "alloc":

@@ -1,3 +1,5 @@
+"""Settings: parsing, formatting, and agreement with PyTorch's own parser."""
+
 from __future__ import annotations
 
 import subprocess
@@ -8,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memtrace.allocator.rules import TORCH, round_size
-from memtrace.allocator.settings import MIB, Settings
+from memtrace.allocator.settings import MIB, AllocatorSettings
 from memtrace.errors import MemtraceError
 
 POWERS = st.sampled_from([0, 1, 2, 4, 8, 16])
@@ -19,9 +21,9 @@ DIVISIONS = st.one_of(
 
 
 @st.composite
-def settings(draw: st.DrawFn) -> Settings:
+def allocator_settings(draw: st.DrawFn) -> AllocatorSettings:
     large = draw(st.sampled_from([12, 20, 40])) * MIB
-    return Settings(
+    return AllocatorSettings(
         expandable_segments=draw(st.booleans()),
         max_split_bytes=draw(st.none() | st.integers(41, 4096).map(lambda n: n * MIB)),
         roundup_power2_divisions=draw(DIVISIONS),
@@ -32,9 +34,9 @@ def settings(draw: st.DrawFn) -> Settings:
     )
 
 
-@given(settings())
-def test_settings_survive_being_written_and_read(one: Settings) -> None:
-    assert Settings.parse(str(one)) == one
+@given(allocator_settings())
+def test_settings_survive_formatting_and_parsing(settings: AllocatorSettings) -> None:
+    assert AllocatorSettings.parse(str(settings)) == settings
 
 
 VALID = [
@@ -55,11 +57,11 @@ INVALID = [
     ("max_split_size_mb:large", "whole number"),
     ("max_split_size_mb", "write key:value"),
     ("max_split_size_mb:30,large_segment_size_mb:40", "at least 40"),
-    ("large_segment_size_mb:10", "above 10"),
+    ("large_segment_size_mb:10", "must be above 10"),
     ("max_non_split_rounding_mb:19", "at least 20"),
     ("garbage_collection_threshold:0", "between 0 and 1"),
     ("garbage_collection_threshold:1", "between 0 and 1"),
-    ("garbage_collection_threshold:half", "a number"),
+    ("garbage_collection_threshold:half", "must be a number"),
     ("per_process_memory_fraction:1.5", "between 0 and 1"),
     ("roundup_power2_divisions:3", "power of two"),
     ("roundup_power2_divisions:[3:2]", "power of two"),
@@ -69,23 +71,23 @@ INVALID = [
     ("max_split_size_mb:\u00b2", "whole number of MiB"),
     ("expandable_segments:true", "True or False"),
     ("expandable:True", "unknown allocator setting"),
-    ("backend:cudaMallocAsync", "another allocator"),
+    ("backend:cudaMallocAsync", "different allocator"),
 ]
 
 
 @pytest.mark.parametrize("text", VALID)
-def test_what_torch_takes_is_taken(text: str) -> None:
-    Settings.parse(text)
+def test_settings_that_pytorch_accepts_are_parsed(text: str) -> None:
+    AllocatorSettings.parse(text)
 
 
 @pytest.mark.parametrize(("text", "why"), INVALID)
-def test_what_torch_refuses_is_refused_with_a_reason(text: str, why: str) -> None:
+def test_settings_that_pytorch_rejects_raise_an_error_with_the_reason(text: str, why: str) -> None:
     with pytest.raises(MemtraceError, match=why):
-        Settings.parse(text)
+        AllocatorSettings.parse(text)
 
 
-def test_torch_itself_agrees_on_what_is_valid() -> None:
-    """The installed torch's own parser, in a process of its own; 20 MiB it takes since 2.10, before it did not."""
+def test_the_installed_pytorch_agrees_on_what_is_valid() -> None:
+    """PyTorch's own parser, in a separate process. torch 2.10 and later accept max_split_size_mb:20, earlier ones do not."""
     program = (
         "import sys, torch\n"
         "for text in sys.stdin.read().splitlines():\n"
@@ -106,12 +108,12 @@ def test_torch_itself_agrees_on_what_is_valid() -> None:
     assert answers == ["yes"] * len(known) + ["no"] * len(refused), list(zip(known + refused, answers, strict=False))
 
 
-def test_the_list_form_of_roundup_fills_as_torch_does() -> None:
-    # Seen in torch 2.13: [64:8,256:4] leaves what lies between and above untouched.
-    assert Settings.parse("roundup_power2_divisions:[64:8,256:4]").roundup_power2_divisions == (
+def test_the_list_form_of_roundup_divisions_fills_intervals_like_pytorch() -> None:
+    # Observed in torch 2.13: [64:8,256:4] leaves the intervals between and above unset.
+    assert AllocatorSettings.parse("roundup_power2_divisions:[64:8,256:4]").roundup_power2_divisions == (
         *[8] * 7, 0, 4, *[0] * 7,
     )  # fmt: skip
-    assert Settings.parse("roundup_power2_divisions:[256:1,512:2,1024:4,>:8]").roundup_power2_divisions == (
+    assert AllocatorSettings.parse("roundup_power2_divisions:[256:1,512:2,1024:4,>:8]").roundup_power2_divisions == (
         *[1] * 9, 2, 4, *[8] * 5,
     )  # fmt: skip
 
@@ -128,12 +130,12 @@ def test_the_list_form_of_roundup_fills_as_torch_does() -> None:
         ({"roundup_power2_divisions": {str(1 << i): 4 for i in range(16)}}, "roundup_power2_divisions:4"),
     ],
 )  # fmt: skip
-def test_recorded_settings_are_read(recorded: dict[str, object] | None, text: str) -> None:
-    assert str(Settings.from_snapshot(recorded)) == text
+def test_settings_are_read_from_a_snapshot(recorded: dict[str, object] | None, text: str) -> None:
+    assert str(AllocatorSettings.from_snapshot(recorded)) == text
 
 
 def rounded_by_hand(size: int, divisions: int) -> int:
-    """The least boundary at or above `size`: multiples of 512, or of a power of two over `divisions`."""
+    """Return the smallest boundary at or above `size`: a multiple of 512, or of a power of two divided by `divisions`."""
     if divisions <= 1 or size <= 512 * divisions or size & (size - 1) == 0:
         return max(512, -(-size // 512) * 512)
     power = 1 << (size.bit_length() - 1)
@@ -141,5 +143,5 @@ def rounded_by_hand(size: int, divisions: int) -> int:
 
 
 @given(st.integers(1, 1 << 36), st.sampled_from([1, 2, 4, 8, 16]))
-def test_rounding(size: int, divisions: int) -> None:
+def test_requests_are_rounded_to_the_next_boundary(size: int, divisions: int) -> None:
     assert round_size(size, (divisions,) * 16, TORCH) == rounded_by_hand(size, divisions)

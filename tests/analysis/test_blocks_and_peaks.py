@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.growth import growth
-from memtrace.analysis.leaks import leaks
+from memtrace.analysis.growth import GrowthSource, measure_growth
+from memtrace.analysis.leaks import find_leaks
 from memtrace.analysis.peak import find_peak, live_blocks_at, requested_bytes
 from memtrace.analysis.steps import step_columns
 from memtrace.analysis.summary import summarize
@@ -131,10 +131,10 @@ def test_steps_are_windows_of_the_events(rows, lengths):
     for index, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         inside = [place for place, row in enumerate(rows) if start <= row["time_ns"] < start + length]
         before = sum(row["time_ns"] < start for row in rows)
-        assert found["num_allocs"][index] == sum(rows[place]["kind"] == "alloc" for place in inside)
-        assert found["allocated_bytes"][index] == sum(rows[p]["size"] for p in inside if rows[p]["kind"] == "alloc")
-        assert found["peak_bytes"][index] == max(expected[before : before + len(inside) + 1])
-        assert found["live_end_bytes"][index] == expected[before + len(inside)]
+        assert found.num_allocs[index] == sum(rows[place]["kind"] == "alloc" for place in inside)
+        assert found.allocated_bytes[index] == sum(rows[p]["size"] for p in inside if rows[p]["kind"] == "alloc")
+        assert found.peak_bytes[index] == max(expected[before : before + len(inside) + 1])
+        assert found.live_end_bytes[index] == expected[before + len(inside)]
 
 
 OPS = [op(0, "forward"), op(1, "backward"), op(2, "other"), op(3, "forward"), op(4, "backward", recompute=True)]
@@ -188,7 +188,7 @@ def growing(kept: int, steps: int = 8) -> list[dict[str, object]]:
 @pytest.mark.parametrize(("kept", "slope"), [(8, 100), (2, 0), (0, 0)])
 def test_growth_is_what_every_step_keeps_and_not_what_the_first_make(kept, slope):
     trace = trace_of(events=growing(kept), spans=[step(index, 10 * index, 10) for index in range(8)])
-    found = growth(trace)
+    found = measure_growth(trace)
     assert found is not None
     assert found.bytes_per_step == slope
     assert bool(found.sources) == (slope > 0)
@@ -198,14 +198,14 @@ def test_growth_is_the_sum_of_the_leaks_even_if_freed_at_the_end():
     rows = [event("alloc", n, 30 * n, 900) for n in range(4)]
     rows += [event("alloc", 9, 119, 1), *(event("free", n, 120, 900) for n in range(4))]
     trace = trace_of(events=rows, spans=[step(n, 10 * n, 10) for n in range(12)])
-    found = growth(trace)
+    found = measure_growth(trace)
     assert found is not None
-    assert found.bytes_per_step == round(leaks(trace).bytes_per_step) > 250
-    assert found.sources == (("no stack (unknown)", found.bytes_per_step),)
+    assert found.bytes_per_step == round(find_leaks(trace).bytes_per_step) > 250
+    assert found.sources == (GrowthSource("no stack (unknown)", found.bytes_per_step),)
 
 
 def test_growth_is_unknown_with_few_steps():
-    assert growth(trace_of(events=growing(8, 3), spans=[step(i, 10 * i, 10) for i in range(3)])) is None
+    assert measure_growth(trace_of(events=growing(8, 3), spans=[step(i, 10 * i, 10) for i in range(3)])) is None
 
 
 def test_several_devices_have_peaks_of_their_own_and_reserved_is_told_from_segments():

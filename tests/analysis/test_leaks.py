@@ -1,8 +1,10 @@
-"""Leaks: planted ones with their slope and line, and what is none."""
+"""Leaks: planted ones with their growth and allocation site, and memory that is retained without leaking."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,128 +13,167 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from memtrace.analysis.leaks import is_growth, leaks, live_at_ends
+from memtrace.analysis.leaks import find_leaks, keeps_growing, live_bytes_at_step_ends
+from memtrace.trace import Trace
 from tests.builders import event, step, trace_of
-from tests.programs.training import _loop, recorded
+from tests.programs.training import STEPS, recorded
+
+MIB = 1 << 20
 
 
-def _training(each):
+def record_training(folder: Path, after_step: Callable[[int], None]) -> Trace:
+    """Return the trace of a training loop that calls ``after_step`` with the number of each step at its end."""
     model = nn.Linear(64, 64)
-    _loop(model, lambda _: model(torch.randn(4, 64)).square().mean(), each)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train() -> None:
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
+            after_step(number)
+
+    return recorded(train, folder / "run.memtrace")
 
 
-def test_a_leak_of_one_mib_a_step_its_line_and_its_slope(tmp_path):
-    kept = []
-    trace = recorded(lambda: _training(lambda _: kept.append(torch.zeros(1 << 18))), tmp_path / "run.memtrace")
-    found = leaks(trace, capacity_bytes=1 << 30)
-    assert len(found.leaks) == 1
-    assert "test_leaks.py" in found.leaks[0].site
-    assert found.leaks[0].bytes_per_step == pytest.approx(1 << 20, rel=0.01)
-    assert found.steps_to_capacity == pytest.approx(1024 - 31, abs=2)
+def test_a_leak_is_reported_with_its_site_its_growth_and_the_time_to_exhaustion(tmp_path: Path) -> None:
+    retained: list[torch.Tensor] = []
+    trace = record_training(tmp_path, lambda _: retained.append(torch.zeros(MIB // 4)))
+    result = find_leaks(trace, capacity_bytes=1024 * MIB)
+    assert len(result.leaks) == 1
+    assert result.leaks[0].site is not None and "test_leaks.py" in result.leaks[0].site
+    assert result.leaks[0].bytes_per_step == pytest.approx(MIB, rel=0.01)
+    assert result.steps_to_capacity == pytest.approx(1024 - 31, abs=2)
 
 
-def test_a_leak_of_every_fifth_step_and_a_full_cache(tmp_path):
-    kept, window = [], []
+def test_a_leak_in_every_fifth_step_is_reported_and_a_full_cache_is_not(tmp_path: Path) -> None:
+    retained: list[torch.Tensor] = []
+    cache: list[torch.Tensor] = []
 
-    def each(number):
+    def after_step(number: int) -> None:
         if number % 5 == 0:
-            kept.append(torch.zeros(1 << 18))
-        window.append(torch.zeros(1 << 16))
-        del window[:-6]
+            retained.append(torch.zeros(MIB // 4))
+        cache.append(torch.zeros(MIB // 16))
+        del cache[:-6]
 
-    found = leaks(recorded(lambda: _training(each), tmp_path / "run.memtrace"))
-    assert len(found.leaks) == 1
-    assert found.leaks[0].bytes_per_step == pytest.approx((1 << 20) / 5, rel=0.05)
+    result = find_leaks(record_training(tmp_path, after_step))
+    assert len(result.leaks) == 1
+    assert result.leaks[0].bytes_per_step == pytest.approx(MIB / 5, rel=0.05)
 
 
-def test_the_category_is_that_of_what_is_kept_not_of_what_is_in_use(tmp_path):
-    model, kept = nn.Linear(64, 64), []
+def test_the_category_of_a_leak_ignores_gradients_still_in_use_at_its_site(tmp_path: Path) -> None:
+    model = nn.Linear(64, 64)
+    retained: list[torch.Tensor] = []
     optimizer = torch.optim.SGD(model.parameters())
 
-    def run():
+    def train() -> None:
         for _ in range(12):
             optimizer.zero_grad()
-            loss = model(torch.randn(4, 64)).square().mean()  # the line of the gradients too
-            kept.append(loss.detach())
+            loss = model(torch.randn(4, 64)).square().mean()  # gradients are attributed to this line too
+            retained.append(loss.detach())
             loss.backward()
             optimizer.step()
 
-    (one,) = leaks(recorded(run, tmp_path / "run.memtrace")).leaks
-    assert one.bytes_live > 64 * 64 * 4
-    assert one.category != "gradient"
+    (leak,) = find_leaks(recorded(train, tmp_path / "run.memtrace")).leaks
+    assert leak.live_bytes > 64 * 64 * 4
+    assert leak.category != "gradient"
 
 
-class _Node:
-    pass
+class Node:
+    """An object that can hold a reference to itself."""
+
+    itself: Node
+    tensor: torch.Tensor
 
 
-def test_what_reference_cycles_hold_is_told(tmp_path):
-    def each(number):
-        node = _Node()
-        node.itself, node.tensor = node, torch.zeros(1 << 18)
+def test_memory_freed_only_by_the_garbage_collector_is_reported(tmp_path: Path) -> None:
+    def after_step(number: int) -> None:
+        node = Node()
+        node.itself, node.tensor = node, torch.zeros(MIB // 4)
         if number % 10 == 9:
             gc.collect()
 
     gc.disable()
     try:
-        trace = recorded(lambda: _training(each), tmp_path / "run.memtrace")
+        trace = record_training(tmp_path, after_step)
     finally:
         gc.enable()
-    found = leaks(trace)
-    assert found.cycles_told
-    assert found.cycle_bytes >= 28 << 20
-    assert found.leaks == ()
+    result = find_leaks(trace)
+    assert result.records_gc
+    assert result.gc_freed_bytes is not None and result.gc_freed_bytes >= 28 * MIB
+    assert result.leaks == ()
 
 
-def _made(sizes):
-    """One block a step, kept for good where its size is above 0."""
+def test_memory_that_grows_by_copying_exhausts_the_capacity_twice_as_soon(tmp_path: Path) -> None:
+    retained = [torch.zeros(0, MIB // 4)]
+
+    def grow(_: int) -> None:
+        retained[0] = torch.cat([retained[0], torch.ones(1, MIB // 4)])
+
+    result = find_leaks(record_training(tmp_path, grow), capacity_bytes=1024 * MIB)
+    assert result.bytes_per_step == pytest.approx(MIB, rel=0.01)
+    assert result.steps_to_capacity == pytest.approx((1024 - 60) / 2, abs=2)
+
+
+def test_peaks_that_rise_until_the_garbage_collector_runs_do_not_shorten_the_time_to_exhaustion(tmp_path: Path) -> None:
+    retained: list[torch.Tensor] = []
+
+    def after_step(number: int) -> None:
+        retained.append(torch.zeros(MIB // 64))
+        node = Node()
+        node.itself, node.tensor = node, torch.zeros(MIB // 4)
+        if number % 10 == 9:
+            gc.collect()
+
+    gc.disable()
+    try:
+        trace = record_training(tmp_path, after_step)
+    finally:
+        gc.enable()
+    result = find_leaks(trace, capacity_bytes=1024 * MIB)
+    assert result.bytes_per_step == pytest.approx(MIB / 16, rel=0.01)
+    assert result.steps_to_capacity == pytest.approx(1024 * 16 - 220, abs=40)
+
+
+def trace_of_retained(sizes: list[int]) -> Trace:
+    """Return a trace of one block per step, which is never freed; steps with size 0 have none."""
+    end = 10 * len(sizes)
     rows = [event("alloc", n, 10 * n + 1, size) for n, size in enumerate(sizes) if size]
-    return trace_of(events=[*rows, event("alloc", 999, 10 * len(sizes) - 2, 1), event("free", 999, 10 * len(sizes) - 1, 1)],
-                    spans=[step(n, 10 * n, 10) for n in range(len(sizes))])  # fmt: skip
+    rows += [event("alloc", 999, end - 2, 1), event("free", 999, end - 1, 1)]
+    return trace_of(events=rows, spans=[step(n, 10 * n, 10) for n in range(len(sizes))])
 
 
 @pytest.mark.parametrize(
     ("sizes", "is_leak"),
     [
-        ([8] * 12, True),
-        ([8, 8, 8] + [0] * 9, False),  # warm-up
-        ([0] * 5 + [4096] + [0] * 6, False),  # one workspace
-        ([0, 0] + [8] * 5 + [0] * 5, False),  # filled up
-        ([8] * 4, False),  # too few to tell
-        ([0] * 7 + [8] * 5, True),  # begins late
-        ([0] * 9 + [8] * 3, False),  # at the end alone
+        pytest.param([8] * 12, True, id="every step"),
+        pytest.param([8, 8, 8] + [0] * 9, False, id="only in warm-up"),
+        pytest.param([0] * 5 + [4096] + [0] * 6, False, id="one workspace"),
+        pytest.param([0, 0] + [8] * 5 + [0] * 5, False, id="a cache that filled up"),
+        pytest.param([8] * 4, False, id="too few steps"),
+        pytest.param([0] * 7 + [8] * 5, True, id="starts late"),
+        pytest.param([0] * 9 + [8] * 3, False, id="only in the last steps"),
     ],
 )
-def test_what_is_a_leak(sizes, is_leak):
-    found = leaks(_made(sizes))
-    assert bool(found.leaks) == is_leak
-    assert found.bytes_per_step == (None if len(sizes) <= 5 else pytest.approx(8 if is_leak else 0))
-    assert found.cycle_bytes is None
-    assert found.steps_to_capacity is None
+def test_lasting_growth_is_a_leak_and_other_growth_is_not(sizes: list[int], is_leak: bool) -> None:
+    result = find_leaks(trace_of_retained(sizes))
+    assert bool(result.leaks) == is_leak
+    assert result.bytes_per_step == (None if len(sizes) <= 5 else pytest.approx(8 if is_leak else 0))
+    assert result.gc_freed_bytes is None
+    assert result.steps_to_capacity is None
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 100), st.integers(0, 9), st.integers(0, 10)), max_size=20))
-def test_live_bytes_at_ends_are_those_of_brute_force(blocks):
+def test_live_bytes_at_step_ends_equal_brute_force(blocks: list[tuple[int, int, int, int]]) -> None:
     blocks = [(group, size, first, max(first, end)) for group, size, first, end in blocks]
-    columns = np.array(blocks, np.int64).reshape(-1, 4).T
-    found = live_at_ends(*columns, 3, 10)
-    for group in range(3):
+    group, size, first, end = np.array(blocks, np.int64).reshape(-1, 4).T
+    live = live_bytes_at_step_ends(group, size, first, end, (3, 10))
+    for row in range(3):
         for number in range(10):
-            assert found[group, number] == sum(s for g, s, f, e in blocks if g == group and f <= number < e)
+            assert live[row, number] == sum(s for g, s, f, e in blocks if g == row and f <= number < e)
 
 
-def test_a_saw_is_no_growth():
-    assert not is_growth(np.array([0, 5, 10, 0, 5, 10, 0, 5, 10]), 3)
-    assert is_growth(np.array([0, 5, 10, 15, 20, 25, 30]), 3)
-
-
-def test_what_grows_by_copying_reaches_the_capacity_twice_as_soon(tmp_path):
-    kept = [torch.zeros(0, 1 << 18)]
-
-    def grow(_):
-        kept[0] = torch.cat([kept[0], torch.ones(1, 1 << 18)])
-
-    found = leaks(recorded(lambda: _training(grow), tmp_path / "run.memtrace"), capacity_bytes=1 << 30)
-    assert found.bytes_per_step == pytest.approx(1 << 20, rel=0.01)
-    assert found.steps_to_capacity == pytest.approx((1024 - 60) / 2, abs=2)
+def test_a_sawtooth_does_not_keep_growing() -> None:
+    assert not keeps_growing(np.array([0, 5, 10, 0, 5, 10, 0, 5, 10]))
+    assert keeps_growing(np.array([0, 5, 10, 15, 20, 25, 30]))

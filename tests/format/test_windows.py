@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from memtrace.analysis.attribution import step_rows
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.peak import level_at, live_after, peak, requested_bytes, reserved_bytes
+from memtrace.analysis.peak import find_peak, level_at, live_after, requested_bytes, reserved_bytes
 from memtrace.analysis.steps import step_columns
 from memtrace.format.schema import EVENT_KINDS, SPAN_KINDS
 from memtrace.trace import Trace
@@ -50,7 +50,7 @@ def assert_agrees(window: Trace, whole: Trace, first: int, end: int) -> None:
         expected = level_at(requested_bytes(whole, device), rows)
         assert level_at(requested_bytes(window, device), rows - first + head).tolist() == expected.tolist()
         before = level_at(requested_bytes(whole, device), np.array([first - 1]))
-        assert peak(window, device).requested.bytes == max([*before, *expected])
+        assert find_peak(window, device).requested.bytes == max([*before, *expected])
         reserved = reserved_bytes(whole, device)
         if reserved is not None and (window_reserved := reserved_bytes(window, device)) is not None:
             assert level_at(window_reserved, rows - first + head).tolist() == level_at(reserved, rows).tolist()

@@ -1,4 +1,4 @@
-"""Random schedules and layers made by hand, for the tests of pipelines."""
+"""Random schedules and hand-made layers for the pipeline tests."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from memtrace.pipeline.costs import Layer
-from memtrace.pipeline.schedules.registry import FAMILIES, Choice
+from memtrace.pipeline.costs import LayerCosts
+from memtrace.pipeline.schedules.registry import SCHEDULE_FAMILIES, ScheduleChoice
 from memtrace.pipeline.schedules.schedule import Schedule
 
 
-def uniform_layers(count: int, **changes: Any) -> list[Layer]:
-    """Equal layers: forward 1 s, backward 2 s, round numbers of bytes; ``changes`` by the names of Layer."""
+def uniform_layers(count: int, **changes: Any) -> list[LayerCosts]:
+    """Equal layers (forward 1 s, backward 2 s, round numbers of bytes); ``changes`` are fields of ``LayerCosts``."""
     values: dict[str, Any] = {
         "forward_s": 1.0,
         "backward_s": 2.0,
@@ -22,13 +22,13 @@ def uniform_layers(count: int, **changes: Any) -> list[Layer]:
         "activation_bytes": 50,
         "output_bytes": 10,
     }
-    return [Layer(name=f"layer{number}", **(values | changes)) for number in range(count)]
+    return [LayerCosts(name=f"layer{number}", **(values | changes)) for number in range(count)]
 
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """Every family, any sizes that it takes."""
-    family = FAMILIES[draw(st.sampled_from(sorted(FAMILIES)))]
+    """Any schedule family with any sizes that it supports."""
+    family = SCHEDULE_FAMILIES[draw(st.sampled_from(sorted(SCHEDULE_FAMILIES)))]
     workers = draw(st.integers(1, 8))
     microbatches = draw(st.integers(1, 25))
     options: dict[str, int | str] = {}
@@ -48,4 +48,4 @@ def schedules(draw: st.DrawFn) -> Schedule:
     if family.name == "pipedream-2bw":
         microbatches = workers * draw(st.integers(1, 4))
         options["update_every"] = workers
-    return Choice(family, options).build(workers, microbatches)
+    return ScheduleChoice(family, options).build(workers, microbatches)

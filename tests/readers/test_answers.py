@@ -14,7 +14,7 @@ from memtrace.dashboards.steps import steps_figure
 
 import memtrace
 from memtrace.analysis import compute_coverage
-from memtrace.analysis.ranks import working_ns
+from memtrace.analysis.ranks import step_compute_ns
 from tests.readers.snapshot_maker import SnapshotMaker, frame
 
 
@@ -47,7 +47,7 @@ def test_waits_for_data_are_unknown_if_the_file_names_none(tmp_path: Path) -> No
     assert "waiting for data unknown" in " ".join(run_memtrace("summary", three_steps).split())
     assert "0.0 %" not in (text := run_memtrace("stalls", three_steps)) and "3 steps" in text
     result = json.loads(run_memtrace("stalls", three_steps, "--json"))
-    assert result["share"] is None and result["median_wait_ns"] is None and result["median_duration_ns"] > 0
+    assert result["wait_share"] is None and result["median_wait_ns"] is None and result["median_duration_ns"] > 0
     assert [row["data_wait_ns"] for row in result["steps"]] == [None] * 3
     assert run_memtrace("stalls", three_steps, "--csv").splitlines()[1].endswith(",")
     figure = steps_figure(memtrace.load(three_steps), "cuda:0")
@@ -74,12 +74,12 @@ def test_results_about_blocks_are_unknown_for_totals(tmp_path: Path) -> None:
     assert result["patterns"]["stability_share"] is None
     assert "Steps unavailable: the file holds totals" in " ".join(run_memtrace("summary", path).split())
     steps = json.loads(run_memtrace("steps", path, "--json"))
-    assert (steps["iterative"], steps["confidence"], steps["num_steps"]) == (None, None, 0)
+    assert (steps["is_iterative"], steps["confidence"], steps["num_steps"]) == (None, None, 0)
     assert json.loads(run_memtrace("leaks", path, "--json"))["bytes_per_step"] is None
     access = json.loads(run_memtrace("access", path, "--json"))
     assert access["num_intervals"] is None and set(access["swappable"].values()) == {None}
     (device,) = json.loads(run_memtrace("findings", path, "--json"))["devices"]
-    assert device["findings"] == [] and device["peak_if_all_mended_bytes"] is None
+    assert device["findings"] == [] and device["peak_if_all_fixed_bytes"] is None
     for command in ("steps", "leaks", "access", "findings"):
         assert "the file holds totals by category and no blocks" in " ".join(run_memtrace(command, path).split())
     levels[12][4] *= 2
@@ -89,7 +89,7 @@ def test_results_about_blocks_are_unknown_for_totals(tmp_path: Path) -> None:
     assert [(row["grouping"], row["change_bytes"], row["after_blocks"]) for row in changes] == [
         ("category", 4 << 20, None)
     ]
-    assert "lines unavailable: the file holds totals" in " ".join(run_memtrace("diff", path, other).split())
+    assert "allocation sites are unknown (the file holds totals" in " ".join(run_memtrace("diff", path, other).split())
 
 
 def test_the_note_on_missing_stacks_omits_the_backward_pass_without_one(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_working_time_counts_overlapping_operators_once(tmp_path: Path) -> None:
     events += [row("forward", 10, 500, 1), row("aten::mm", 30, 300, 1), row("aten::add", 400, 200, 2), memory(450, 2)]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    working = working_ns(memtrace.load(path))
+    working = step_compute_ns(memtrace.load(path))
     assert working is not None and working.tolist() == [590_000]
 
 
@@ -176,5 +176,5 @@ def test_times_are_unknown_if_the_file_has_none(tmp_path: Path, missing: str) ->
     assert times == [None] * (5 if missing == "times" else 4)
     text = run_memtrace("summary", path)
     assert "0 us" not in text and " ns" not in text and ("at event 2" in text) == (missing == "times")
-    assert ("out of memory on cuda:0 at event 3" in text) == (missing == "times")
-    assert "At the fullest moment 2" in render(memtrace.load(path))
+    assert ("Out of memory on cuda:0 at event 3" in text) == (missing == "times")
+    assert "Peak of reserved memory: 2" in render(memtrace.load(path))

@@ -252,8 +252,10 @@ def test_a_process_with_several_threads_reads_in_a_new_interpreter(tmp_path: Pat
         (tmp_path / "x").write_bytes(b"nonsense")
         with pytest.raises(TraceError, match="unrecognised file format"):
             readers.read(tmp_path / "x")
+        entries = [{"action": "x", "n": n} for n in range(100_000)]
+        (tmp_path / "large").write_bytes(pickle.dumps({"segments": [], "device_traces": [entries]}))
         with pytest.raises(TraceError, match="of memory, which is too much"):
-            readers.read(files[0], limits=ReadLimits(memory_bytes=1 << 20, cpu_seconds=30))
+            readers.read(tmp_path / "large", limits=ReadLimits(memory_bytes=1 << 20, cpu_seconds=30))
     finally:
         stop.set()
         other.join()

@@ -21,7 +21,7 @@ from memtrace.cli import cli
 import memtrace
 from memtrace.analysis import compute_coverage, steps_table
 from memtrace.analysis.blocks import CATEGORY, blocks
-from memtrace.analysis.ranks import ranks, ranks_table
+from memtrace.analysis.ranks import compare_ranks, ranks_table
 from memtrace.errors import TraceError
 from memtrace.format.manifest import Manifest
 from memtrace.recording import output_dir as place
@@ -81,19 +81,19 @@ def test_clocks_are_aligned_to_what_one_machine_shows(ddp):
 
 
 def test_ranks_of_a_data_parallel_job(ddp):
-    found = ranks(memtrace.load(ddp))
-    assert found.missing == ()
-    assert [row.by_category["parameter"] for row in found.rows] == [PARAMETER_BYTES] * 4
-    assert (found.look_at, found.slowest) == (2, 2)
-    peaks = [row.peak_bytes for row in found.rows]
+    found = compare_ranks(memtrace.load(ddp))
+    assert found.missing_ranks == ()
+    assert [row.bytes_by_category["parameter"] for row in found.ranks] == [PARAMETER_BYTES] * 4
+    assert (found.rank_to_inspect, found.slowest_rank) == (2, 2)
+    peaks = [row.peak_bytes for row in found.ranks]
     assert peaks[0] == peaks[1] == peaks[3] < peaks[2]
     assert found.imbalance == pytest.approx(4 * peaks[2] / sum(peaks))
     shown = CliRunner().invoke(cli, ["ranks", str(ddp)])
     assert shown.exit_code == 0, shown.output
-    assert "look at rank 2 first" in shown.output
+    assert "Inspect rank 2 first" in shown.output
     given = json.loads(CliRunner().invoke(cli, ["ranks", str(ddp), "--json"]).output)
     assert [row["peak_bytes"] for row in given["ranks"]] == peaks
-    assert given["look_at"]["rank"] == 2
+    assert given["rank_to_inspect"] == 2
     assert list(ranks_table(memtrace.load(ddp))["peak_bytes"]) == peaks
 
 
@@ -119,10 +119,10 @@ def test_a_killed_rank_does_not_spoil_the_others(tmp_path):
     for number in (0, 2, 3):
         covered = compute_coverage(trace.rank(number))
         assert covered.finished and "left the recorded block" in (covered.stop_reason or "")
-    found = ranks(trace)
-    assert all(row.peak_bytes for row in found.rows)
-    assert found.look_at == 1
-    assert "ended before the others" in found.why
+    found = compare_ranks(trace)
+    assert all(row.peak_bytes for row in found.ranks)
+    assert found.rank_to_inspect == 1
+    assert "ended before the others" in found.reason
 
 
 def test_sharded_tensors_are_told_apart(tmp_path):
@@ -134,11 +134,11 @@ def test_sharded_tensors_are_told_apart(tmp_path):
         found = blocks(trace.rank(number))
         gradients = found.size[found.category == CATEGORY["gradient"]]
         assert gradients.sum() == 4 * PARAMETER_BYTES // 2  # four steps
-        row = ranks(trace).rows[number]
+        row = compare_ranks(trace).ranks[number]
         for category in held:
-            held[category] += row.by_category[category]
+            held[category] += row.bytes_by_category[category]
         # Buffers of a gather or a reduction that is under way at the peak are all that is left.
-        assert row.by_category.get("unknown", 0) < 0.2 * row.peak_bytes
+        assert row.bytes_by_category.get("unknown", 0) < 0.2 * row.peak_bytes
     assert held["parameter"] == PARAMETER_BYTES
     # Two moments of every parameter, and a step count of 4 bytes for each of 4 parameters on each rank.
     assert held["optimizer_state"] == 2 * PARAMETER_BYTES + 2 * 4 * 4
@@ -166,32 +166,32 @@ def rank_of(peak: int, works: int = 10, **more: Any) -> Trace:
 
 
 def test_alike_ranks_are_said_to_be_alike():
-    found = ranks(job(rank_of(100), rank_of(102), rank_of(101)))
-    assert (found.look_at, found.slowest) == (1, None)
-    assert "alike" in found.why
+    found = compare_ranks(job(rank_of(100), rank_of(102), rank_of(101)))
+    assert (found.rank_to_inspect, found.slowest_rank) == (1, None)
+    assert "no rank stands out" in found.reason
     assert found.imbalance == pytest.approx(102 / 101)
 
 
 def test_the_slowest_is_who_works_longest_in_a_step():
-    found = ranks(job(rank_of(100), rank_of(100, works=30), rank_of(100)))
-    assert [row.working_ns for row in found.rows] == [10, 30, 10]
-    assert found.slowest == found.look_at == 1
+    found = compare_ranks(job(rank_of(100), rank_of(100, works=30), rank_of(100)))
+    assert [row.compute_ns for row in found.ranks] == [10, 30, 10]
+    assert found.slowest_rank == found.rank_to_inspect == 1
 
 
 def test_the_first_of_several_deaths_is_to_blame():
     """The agent of a job kills the other ranks when one dies."""
     killed, culprit = (with_manifest(rank_of(100), finished=False, t0_epoch_ns=begun) for begun in (2000, 1000))
-    found = ranks(job(killed, rank_of(100), culprit))
-    assert found.look_at == 2
-    assert found.rows[0].ended_epoch_ns - found.rows[2].ended_epoch_ns == 1000
+    found = compare_ranks(job(killed, rank_of(100), culprit))
+    assert found.rank_to_inspect == 2
+    assert found.ranks[0].ended_epoch_ns - found.ranks[2].ended_epoch_ns == 1000
 
 
 def test_out_of_memory_comes_before_a_death_and_that_before_imbalance():
     dead, oom = rank_of(100), rank_of(50, events=[event("oom", None, 95, 1000)])
     dead = with_manifest(dead, finished=False)
-    assert ranks(job(rank_of(100), dead, oom, rank_of(900))).look_at == 2
-    assert ranks(job(rank_of(100), dead, rank_of(900))).look_at == 1
-    assert ranks(job(rank_of(100), rank_of(900))).look_at == 1
+    assert compare_ranks(job(rank_of(100), dead, oom, rank_of(900))).rank_to_inspect == 2
+    assert compare_ranks(job(rank_of(100), dead, rank_of(900))).rank_to_inspect == 1
+    assert compare_ranks(job(rank_of(100), rank_of(900))).rank_to_inspect == 1
 
 
 def test_a_rank_that_wrote_nothing_is_missing(ddp, tmp_path):
@@ -199,9 +199,9 @@ def test_a_rank_that_wrote_nothing_is_missing(ddp, tmp_path):
     path = tmp_path / "job.memtrace"
     shutil.copytree(ddp, path)
     (path / "rank=2" / "manifest.json").unlink()
-    found = ranks(memtrace.load(path))
-    assert [row.rank for row in found.rows] == [0, 1, 3]
-    assert found.missing == (2,)
+    found = compare_ranks(memtrace.load(path))
+    assert [row.rank for row in found.ranks] == [0, 1, 3]
+    assert found.missing_ranks == (2,)
 
 
 def test_a_rank_with_a_truncated_manifest_does_not_spoil_the_others(ddp, tmp_path):
@@ -212,12 +212,12 @@ def test_a_rank_with_a_truncated_manifest_does_not_spoil_the_others(ddp, tmp_pat
     trace = memtrace.load(path)
     assert trace.ranks == (0, 1, 3)
     assert any("rank 2 is left out" in note and str(manifest) in note for note in compute_coverage(trace.rank(1)).notes)
-    found = ranks(trace)
-    assert [row.rank for row in found.rows] == [0, 1, 2, 3] and found.missing == ()
-    assert str(manifest) in (found.rows[2].problem or "") and found.rows[2].peak_bytes is None
-    assert found.look_at in trace.ranks
+    found = compare_ranks(trace)
+    assert [row.rank for row in found.ranks] == [0, 1, 2, 3] and found.missing_ranks == ()
+    assert str(manifest) in (found.ranks[2].problem or "") and found.ranks[2].peak_bytes is None
+    assert found.rank_to_inspect in trace.ranks
     shown = " ".join(CliRunner().invoke(cli, ["ranks", str(path)]).output.split())
-    assert "rank 2: " in shown and "cannot be read" in shown
+    assert "Rank 2: " in shown and "cannot be read" in shown
     checked = CliRunner().invoke(cli, ["check", str(path), "--max-peak", "1TiB"])
     assert checked.exit_code == 1 and "cannot be read" in str(checked.exception)
     for wrong in (lambda: trace.rank(2), lambda: memtrace.load(path / "rank=2")):
@@ -240,11 +240,11 @@ def test_missing_and_unreadable_ranks_are_named():
             return []
 
     good = with_manifest(rank_of(100), world_size=4)
-    found = ranks(Trace(None, {0: good._source, 3: Damaged()}))
-    assert found.missing == (1, 2)
-    assert found.rows[0].peak_bytes == 100
-    assert found.rows[1].peak_bytes is None
-    assert "damaged" in (found.rows[1].problem or "")
+    found = compare_ranks(Trace(None, {0: good._source, 3: Damaged()}))
+    assert found.missing_ranks == (1, 2)
+    assert found.ranks[0].peak_bytes == 100
+    assert found.ranks[1].peak_bytes is None
+    assert "damaged" in (found.ranks[1].problem or "")
 
 
 def test_several_foreign_files_are_ranks_too():
@@ -255,9 +255,9 @@ def test_several_foreign_files_are_ranks_too():
     shown = CliRunner().invoke(cli, ["ranks", *map(str, files), "--json"])
     assert shown.exit_code == 0, shown.output
     found = json.loads(shown.output)
-    alone = [ranks(memtrace.load(file)).rows[0].peak_bytes for file in files]
+    alone = [compare_ranks(memtrace.load(file)).ranks[0].peak_bytes for file in files]
     assert [row["peak_bytes"] for row in found["ranks"]] == alone
-    assert found["look_at"]["rank"] == alone.index(max(alone))
+    assert found["rank_to_inspect"] == alone.index(max(alone))
 
 
 # -- clocks --------------------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def test_steps_are_optimizer_steps_also_under_accumulation_and_with_two_optimize
                 model(torch.randn(2, 8)).sum().backward()
             first.step()
             second.step()
-    assert step_columns(memtrace.load(tmp_path / "run.memtrace"))["step"].tolist() == [0, 1, 2, 3]
+    assert step_columns(memtrace.load(tmp_path / "run.memtrace")).step.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("observer", ["native", "dispatch"])
@@ -191,9 +191,9 @@ def test_a_mark_after_several_optimizer_steps_ends_one_step(observer, flush_seco
             rec.step()
     trace = memtrace.load(tmp_path / "run.memtrace")
     columns = step_columns(trace)
-    assert columns["step"].tolist() == [0, 1, 2]
-    assert columns["num_allocs"].tolist() == [5, 5, 5]
-    assert columns["start_ns"][0] <= trace.columns("events", "time_ns")["time_ns"][0]
+    assert columns.step.tolist() == [0, 1, 2]
+    assert columns.num_allocs.tolist() == [5, 5, 5]
+    assert columns.start_ns[0] <= trace.columns("events", "time_ns")["time_ns"][0]
     spans = trace.spans
     assert (spans["kind"] == "step").sum() == 3
     assert (spans["kind"] != "step").sum() >= 18  # the ranges of the optimizers are all there
@@ -211,8 +211,8 @@ def test_marked_steps_time_the_wait_for_data(tmp_path):
         for _ in rec.steps(DataLoader(Slow(), batch_size=None)):
             step()
     columns = step_columns(memtrace.load(tmp_path / "run.memtrace"))
-    assert columns["step"].tolist() == [0, 1, 2]
-    assert (columns["data_wait_ns"] >= 20_000_000).all()
+    assert columns.step.tolist() == [0, 1, 2]
+    assert (columns.data_wait_ns >= 20_000_000).all()
 
 
 def test_a_loader_that_starts_slowly_is_waited_for_in_the_first_step(tmp_path):
@@ -225,13 +225,13 @@ def test_a_loader_that_starts_slowly_is_waited_for_in_the_first_step(tmp_path):
     with memtrace.record(tmp_path / "run.memtrace") as rec:
         for _ in rec.steps(Loader()):
             step()
-    waits = step_columns(memtrace.load(tmp_path / "run.memtrace"))["data_wait_ns"]
+    waits = step_columns(memtrace.load(tmp_path / "run.memtrace")).data_wait_ns
     assert waits[0] >= 300_000_000 > waits[1:].max()
 
 
 def test_max_steps_ends_the_recording_and_the_program_goes_on(tmp_path):
     trace = recorded(mlp(), tmp_path, steps=6, max_steps=2)
-    assert len(step_columns(trace)["step"]) == 2
+    assert len(step_columns(trace).step) == 2
     assert trace.manifest.stop_reason == "max_steps reached"
 
 
@@ -243,7 +243,7 @@ def test_a_ring_keeps_the_last_steps_and_what_lives(tmp_path):
             step()
             time.sleep(0.01)
     trace = memtrace.load(rec.path)
-    numbers = step_columns(trace)["step"]
+    numbers = step_columns(trace).step
     assert numbers[-1] == 39
     assert 3 <= len(numbers) < 40
     assert compute_coverage(trace).dropped_events > 0

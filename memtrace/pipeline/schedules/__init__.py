@@ -1,1 +1,1 @@
-"""Pipeline schedules as tables: construction, registry, dependencies and validation."""
+"""Pipeline schedules as tables of actions: generators, registry, dependencies and validation."""

@@ -1,4 +1,4 @@
-"""One action of a pipeline schedule and its text form."""
+"""Actions of a pipeline schedule and their text form."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Final, NamedTuple
 from memtrace.errors import MemtraceError
 
 FORWARD: Final = "F"
-BACKWARD: Final = "B"  # the gradients of inputs and of weights together
-INPUT_BACKWARD: Final = "I"  # the gradient of the stage's input alone
-WEIGHT_BACKWARD: Final = "W"  # the gradients of the weights alone, after INPUT_BACKWARD
+BACKWARD: Final = "B"
+"""A whole backward: gradients of the stage's input and of its weights."""
+INPUT_BACKWARD: Final = "I"
+"""The first half of a split backward: the gradient of the stage's input."""
+WEIGHT_BACKWARD: Final = "W"
+"""The second half of a split backward: the gradients of the stage's weights."""
 KINDS: Final = (FORWARD, BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD)
 
 _TEXT = re.compile(r"([FBIW])(\d+)\.(\d+)([ab]?)(?:@(\d+))?(&?)")
@@ -18,25 +21,24 @@ _HALVES = ("a", "b")
 
 
 class Action(NamedTuple):
-    """What a worker does in one slot. ``parse_action(str(action)) == action``.
+    """One computation of a worker; ``parse_action(str(action)) == action``.
 
-    The text is kind, stage, dot, micro-batch, then what is not the default: ``a`` or ``b`` for one half of
-    the micro-batch, ``@1`` for pipeline 1, ``&`` for "overlapped with the next action of this worker":
-    ``F0.3``, ``B2.5b@1``, ``F7.4&``.
+    The text form is the kind, the stage, a dot and the micro-batch, then what differs from the default: ``a`` or ``b``
+    for one half of the micro-batch, ``@1`` for pipeline 1, ``&`` for "overlapped with the worker's next action".
+    Examples: ``F0.3``, ``B2.5b@1``, ``F7.4&``.
     """
 
     kind: str
     """One of KINDS."""
     stage: int
     microbatch: int
-    """Numbered from 0 over the whole step; every micro-batch goes through one pipeline."""
+    """Numbered from 0 within the step; every micro-batch passes through one pipeline."""
     pipeline: int = 0
-    """Which way through the workers (``Schedule.placement``): Chimera's down and up pipelines, for
-    instance."""
+    """The path through the workers (``Schedule.placement``), for example Chimera's down or up pipeline."""
     half: int | None = None
-    """0 or 1: this backward runs on one half of the micro-batch (Chimera's backward halving)."""
+    """0 or 1: the backward runs on this half of the micro-batch (Chimera's backward halving)."""
     overlapped: bool = False
-    """It runs together with the next action of its worker as one unit (DualPipe's F&B)."""
+    """Whether the action runs together with the worker's next action as one unit (DualPipe's F&B)."""
 
     def __str__(self) -> str:
         half = "" if self.half is None else _HALVES[self.half]
@@ -45,11 +47,15 @@ class Action(NamedTuple):
 
 
 def parse_action(text: str) -> Action:
-    """The action that ``text`` names; MemtraceError where it names none."""
+    """Parse the text form of an action.
+
+    Raises:
+        MemtraceError: ``text`` is not an action.
+    """
     match = _TEXT.fullmatch(text)
     if match is None:
         raise MemtraceError(
-            f"{text!r} is not an action: write kind, stage, dot, micro-batch, such as F0.3, B2.5@1 or W1.0"
+            f"invalid action {text!r}; write kind, stage, dot, micro-batch, for example F0.3, B2.5@1 or W1.0"
         )
     kind, stage, microbatch, half, pipeline, overlapped = match.groups()
     return Action(

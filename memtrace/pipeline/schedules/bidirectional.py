@@ -8,17 +8,17 @@ from typing import Final
 
 from memtrace.errors import MemtraceError
 from memtrace.pipeline.schedules.actions import BACKWARD, FORWARD, Action
-from memtrace.pipeline.schedules.dependencies import aligned
+from memtrace.pipeline.schedules.dependencies import align_schedule
 from memtrace.pipeline.schedules.schedule import Placement, Schedule
 
-METHODS: Final = ("direct", "doubling", "halving")
+CHIMERA_METHODS: Final = ("direct", "doubling", "halving")
 
 Cell = tuple[int, int, Action]
-"""(worker, slot, action) of an overlaid pipeline."""
+"""(worker, slot, action): one entry of the table while pipelines are overlaid."""
 
 
-def two_ways(num_workers: int, num_pairs: int = 1) -> Placement:
-    """``num_pairs`` pipelines down, stage s on worker s + i D/f (mod D), then as many in reverse order."""
+def bidirectional_placement(num_workers: int, num_pairs: int = 1) -> Placement:
+    """Place ``num_pairs`` pipelines down, stage s of pipeline i on worker s + i D/f (mod D), and as many up."""
     shift = num_workers // num_pairs
     down = tuple(
         tuple((stage + pair * shift) % num_workers for stage in range(num_workers)) for pair in range(num_pairs)
@@ -27,40 +27,47 @@ def two_ways(num_workers: int, num_pairs: int = 1) -> Placement:
 
 
 def gems(num_stages: int, num_microbatches: int) -> Schedule:
-    """Micro-batches alternate between a copy going down and one going up, one in flight a worker (GEMS).
+    """GEMS: micro-batches alternate between a copy going down and a copy going up, with one in flight per worker.
 
-    The forward of the next micro-batch follows the backward of the one before along the workers.
+    The forward of a micro-batch follows the backward of the previous one from worker to worker.
     """
-    placement = two_ways(num_stages)
+    placement = bidirectional_placement(num_stages)
     rows: list[list[Action]] = [[] for _ in range(num_stages)]
     for m in range(num_microbatches):
         pipeline = m % 2
         for stage, worker in enumerate(placement[pipeline]):
             rows[worker] += [Action(kind, stage, m, pipeline) for kind in (FORWARD, BACKWARD)]
-    return aligned("gems", num_stages, num_microbatches, placement=placement, rows=rows)
+    return align_schedule("gems", num_stages, num_microbatches, placement=placement, rows=rows)
 
 
 def chimera(num_stages: int, num_microbatches: int, *, f: int = 1, method: str = "direct") -> Schedule:
-    """Chimera (Li and Hoefler, SC'21): f pipelines down and f up, overlaid without conflict.
+    """Chimera (Li and Hoefler, SC 2021): f pipelines down and f up, overlaid without conflict.
 
-    Up to D micro-batches make one unit. More are several units one behind the other, joined by ``method``:
-    ``direct`` (units of D), ``doubling`` (units of 2D, every forward slot takes two micro-batches; what is
-    left over runs direct) or ``halving`` (units of D, every backward runs on half a micro-batch).
+    Up to D micro-batches form one unit; more micro-batches form several units in a row.
 
-    Raises MemtraceError for odd D, for f that does not divide D/2 and for unknown methods.
+    Args:
+        num_stages: number of stages and of workers, D.
+        num_microbatches: micro-batches per step.
+        f: pipelines per direction.
+        method: how units are joined: ``direct`` (units of D), ``doubling`` (units of 2D in which every forward slot
+            takes two micro-batches; the remainder runs direct) or ``halving`` (units of D in which every backward runs
+            on half a micro-batch).
+
+    Raises:
+        MemtraceError: D is odd, f does not divide D/2, or the method is unknown.
     """
     if num_stages % 2:
-        raise MemtraceError(f"chimera needs an even number of stages, not {num_stages}")
+        raise MemtraceError(f"chimera needs an even number of stages, got {num_stages}")
     if f < 1 or (num_stages // 2) % f:
-        raise MemtraceError(f"chimera's f must divide half the stages: {f} does not divide {num_stages // 2}")
-    if method not in METHODS:
-        raise MemtraceError(f"chimera knows no method {method!r}: choose {', '.join(METHODS)}")
+        raise MemtraceError(f"chimera: f must divide half the number of stages; {f} does not divide {num_stages // 2}")
+    if method not in CHIMERA_METHODS:
+        raise MemtraceError(f"chimera: unknown method {method!r}; choose one of {', '.join(CHIMERA_METHODS)}")
     grid = _overlay(_units(num_stages, num_microbatches, f, method), num_stages)
     return Schedule(
         "chimera",
         num_stages,
         num_microbatches,
-        two_ways(num_stages, f),
+        bidirectional_placement(num_stages, f),
         tuple(tuple(action for _, action in row) for row in grid),
         tuple(tuple(slot for slot, _ in row) for row in grid),
         {"f": str(f), "method": method},
@@ -68,9 +75,9 @@ def chimera(num_stages: int, num_microbatches: int, *, f: int = 1, method: str =
 
 
 def _units(num_stages: int, num_microbatches: int, f: int, method: str) -> Iterator[Cell]:
-    """All cells of all units, each unit shifted behind the one before."""
+    """All cells of all units, each unit shifted behind the previous one."""
     unit: Callable[[int, Sequence[Sequence[int]], int], Iterator[Cell]]
-    # Beside doubled slots, which are two columns wide, a plain one takes two columns too.
+    # Doubled slots are two columns wide, so plain slots beside them take two columns too.
     columns = 2 if method == "doubling" else 1
     first, shift = 0, 0
     while first < num_microbatches:
@@ -88,19 +95,19 @@ def _units(num_stages: int, num_microbatches: int, f: int, method: str) -> Itera
 
 
 def _shares(first: int, size: int, f: int) -> list[list[int]]:
-    """The micro-batches of every pipeline: as even as can be, the first f pipelines going down."""
+    """Distribute micro-batches evenly over the pipelines, of which the first f go down."""
     base, extra = divmod(size, 2 * f)
     shares = []
     for turn in range(2 * f):
         count = base + (turn < extra)
         shares.append(list(range(first, first + count)))
         first += count
-    # What is uneven goes to the two directions in turn, so that two micro-batches take both.
+    # The remainder alternates between the directions, so that two micro-batches use both.
     return [shares[2 * pair] for pair in range(f)] + [shares[2 * pair + 1] for pair in range(f)]
 
 
 def _cells(num_stages: int, f: int, slots: Callable[[int, int], Iterator[tuple[int, Action]]]) -> Iterator[Cell]:
-    for pipeline, workers in enumerate(two_ways(num_stages, f)):
+    for pipeline, workers in enumerate(bidirectional_placement(num_stages, f)):
         for stage, worker in enumerate(workers):
             for slot, action in slots(pipeline, stage):
                 yield worker, slot, action
@@ -121,17 +128,15 @@ def _plain_unit(num_stages: int, shares: Sequence[Sequence[int]], f: int, *, col
 def _backward_slot(num_stages: int, f: int, stage: int, k: int) -> int:
     """The slot of the k-th of 2 D/(2f) backwards of a stage where twice as many backwards as forwards run.
 
-    The unit takes 3D + D/f - 2 slots. Read from its end, the backwards are a pipeline in which a micro-batch
-    waits 2 D/f slots longer whenever it has passed D/f stages: this keeps the f pipelines of a direction
-    apart.
+    The unit takes 3D + D/f - 2 slots. Read from its end, the backwards are a pipeline in which a micro-batch waits
+    2 D/f slots longer whenever it has passed D/f stages: this keeps the f pipelines of a direction apart.
     """
     group = num_stages // f
     return 3 * num_stages + group - 3 - (stage + (stage // group) * group) - 2 * (group - 1 - k)
 
 
 def _doubled_unit(num_stages: int, shares: Sequence[Sequence[int]], f: int) -> Iterator[Cell]:
-    """Two micro-batches in every forward slot, one in every backward slot; both slots are two columns
-    wide."""
+    """Two micro-batches in every forward slot, one in every backward slot; both slots are two columns wide."""
 
     def slots(pipeline: int, stage: int) -> Iterator[tuple[int, Action]]:
         for k, m in enumerate(shares[pipeline]):

@@ -1,4 +1,4 @@
-"""What must come before what, and when everything happens if nobody waits longer than needed."""
+"""Dependencies between the actions of a schedule, and the earliest times that they allow."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ Rows = Sequence[Sequence[Action]]
 _HALVES = (0, 1)
 
 
-class Producers:
-    """Which action makes what: the flat number of the forward, input gradient of a (stage, micro-batch).
+class ResultProducers:
+    """Which action produces which result.
 
-    Actions are numbered row by row from 0.
+    Attributes:
+        forward: (stage, micro-batch) -> number of its forward; actions are numbered row by row from 0.
+        input_gradient: (stage, micro-batch, half) -> number of the action that computes the input gradient.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -29,8 +31,8 @@ class Producers:
                 for part in _HALVES if half is None else (half,):
                     self.input_gradient[stage, microbatch, part] = number
 
-    def needed_by(self, action: Action, num_stages: int) -> tuple[int, ...]:
-        """The actions whose results ``action`` uses; KeyError where the table lacks one."""
+    def inputs_of(self, action: Action, num_stages: int) -> tuple[int, ...]:
+        """The numbers of the actions whose results ``action`` uses; KeyError where the table has no such action."""
         kind, stage, microbatch, _, half, _ = action
         if kind == FORWARD:
             return (self.forward[stage - 1, microbatch],) if stage else ()
@@ -45,44 +47,50 @@ class Producers:
         return (*own, first) if first == last else (*own, first, last)
 
 
-def dependencies(rows: Rows, num_stages: int) -> list[tuple[int, ...]]:
-    """For every action, numbered row by row, the numbers of those it must wait for.
+def action_dependencies(rows: Rows, num_stages: int) -> list[tuple[int, ...]]:
+    """For every action, numbered row by row, the numbers of the actions that it waits for.
 
-    Raises MemtraceError where an action needs something the table never does.
+    Raises:
+        MemtraceError: an action needs a result that no action of the table produces.
     """
-    producers = Producers(rows)
+    producers = ResultProducers(rows)
     try:
-        return [producers.needed_by(action, num_stages) for row in rows for action in row]
+        return [producers.inputs_of(action, num_stages) for row in rows for action in row]
     except KeyError as error:
         stage, microbatch, *_ = error.args[0]
         raise MemtraceError(
-            f"the schedule lacks what others need: the result of stage {stage} for micro-batch {microbatch}"
+            f"incomplete schedule: no action computes the result of stage {stage} for micro-batch {microbatch}"
         ) from None
 
 
-def times(
+def earliest_times(
     rows: Rows, num_stages: int, durations: Sequence[float], delays: Sequence[float]
 ) -> tuple[list[float], list[float]]:
-    """When every action starts and ends if each worker keeps its order and starts as early as it can.
+    """Start and end of every action if each worker keeps its order and starts every action as early as possible.
+
+    An overlapped action and the next one start when both can, and end together after the sum of their durations. Takes
+    time proportional to the number of actions.
 
     Args:
         rows: the actions of every worker in order.
         num_stages: stages of the model.
-        durations: of every action, numbered row by row.
-        delays: what passes between the end of a needed action on another worker and the start of this one.
+        durations: duration of every action, numbered row by row.
+        delays: for every action the time between its start and the end of an action of another worker that it uses.
 
-    Returns the starts and the ends in the unit of the durations. An overlapped action and the next one start
-    when both can and end together after the sum of their durations. Linear in the number of actions. Raises
-    MemtraceError where workers wait for each other for ever.
+    Returns:
+        Starts and ends, in the unit of the durations.
+
+    Raises:
+        MemtraceError: the schedule deadlocks.
     """
-    needs = dependencies(rows, num_stages)
+    needs = action_dependencies(rows, num_stages)
     flat = [action for row in rows for action in row]
     worker_of = [worker for worker, row in enumerate(rows) for _ in row]
     start: list[float] = [-1.0] * len(flat)
     end: list[float] = [-1.0] * len(flat)
 
     def earliest(unit: tuple[int, ...], begin: float) -> tuple[float, int]:
-        """When the unit can begin, and one action it still waits for or -1."""
+        """When the unit can begin, and an action that it still waits for or -1."""
         for number in unit:
             for needed in needs[number]:
                 if end[needed] < 0:
@@ -127,10 +135,10 @@ def _check_all_ran(rows: Rows, offsets: Sequence[int], head: Sequence[int]) -> N
         if head[worker] < offsets[worker + 1]
     ]
     if stuck:
-        raise MemtraceError(f"the schedule can never end: {', '.join(stuck[:8])} wait for each other")
+        raise MemtraceError(f"the schedule deadlocks: {', '.join(stuck[:8])} wait for each other")
 
 
-def aligned(
+def align_schedule(
     name: str,
     num_stages: int,
     num_microbatches: int,
@@ -141,10 +149,10 @@ def aligned(
     update: str = FLUSH,
     update_every: int | None = None,
 ) -> Schedule:
-    """The schedule with these rows, every action in the earliest slot if each takes one slot."""
+    """Make a schedule of these rows, with every action in the earliest slot if each action takes one slot."""
     table = tuple(tuple(row) for row in rows)
     num_actions = sum(map(len, table))
-    start, _ = times(table, num_stages, [1.0] * num_actions, [0.0] * num_actions)
+    start, _ = earliest_times(table, num_stages, [1.0] * num_actions, [0.0] * num_actions)
     slots, number = [], 0
     for row in table:
         row_slots = []

@@ -1,25 +1,27 @@
-"""Interleaved 1F1B: every worker holds several chunks of the model (Narayanan et al. 2021, Megatron-LM)."""
+"""Interleaved 1F1B: every worker holds several chunks of the model (Megatron-LM, Narayanan et al., SC 2021)."""
 
 from __future__ import annotations
 
 from memtrace.errors import MemtraceError
 from memtrace.pipeline.schedules.actions import BACKWARD, FORWARD, Action
-from memtrace.pipeline.schedules.dependencies import aligned
+from memtrace.pipeline.schedules.dependencies import align_schedule
 from memtrace.pipeline.schedules.schedule import Schedule
-from memtrace.pipeline.schedules.unidirectional import straight
+from memtrace.pipeline.schedules.unidirectional import straight_placement
 
 
 def interleaved(num_workers: int, num_microbatches: int, *, chunks: int = 2) -> Schedule:
     """1F1B over ``chunks`` x ``num_workers`` stages, stage s on worker s mod ``num_workers``.
 
-    Micro-batches go through the chunks in rounds of about ``num_workers``, as in
-    ``torch.distributed.pipelining``: their number must be a multiple of the number of rounds (MemtraceError).
+    Micro-batches pass through the chunks in rounds of about ``num_workers``, as in ``torch.distributed.pipelining``.
+
+    Raises:
+        MemtraceError: the number of micro-batches is not a multiple of the number of rounds.
     """
     rounds = max(1, num_microbatches // num_workers)
     if num_microbatches % rounds:
         raise MemtraceError(
-            f"interleaved over {num_workers} workers runs {rounds} rounds, which {num_microbatches} "
-            f"micro-batches do not fill evenly: take a multiple of {num_workers}"
+            f"interleaved: {num_microbatches} micro-batches do not divide into {rounds} rounds over {num_workers} "
+            f"workers; use a multiple of {num_workers}"
         )
     per_round = num_microbatches // rounds
     total = chunks * num_microbatches
@@ -40,11 +42,11 @@ def interleaved(num_workers: int, num_microbatches: int, *, chunks: int = 2) -> 
                 row.append(action(FORWARD, worker, warm_up + step))
             row.append(action(BACKWARD, worker, step))
         rows.append(row)
-    return aligned(
+    return align_schedule(
         "interleaved",
         chunks * num_workers,
         num_microbatches,
-        placement=straight(num_workers, chunks),
+        placement=straight_placement(num_workers, chunks),
         rows=rows,
         options={"chunks": str(chunks)},
     )

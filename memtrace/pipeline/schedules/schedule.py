@@ -1,4 +1,4 @@
-"""A pipeline schedule as data: which worker does which action in which slot, and its text form."""
+"""Pipeline schedules as data: which worker runs which action in which slot, and the text form."""
 
 from __future__ import annotations
 
@@ -10,47 +10,50 @@ from typing import Final
 from memtrace.errors import MemtraceError
 from memtrace.pipeline.schedules.actions import Action, parse_action
 
-FLUSH: Final = "flush"  # all micro-batches of a step see the same weights; one update when all are done
-STASH: Final = "stash"  # PipeDream: an update after every micro-batch, old versions kept while in use
-TWO_BUFFERED: Final = "two-buffered"  # PipeDream-2BW: an update every update_every micro-batches, delayed by one
+FLUSH: Final = "flush"
+"""All micro-batches of a step use the same weights; one update when all of them are done."""
+STASH: Final = "stash"
+"""PipeDream: an update after every micro-batch; old versions are kept while in use."""
+TWO_BUFFERED: Final = "two-buffered"
+"""PipeDream-2BW: an update every ``update_every`` micro-batches, delayed by one update."""
 UPDATES: Final = (FLUSH, STASH, TWO_BUFFERED)
 
 Placement = tuple[tuple[int, ...], ...]
+"""``placement[pipeline][stage]`` is the worker that holds the stage."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A table of actions per worker. ``parse(str(schedule)) == schedule``.
+    """A table of actions per worker; ``parse_schedule(str(schedule)) == schedule``.
 
-    A slot is one column of the table. Slots say only in what order things can be done: how long each action
-    takes is a matter of costs (``simulate``).
+    A slot is one column of the table. Slots give an order, not times: durations come from the costs of the stages when
+    the schedule is simulated.
     """
 
     name: str
     num_stages: int
-    """Stages of the model; several may lie on one worker."""
+    """Stages of the model; a worker may hold several."""
     num_microbatches: int
     placement: Placement
-    """``placement[pipeline][stage]`` is the worker."""
     rows: tuple[tuple[Action, ...], ...]
     """The actions of every worker in their order."""
     slots: tuple[tuple[int, ...], ...]
     """The slot of every action, in the shape of ``rows``."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """What the generator was asked for besides the sizes, as text."""
+    """Options of the generator besides the sizes, as text."""
     update: str = FLUSH
-    """When weights change, one of UPDATES."""
+    """When weights are updated: one of UPDATES."""
     update_every: int | None = None
-    """Micro-batches of one update, for TWO_BUFFERED."""
+    """Micro-batches per update, for TWO_BUFFERED."""
 
     @property
     def num_workers(self) -> int:
-        """How many workers the table has rows for."""
+        """Rows of the table."""
         return len(self.rows)
 
     @property
     def num_actions(self) -> int:
-        """How many actions there are on all workers together."""
+        """Number of actions of all workers together."""
         return sum(map(len, self.rows))
 
     @property
@@ -60,20 +63,20 @@ class Schedule:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether steps flow into each other without a flush."""
+        """Whether steps follow each other without a flush."""
         return self.update != FLUSH
 
     @cached_property
     def replicas(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """(worker, stage) -> the pipelines for which the worker holds a copy of that stage's weights."""
-        found: dict[tuple[int, int], tuple[int, ...]] = {}
+        """(worker, stage) -> the pipelines for which the worker holds a copy of the stage's weights."""
+        copies: dict[tuple[int, int], tuple[int, ...]] = {}
         for pipeline, workers in enumerate(self.placement):
             for stage, worker in enumerate(workers):
-                found[worker, stage] = (*found.get((worker, stage), ()), pipeline)
-        return found
+                copies[worker, stage] = (*copies.get((worker, stage), ()), pipeline)
+        return copies
 
     def actions(self) -> Iterator[Action]:
-        """All actions, worker by worker: the numbering that simulations use."""
+        """All actions worker by worker, the order in which simulations number them."""
         for row in self.rows:
             yield from row
 
@@ -103,11 +106,13 @@ def _grid(schedule: Schedule) -> Iterator[str]:
         yield f"worker {worker:>{digits}} | {line}".rstrip()
 
 
-def parse(text: str) -> Schedule:
-    """The schedule that ``text`` shows; MemtraceError names the line that cannot be understood.
+def parse_schedule(text: str) -> Schedule:
+    """Parse the text form of a schedule.
 
-    Besides what ``str`` writes, blank lines and comments after ``#`` are allowed. The table is read as it
-    stands: ``validate`` says whether it is a schedule that can run.
+    Blank lines and comments after ``#`` are ignored. The table is not validated; see ``validation.validate_schedule``.
+
+    Raises:
+        MemtraceError: a line is invalid, or one is missing.
     """
     words: dict[str, list[list[str]]] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -115,22 +120,22 @@ def parse(text: str) -> Schedule:
         if not parts:
             continue
         if parts[0] not in ("schedule", "stages", "microbatches", "update", "pipeline", "worker"):
-            raise MemtraceError(f"line {number} of the schedule begins with {parts[0]!r}: {line.strip()!r}")
+            raise MemtraceError(f"schedule, line {number}: unknown keyword {parts[0]!r} in {line.strip()!r}")
         words.setdefault(parts[0], []).append(parts[1:])
     try:
         return _assembled(words)
     except (KeyError, IndexError, ValueError) as error:
-        raise MemtraceError(f"the schedule's text is incomplete or malformed: {error!r}") from error
+        raise MemtraceError(f"incomplete or malformed schedule: {error!r}") from error
 
 
 def _assembled(words: Mapping[str, Sequence[Sequence[str]]]) -> Schedule:
     (name, *options), update = words["schedule"][0], words.get("update", [[FLUSH]])[0]
     if update[0] not in UPDATES:
-        raise ValueError(f"update {update[0]} is none of {', '.join(UPDATES)}")
+        raise ValueError(f"update {update[0]}: choose one of {', '.join(UPDATES)}")
     rows, slots = [], []
     for expected, (worker, bar, *cells) in enumerate(words["worker"]):
         if int(worker) != expected or bar != "|":
-            raise ValueError(f"expected 'worker {expected} |', found 'worker {worker} {bar}'")
+            raise ValueError(f"expected 'worker {expected} |', got 'worker {worker} {bar}'")
         taken = [(slot, parse_action(cell)) for slot, cell in enumerate(cells) if cell != "."]
         slots.append(tuple(slot for slot, _ in taken))
         rows.append(tuple(action for _, action in taken))

@@ -1,53 +1,57 @@
-"""Schedules with one stage a worker and one direction: GPipe, DAPPLE (1F1B), PipeDream, PipeDream-2BW."""
+"""Schedules with one stage per worker and one direction: GPipe, 1F1B (DAPPLE), PipeDream and PipeDream-2BW."""
 
 from __future__ import annotations
 
 from memtrace.errors import MemtraceError
 from memtrace.pipeline.schedules.actions import BACKWARD, FORWARD, Action
-from memtrace.pipeline.schedules.dependencies import aligned
+from memtrace.pipeline.schedules.dependencies import align_schedule
 from memtrace.pipeline.schedules.schedule import FLUSH, STASH, TWO_BUFFERED, Placement, Schedule
 
 
-def straight(num_workers: int, num_chunks: int = 1) -> Placement:
-    """One pipeline that goes through the workers in order, ``num_chunks`` times."""
+def straight_placement(num_workers: int, num_chunks: int = 1) -> Placement:
+    """Place one pipeline that passes through the workers in order, ``num_chunks`` times."""
     return (tuple(range(num_workers)) * num_chunks,)
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """All forwards, then all backwards, in the order of the micro-batches (Huang et al. 2019)."""
+    """GPipe: all forwards, then all backwards, in the order of the micro-batches (Huang et al., 2019)."""
     rows = [
         [Action(kind, stage, m) for kind in (FORWARD, BACKWARD) for m in range(num_microbatches)]
         for stage in range(num_stages)
     ]
-    return aligned("gpipe", num_stages, num_microbatches, placement=straight(num_stages), rows=rows)
+    return align_schedule("gpipe", num_stages, num_microbatches, placement=straight_placement(num_stages), rows=rows)
 
 
-def dapple(num_stages: int, num_microbatches: int) -> Schedule:
-    """1F1B with a flush (DAPPLE, PipeDream-Flush): stage s runs at most D - s micro-batches ahead."""
-    return _one_forward_one_backward("dapple", num_stages, num_microbatches)
+def one_forward_one_backward(num_stages: int, num_microbatches: int) -> Schedule:
+    """1F1B with a flush (DAPPLE, PipeDream-Flush): at most D - s micro-batches are in flight on stage s."""
+    return _build_1f1b("1f1b", num_stages, num_microbatches)
 
 
 def pipedream(num_stages: int, num_microbatches: int) -> Schedule:
-    """1F1B without a flush, an update after every backward, old weights kept while in use (PipeDream)."""
-    return _one_forward_one_backward("pipedream", num_stages, num_microbatches, STASH)
+    """PipeDream: 1F1B without a flush; every backward updates the weights, and old versions stay while in use."""
+    return _build_1f1b("pipedream", num_stages, num_microbatches, STASH)
 
 
 def pipedream_2bw(num_stages: int, num_microbatches: int, update_every: int | None = None) -> Schedule:
-    """1F1B without a flush, with gradients summed over ``update_every`` micro-batches and two weight
-    versions.
+    """PipeDream-2BW: 1F1B without a flush, with two weight versions (Narayanan et al., ICML 2021).
 
-    ``update_every`` is by default the whole table, one batch; it must be at least ``num_stages`` (Narayanan
-    et al. 2021), and a table of several batches shows the second version.
+    Args:
+        num_stages: number of stages and of workers.
+        num_microbatches: micro-batches of the table; the second version exists only in a table of several batches.
+        update_every: micro-batches per update, at least ``num_stages``; None: all micro-batches of the table.
+
+    Raises:
+        MemtraceError: ``update_every`` is less than ``num_stages``.
     """
     every = update_every or num_microbatches
     if every < num_stages:
         raise MemtraceError(
-            f"pipedream-2bw needs at least as many micro-batches a batch as stages: {every} < {num_stages}"
+            f"pipedream-2bw needs at least {num_stages} micro-batches per update, one for each stage; got {every}"
         )
-    return _one_forward_one_backward("pipedream-2bw", num_stages, num_microbatches, TWO_BUFFERED, every)
+    return _build_1f1b("pipedream-2bw", num_stages, num_microbatches, TWO_BUFFERED, every)
 
 
-def _one_forward_one_backward(
+def _build_1f1b(
     name: str, num_stages: int, num_microbatches: int, update: str = FLUSH, update_every: int | None = None
 ) -> Schedule:
     rows = []
@@ -59,11 +63,11 @@ def _one_forward_one_backward(
             if m + ahead < num_microbatches:
                 row.append(Action(FORWARD, stage, m + ahead))
         rows.append(row)
-    return aligned(
+    return align_schedule(
         name,
         num_stages,
         num_microbatches,
-        placement=straight(num_stages),
+        placement=straight_placement(num_stages),
         rows=rows,
         update=update,
         update_every=update_every,

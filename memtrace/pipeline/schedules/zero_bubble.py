@@ -1,7 +1,6 @@
-"""Schedules that split the backward: ZB-H1, ZB-H2 and ZB-V (Qi et al., Zero Bubble Pipeline Parallelism).
+"""Schedules with a split backward: ZB-H1, ZB-H2 and ZB-V (Zero Bubble Pipeline Parallelism, Qi et al., ICLR 2024).
 
-The gradients of a stage's weights (W) wait until a worker has nothing better to do; only the gradients of
-inputs (I) hold up other workers.
+Other workers wait only for input gradients (I). A worker computes weight gradients (W) when it would be idle otherwise.
 """
 
 from __future__ import annotations
@@ -9,20 +8,20 @@ from __future__ import annotations
 from collections import deque
 
 from memtrace.pipeline.schedules.actions import FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action
-from memtrace.pipeline.schedules.dependencies import aligned
+from memtrace.pipeline.schedules.dependencies import align_schedule
 from memtrace.pipeline.schedules.schedule import Placement, Schedule
-from memtrace.pipeline.schedules.unidirectional import straight
+from memtrace.pipeline.schedules.unidirectional import straight_placement
 
 
 def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
-    """The memory of 1F1B: stage s runs D - s micro-batches ahead and leaves up to s weight gradients
-    behind."""
+    """ZB-H1: the memory of 1F1B. Stage s has up to D - s micro-batches in flight and postpones up to s weight
+    gradients."""
     return _handcrafted("zb-h1", num_stages, num_microbatches, 1)
 
 
 def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
-    """About twice the memory: stage s runs 2 (D - s) - 1 ahead and leaves up to 2s weight gradients
-    behind."""
+    """ZB-H2: about twice the memory. Stage s has up to 2 (D - s) - 1 micro-batches in flight and postpones up to 2s
+    weight gradients."""
     return _handcrafted("zb-h2", num_stages, num_microbatches, 2)
 
 
@@ -35,7 +34,7 @@ def _handcrafted(name: str, num_stages: int, num_microbatches: int, depth: int) 
         done = 0
         for m in range(num_microbatches):
             row.append(Action(INPUT_BACKWARD, stage, m))
-            # Once no forward is left the worker would idle between two input gradients: W goes there.
+            # After the last forward the worker would be idle between two input gradients: W fills the gap.
             if m + 1 - done > lag or m + ahead >= num_microbatches:
                 row.append(Action(WEIGHT_BACKWARD, stage, done))
                 done += 1
@@ -43,16 +42,16 @@ def _handcrafted(name: str, num_stages: int, num_microbatches: int, depth: int) 
                 row.append(Action(FORWARD, stage, m + ahead))
         row += [Action(WEIGHT_BACKWARD, stage, m) for m in range(done, num_microbatches)]
         rows.append(row)
-    return aligned(name, num_stages, num_microbatches, placement=straight(num_stages), rows=rows)
+    return align_schedule(name, num_stages, num_microbatches, placement=straight_placement(num_stages), rows=rows)
 
 
-def v_shape(num_workers: int) -> Placement:
-    """Two chunks a worker: down through the workers and back, so that first and last stage are neighbours."""
+def v_placement(num_workers: int) -> Placement:
+    """Place two chunks per worker, down through the workers and back: worker 0 holds the first and the last stage."""
     return ((*range(num_workers), *reversed(range(num_workers))),)
 
 
 class ChunkRow:
-    """The row of a worker that holds two chunks, built action by action; weight gradients queue up."""
+    """The row of a worker with two chunks, built action by action; weight gradients wait in a queue."""
 
     def __init__(self, stages: tuple[int, int], pipelines: tuple[int, int] = (0, 0)) -> None:
         self.actions: list[Action] = []
@@ -62,11 +61,11 @@ class ChunkRow:
         self._pending: deque[Action] = deque()
 
     def begin_at(self, chunk: int, microbatch: int) -> None:
-        """Number the micro-batches of ``chunk`` from ``microbatch``."""
+        """Number the micro-batches of ``chunk`` from ``microbatch`` on."""
         self._first[chunk] = microbatch
 
     def add(self, kind: str, chunk: int, *, overlapped: bool = False) -> None:
-        """The next action of ``kind`` for ``chunk``; an input backward queues its weight backward."""
+        """Append the next action of ``kind`` for ``chunk``; an input backward queues its weight backward."""
         direction = FORWARD if kind == FORWARD else INPUT_BACKWARD
         number = self._next.get((direction, chunk), 0)
         self._next[direction, chunk] = number + 1
@@ -82,11 +81,11 @@ class ChunkRow:
             self._pending.append(action._replace(kind=WEIGHT_BACKWARD))
 
     def count(self, kind: str, chunk: int) -> int:
-        """How many forwards, or backwards of any kind but W, ``chunk`` has had."""
+        """The number of forwards, or of backwards except W, that ``chunk`` has."""
         return self._next.get((FORWARD if kind == FORWARD else INPUT_BACKWARD, chunk), 0)
 
     def add_weight(self, chunk: int | None = None) -> None:
-        """The weight backward that waits longest, of ``chunk`` or of any; nothing where none waits."""
+        """Append the oldest queued weight backward of ``chunk``, or of any chunk; an empty queue is ignored."""
         for action in self._pending:
             if chunk is None or action.stage == self._stages[chunk]:
                 self.actions.append(action)
@@ -94,7 +93,7 @@ class ChunkRow:
                 return
 
     def add_all_weights(self, chunk: int | None = None) -> None:
-        """Every weight backward that waits, of ``chunk`` or of any."""
+        """Append every queued weight backward, of ``chunk`` or of any chunk."""
         before = -1
         while len(self.actions) != before:
             before = len(self.actions)
@@ -102,16 +101,16 @@ class ChunkRow:
 
 
 def zb_v(num_workers: int, num_microbatches: int) -> Schedule:
-    """Two chunks a worker in a V and no bubbles when F, I and W take equally long (ZB-V).
+    """ZB-V: two chunks per worker in a V, without bubbles if F, I and W take equally long.
 
-    ``num_workers`` is p: there are 2p stages. Fewer than 2p - 1 micro-batches run as the first of so many.
+    ``num_workers`` is p: there are 2p stages. Fewer than 2p - 1 micro-batches run as the first ones of 2p - 1.
     """
     rows = []
     for worker in range(num_workers):
         row = _zb_v_row(worker, num_workers, max(num_microbatches, 2 * num_workers - 1))
         rows.append([action for action in row if action.microbatch < num_microbatches])
-    placement = v_shape(num_workers)
-    return aligned("zb-v", 2 * num_workers, num_microbatches, placement=placement, rows=rows)
+    placement = v_placement(num_workers)
+    return align_schedule("zb-v", 2 * num_workers, num_microbatches, placement=placement, rows=rows)
 
 
 def _zb_v_row(worker: int, num_workers: int, num_microbatches: int) -> list[Action]:

@@ -1,1 +1,1 @@
-"""Time and memory of a pipeline schedule, simulated from layer costs."""
+"""Simulation of pipeline schedules: times, all-reduces and memory."""

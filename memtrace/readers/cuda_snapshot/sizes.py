@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from memtrace.allocator.rules import TORCH, round_sizes
-from memtrace.allocator.settings import Settings
+from memtrace.allocator.rules import SMALL_REQUEST_BYTES, round_sizes
 from memtrace.format.encode import Known
 from memtrace.readers.cuda_snapshot.blocks import Snapshot
 from memtrace.readers.cuda_snapshot.segments import LiveBlocks
@@ -31,15 +30,11 @@ def allocated_sizes(snapshot: Snapshot, requested: Array, device: Array, address
     sizes = np.zeros(len(requested), np.int64)
     known = np.zeros(len(requested), bool)
     if rounds_by_default(snapshot.settings, snapshot.live):
-        sizes = _rounded(requested)
-        known = (sizes <= TORCH.small_limit_bytes) | _in_expandable_segment(snapshot, device, address)
+        sizes = round_sizes(requested)
+        known = (sizes <= SMALL_REQUEST_BYTES) | _in_expandable_segment(snapshot, device, address)
     in_file = snapshot.blocks.live >= 0
     sizes[in_file] = snapshot.live.size[snapshot.blocks.live[in_file]]
     return Known(sizes, known | in_file)
-
-
-def _rounded(requested: Array) -> Array:
-    return round_sizes(requested, Settings(), TORCH)
 
 
 def rounds_by_default(settings: Mapping[str, Any], live: LiveBlocks) -> bool:
@@ -51,8 +46,8 @@ def rounds_by_default(settings: Mapping[str, Any], live: LiveBlocks) -> bool:
     divisions = settings.get("roundup_power2_divisions")
     if isinstance(divisions, Mapping):
         return all(_is_off(value) for value in divisions.values())
-    small = live.size <= TORCH.small_limit_bytes
-    return bool(small.any()) and bool((_rounded(live.requested[small]) == live.size[small]).all())
+    small = live.size <= SMALL_REQUEST_BYTES
+    return bool(small.any()) and bool((round_sizes(live.requested[small]) == live.size[small]).all())
 
 
 def _is_off(divisions: Any) -> bool:

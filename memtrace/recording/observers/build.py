@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
+from memtrace.allocator.rules import MAX_SLACK_BYTES, MIN_BLOCK_BYTES, SMALL_REQUEST_BYTES
 from memtrace.recording.observers.columns_header import HEADER_NAME, columns_header
 
 SOURCES = Path(__file__).parent / "native"
@@ -83,6 +84,9 @@ def _compile_flags() -> list[str]:
         "-fvisibility=hidden",
         "-ftls-model=initial-exec",
         f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
+        f"-DMEMTRACE_MIN_BLOCK_BYTES={MIN_BLOCK_BYTES}",
+        f"-DMEMTRACE_SMALL_REQUEST_BYTES={SMALL_REQUEST_BYTES}",
+        f"-DMEMTRACE_MAX_SLACK_BYTES={MAX_SLACK_BYTES}",
         *_include_flags(),
     ]
 

@@ -1,6 +1,6 @@
-"""torch's own CUDA caching allocator, run on a device that is not there.
+"""PyTorch's own CUDA caching allocator, run without a GPU.
 
-`libc10_cuda.so` of a CUDA build of torch is loaded over a CUDA runtime that hands out addresses and counts bytes, and
-nothing else (`device.c`). `driver.cpp` puts requests to it and prints what its trace tracker says. So the model is
-compared with the very code that it models, without a GPU. See `README.md` for what it needs.
+`libc10_cuda.so` of a CUDA build of PyTorch is loaded with a CUDA runtime that only assigns addresses and counts bytes
+(`device.c`). `driver.cpp` sends requests to it and prints the events of its trace tracker. The model is thus compared with the
+code that it models. See `README.md` for the requirements.
 """

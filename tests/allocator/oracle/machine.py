@@ -1,4 +1,4 @@
-"""Building the driver, and putting programs to it."""
+"""Builds the driver of PyTorch's allocator and sends programs to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Operation = tuple[Any, ...]  # such as ("alloc", 3, 4096, 0): see driver.cpp
 
 @dataclass(frozen=True)
 class Answer:
-    """What the allocator did: the entries of each operation, and its state at the end."""
+    """The allocator's trace entries for each operation, and its final state."""
 
     entries: list[list[list[Any]]]
     """For each operation [kind, address, size, stream, pool]."""
@@ -30,20 +30,20 @@ class Answer:
 
 
 class Machine:
-    """The built driver."""
+    """A built driver."""
 
     def __init__(self, program: Path, libraries: str) -> None:
-        self.program = program
+        self.operations = program
         self.environment = {**os.environ, "LD_LIBRARY_PATH": libraries}
 
     def answer(
         self, operations: list[Operation], *, settings: str = "", capacity: int = 80 << 30, order: int = 0
     ) -> Answer:
-        """Put a program to a fresh allocator."""
+        """Run a program on a new allocator."""
         lines = [f"capacity {capacity}", f"order {order}", *([f"settings {settings}"] if settings else [])]
         lines += [" ".join(map(str, operation)) for operation in [*operations, ("end",)]]
         done = subprocess.run(
-            [self.program],
+            [self.operations],
             input="\n".join(lines) + "\n",
             capture_output=True,
             text=True,
@@ -54,7 +54,7 @@ class Machine:
 
 
 def build(folder: Path) -> Machine | None:
-    """Build the driver in `folder`; None where what it needs is not there (see README.md)."""
+    """Build the driver in `folder`; None where its requirements are missing (see README.md)."""
     torch = Path(os.environ.get("MEMTRACE_TORCH_CUDA", "/nowhere"))
     cuda = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"
     libraries = [torch / "lib" / "libc10_cuda.so", torch / "lib" / "libc10.so"]

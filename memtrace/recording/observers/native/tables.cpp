@@ -8,8 +8,10 @@ namespace {
 // Nodes of a forward pass whose backward is still to come: more than any graph seen, and 4 MB at most.
 constexpr size_t kForwardKept = 1 << 17;
 
-constexpr int64_t kRounding = 512;
-constexpr int64_t kSmall = 1 << 20;
+// Defined by build.py from memtrace/allocator/rules.py, the home of the allocator's constants.
+constexpr int64_t kRounding = MEMTRACE_MIN_BLOCK_BYTES;
+constexpr int64_t kSmall = MEMTRACE_SMALL_REQUEST_BYTES;
+static_assert(kSmall == MEMTRACE_MAX_SLACK_BYTES, "allocate() uses one constant for both");
 
 bool is_whole_segment(EventKind kind) { return kind == EventKind::segment_alloc || kind == EventKind::older_segment; }
 bool about_no_block(EventKind kind) {

@@ -1,0 +1,149 @@
+"""Releases of the cache, and what they reveal about the capacity of the device.
+
+A run of segment_free and segment_unmap entries is either an `empty_cache` call of the program, which nothing else
+announces, or the allocator's reaction to a refusal: the device had no memory left, so the allocator released what it
+could and asked again. Releases of the second kind follow from one number, the bytes that the device gives. The history
+bounds that number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memtrace.allocator.history import (
+    ALLOC,
+    OOM,
+    SEGMENT_ALLOC,
+    SEGMENT_FREE,
+    SEGMENT_MAP,
+    SEGMENT_UNMAP,
+    AllocatorHistory,
+    Bools,
+    Int64s,
+)
+from memtrace.allocator.rules import NO_LIMIT, SMALL_SEGMENT_BYTES, block_size_limit, uses_small_pool
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReleases:
+    """Runs of released segments, one row each."""
+
+    first: Int64s
+    """First entry of the run."""
+    end: Int64s
+    """Entry after the last of the run."""
+    by_program: Bools
+    """The program called `empty_cache`; otherwise the allocator needed the memory for the request that follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityBounds:
+    """What the history reveals about the bytes that the allocator could take from the device."""
+
+    low_bytes: int
+    """The allocator held as much."""
+    refused_bytes: int | None
+    """The device refused when the allocator would have held as much; None: it never refused."""
+    estimate_bytes: int | None
+    """Bytes held plus bytes that the driver reported free when a request failed; None: none failed."""
+
+    @property
+    def is_consistent(self) -> bool:
+        """Whether one capacity explains all refusals. Where none does, other processes used the device for a while."""
+        return self.refused_bytes is None or self.low_bytes < self.refused_bytes
+
+    @property
+    def interval(self) -> tuple[int, int] | None:
+        """The smallest and the largest capacity that explain all refusals; None: unknown."""
+        if self.refused_bytes is None or not self.is_consistent:
+            return None
+        return self.low_bytes, self.refused_bytes - 1
+
+
+def find_cache_releases(history: AllocatorHistory) -> CacheReleases:
+    """Return the runs of released segments and who caused each.
+
+    The cause is read from the stack; without a stack from what follows the run; and failing that from the capacity.
+    """
+    released = (history.kind == SEGMENT_FREE) | (history.kind == SEGMENT_UNMAP)
+    cause = np.concatenate([[-2], np.where(released, history.by_program, -2), [-2]])
+    changes = cause[1:] != cause[:-1]
+    first, end = np.flatnonzero(changes & (cause[1:] != -2)), np.flatnonzero(changes & (cause[:-1] != -2))
+    following = np.append(history.kind, -1)[end]
+    is_followed_by_need = np.isin(following, (SEGMENT_ALLOC, SEGMENT_MAP, OOM))
+    by_program = history.by_program[first]
+    last_request = np.flatnonzero((history.kind == ALLOC) | (history.kind == OOM)).max(initial=-1)
+    by_program = np.where(((by_program == -1) & ~is_followed_by_need) | (end > last_request), 1, by_program)
+    before, asked = _refusals(history, CacheReleases(first, end, by_program == 1))
+    within_known_capacity = before + asked <= history.peak_reserved
+    runs = zip(first.tolist(), end.tolist(), strict=True)
+    would_serve = np.array([_would_serve(history, *run) for run in runs], bool)
+    was_unneeded = (by_program == -1) & (within_known_capacity | would_serve)
+    return CacheReleases(first, end, (by_program == 1) | was_unneeded)
+
+
+def _would_serve(history: AllocatorHistory, first: int, end: int) -> bool:
+    """Return whether memory released in a run would have served the next request, which then did not cause the run."""
+    kinds = history.kind[end:]
+    requests = np.flatnonzero((kinds == ALLOC) | (kinds == OOM))
+    if not len(requests):
+        return True
+    row, settings = end + int(requests[0]), history.settings
+    rounded = settings.round_size(int(history.size[row]))
+    released = history.size[first:end][history.stream[first:end] == history.stream[row]]
+    if uses_small_pool(rounded):
+        return bool((released == SMALL_SEGMENT_BYTES).any())
+    limit = block_size_limit(rounded, settings.max_split_bytes or NO_LIMIT, settings.effective_max_rounding_bytes)
+    return bool(((released >= rounded) & (released != SMALL_SEGMENT_BYTES) & (released < limit)).any())
+
+
+def bound_capacity(history: AllocatorHistory, releases: CacheReleases) -> CapacityBounds:
+    """Return the capacities under which exactly the recorded refusals happen."""
+    refused: list[int] = []
+    if not history.settings.collects_garbage:
+        before, asked = _refusals(history, releases)
+        # A request can release twice and asks the device again only after the second time: the first release counts.
+        by_allocator = np.flatnonzero(~releases.by_program)
+        _, first = np.unique(refused_requests(history, releases), return_index=True)
+        refused = (before + asked)[by_allocator[first]].tolist()
+    reserved = history.reserved()
+    failed = np.flatnonzero(history.kind == OOM)
+    for row in failed.tolist():
+        refused.append(int(reserved[row]) + _bytes_from_device(history, row))
+    free = history.device_free[failed]
+    estimates = (reserved[failed] + free)[free >= 0]
+    estimate = int(estimates.max()) if len(estimates) else None
+    return CapacityBounds(history.peak_reserved, min(refused, default=None), estimate)
+
+
+def _refusals(history: AllocatorHistory, releases: CacheReleases) -> tuple[Int64s, Int64s]:
+    """Return the bytes reserved before each run, and the bytes that the request after it needed from the device."""
+    reserved = np.concatenate([[history.reserved_at_start], history.reserved()])
+    asked = [_bytes_from_device(history, row) for row in releases.end.tolist()]
+    return reserved[releases.first], np.array(asked, np.int64)
+
+
+def _bytes_from_device(history: AllocatorHistory, row: int) -> int:
+    """Return the bytes that the first request from entry `row` on needs from the device; 0 where no request follows."""
+    kinds = history.kind[row:]
+    requests = np.flatnonzero((kinds == ALLOC) | (kinds == OOM))
+    if not len(requests):
+        return 0
+    segments = np.flatnonzero(kinds[: requests[0]] == SEGMENT_ALLOC)
+    if len(segments):
+        return int(history.size[row + segments[0]])
+    return history.settings.device_request_size(int(history.size[row + requests[0]]))
+
+
+def refused_requests(history: AllocatorHistory, releases: CacheReleases) -> Int64s:
+    """Return the number of the request (from 1, failed ones included) that each release by the allocator was for."""
+    number = history.request_numbers()
+    return np.append(number, 0)[releases.end[~releases.by_program] - 1] + 1
+
+
+def failed_requests(history: AllocatorHistory) -> Int64s:
+    """Return the numbers of the requests that failed."""
+    failed: Int64s = history.request_numbers()[history.kind == OOM]
+    return failed

@@ -1,0 +1,155 @@
+"""Extracts the operations of the program from a history, without what the allocator did on its own."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memtrace.allocator.device_capacity import CacheReleases
+from memtrace.allocator.history import (
+    ALLOC,
+    FREE,
+    FREE_REQUESTED,
+    OOM,
+    SEGMENT_FREE,
+    SEGMENT_UNMAP,
+    AllocatorHistory,
+    Int64s,
+    resolve_pools,
+)
+from memtrace.allocator.operations import (
+    ABANDON_POOL,
+    ALLOCATE,
+    COMPLETE_FREE,
+    DEFER_FREE,
+    EMPTY_CACHE,
+    FAILED_ALLOCATE,
+    OperationSequence,
+)
+from memtrace.allocator.operations import FREE as FREE_BLOCK
+from memtrace.allocator.rules import Rules
+from memtrace.allocator.start_state import StartState
+
+
+def extract_operations(
+    history: AllocatorHistory, start: StartState, releases: CacheReleases, rules: Rules
+) -> OperationSequence:
+    """Return the requests, frees and `empty_cache` calls of a history."""
+    number = _block_numbers(history, start)
+    deferred = _deferred_frees(history)
+    deferred = deferred[number[deferred] >= 0]
+    completions = _completed_frees(history, deferred, number)
+    pools = resolve_pools(history)
+    allocs = np.flatnonzero(history.kind == ALLOC)
+    frees = np.flatnonzero((history.kind == FREE) & (number >= 0))
+    frees = frees[~np.isin(frees, completions)]
+    failed = np.flatnonzero(history.kind == OOM)
+    parts = [
+        (allocs, ALLOCATE, number[allocs]),
+        (frees, FREE_BLOCK, number[frees]),
+        (failed, FAILED_ALLOCATE, len(start.address) + len(allocs) + np.arange(len(failed))),
+        (releases.first[releases.by_program], EMPTY_CACHE, np.zeros(int(releases.by_program.sum()), np.int64)),
+        _abandoned_pools(history, releases, pools),
+    ]
+    if rules.frees_at == "completion":
+        parts += [(deferred, DEFER_FREE, number[deferred]), (completions, COMPLETE_FREE, number[completions])]
+    else:
+        parts.append((deferred, FREE_BLOCK, number[deferred]))
+    entry = np.concatenate([rows for rows, _, _ in parts])
+    operation = np.concatenate([np.full(len(rows), code, np.int8) for rows, code, _ in parts])
+    moment = 4 * entry - (operation == ABANDON_POOL)
+    completes = operation == COMPLETE_FREE
+    moment[completes] = _completion_moments(history, releases, entry[completes])
+    order = np.argsort(moment, kind="stable")
+    requests = np.concatenate([allocs, failed])
+    segment = start.segments.containing(start.address)
+    return OperationSequence(
+        operation=operation[order],
+        number=np.concatenate([numbers for _, _, numbers in parts])[order],
+        entry=entry[order],
+        requested=np.concatenate([start.requested, history.size[requests]]),
+        stream=np.concatenate([np.append(start.segments.stream, 0)[segment], history.stream[requests]]),
+        pool=np.concatenate([np.append(start.segments.pool, 0)[segment], pools[requests]]),
+        num_older=len(start.address),
+    )
+
+
+def _block_numbers(history: AllocatorHistory, start: StartState) -> Int64s:
+    """Return the block of each alloc, free and free_requested entry; -1: none, or the entry contradicts others."""
+    number = np.full(len(history), -1, np.int64)
+    allocs = np.flatnonzero(history.kind == ALLOC)
+    number[allocs] = len(start.address) + np.arange(len(allocs))
+    frees = np.flatnonzero(history.kind == FREE)
+    partner = start.pairs.partner[frees]
+    number[frees[partner >= 0]] = number[partner[partner >= 0]]
+    older = np.flatnonzero(start.freed_by >= 0)
+    number[start.freed_by[older]] = older
+    _number_free_requests(history, start, number)
+    return number
+
+
+def _number_free_requests(history: AllocatorHistory, start: StartState, number: Int64s) -> None:
+    """Fill in the blocks of free_requested entries: the last allocation at the address, or an older block there."""
+    rows = np.flatnonzero((history.kind == ALLOC) | (history.kind == FREE_REQUESTED))
+    order = rows[np.lexsort((rows, history.address[rows]))]
+    address = history.address[order]
+    # The last allocation at or before each place of the sorted order, provided it has the same address.
+    last = np.maximum.accumulate(np.where(history.kind[order] == ALLOC, np.arange(len(order)), -1))
+    has_alloc = (last >= 0) & (address[np.maximum(last, 0)] == address)
+    place = np.searchsorted(start.address, address)
+    is_older = np.append(start.address, -1)[np.minimum(place, len(start.address))] == address
+    block = np.where(has_alloc, number[order[np.maximum(last, 0)]], np.where(is_older, place, -1))
+    is_request = history.kind[order] == FREE_REQUESTED
+    number[order[is_request]] = block[is_request]
+
+
+def _deferred_frees(history: AllocatorHistory) -> Int64s:
+    """Return the free_requested entries that are not directly followed by the completed free of the same block."""
+    requested = np.flatnonzero(history.kind == FREE_REQUESTED)
+    after = np.minimum(requested + 1, len(history) - 1)
+    same_address = history.address[after] == history.address[requested]
+    completed = (history.kind[after] == FREE) & same_address & (after > requested)
+    deferred: Int64s = requested[~completed]
+    return deferred
+
+
+def _completed_frees(history: AllocatorHistory, deferred: Int64s, number: Int64s) -> Int64s:
+    """Return the free entries of deferred blocks."""
+    frees = np.flatnonzero(history.kind == FREE)
+    return frees[np.isin(number[frees], number[deferred])]
+
+
+def _completion_moments(history: AllocatorHistory, releases: CacheReleases, entry: Int64s) -> Int64s:
+    """Return the moment, four per entry, at which each completed free takes effect.
+
+    Completed frees directly before a release by the allocator belong to that release. The allocator waits for the
+    streams only after it has searched its free blocks and the device has refused, so these blocks must not be free
+    during the search; the release itself frees them in the model.
+    """
+    moment = 4 * entry
+    if not len(entry):
+        return moment
+    by_allocator = ~releases.by_program
+    for first, end in zip(releases.first[by_allocator].tolist(), releases.end[by_allocator].tolist(), strict=True):
+        begin = first
+        while begin > 0 and history.kind[begin - 1] == FREE:
+            begin -= 1
+        served = end
+        while served < len(history) and history.kind[served] not in (ALLOC, OOM):
+            served += 1
+        moment = np.where((entry >= begin) & (entry < first), 4 * served + 1, moment)
+    return moment
+
+
+def _abandoned_pools(history: AllocatorHistory, releases: CacheReleases, pools: Int64s) -> tuple[Int64s, int, Int64s]:
+    """Return entries, operation code and numbers of the private pools that lost their owner.
+
+    A pool has no owner any more when a release takes memory from it for a request of another pool.
+    """
+    rows = np.flatnonzero(((history.kind == SEGMENT_FREE) | (history.kind == SEGMENT_UNMAP)) & (pools > 0))
+    run = np.searchsorted(releases.first, rows, side="right") - 1
+    requests = np.flatnonzero((history.kind == ALLOC) | (history.kind == OOM))
+    following = np.searchsorted(requests, releases.end[run])
+    requesting_pool = np.append(pools[requests], -1)[following]
+    is_foreign = releases.by_program[run] | (requesting_pool != pools[rows])
+    abandoned, first = np.unique(pools[rows[is_foreign]], return_index=True)
+    return releases.first[run[is_foreign][first]], ABANDON_POOL, abandoned

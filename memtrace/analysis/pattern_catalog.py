@@ -1,0 +1,100 @@
+"""The patterns of wasted memory that memtrace looks for, and how to fix each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True)
+class WastePattern:
+    """A way in which a program holds memory that it does not need."""
+
+    name: str
+    """The name that users see."""
+    pattern_class: str
+    """The object-level pattern of DrGPUM (ASPLOS 2023) that this is, or is a special case of."""
+    advice: str
+    """What to change in the program."""
+    is_single_line_fix: bool = True
+    """Whether moving, changing or deleting a line is enough; otherwise the fix needs recomputation, offloading or
+    in-place operators."""
+    is_reported_once: bool = False
+    """Whether all blocks make one finding, however many lines allocate them."""
+
+
+LEAK: Final = WastePattern(
+    "leak", "leak", "Remove the reference (a list, a cache, a hook) that keeps it alive after its last use."
+)
+RETAINED_GRAPH: Final = WastePattern(
+    "retained graph",
+    "leak",
+    "Store loss.item() or loss.detach() instead of the loss, which keeps its whole autograd graph alive.",
+    is_reported_once=True,
+)
+UNUSED_ALLOCATION: Final = WastePattern(
+    "unused allocation", "unused allocation", "Remove the allocation: nothing reads it."
+)
+LATE_DEALLOCATION: Final = WastePattern(
+    "late deallocation",
+    "late deallocation",
+    "Drop the last reference right after the last use (del, or a smaller scope).",
+)
+GRADIENTS_THROUGH_FORWARD: Final = WastePattern(
+    "gradients kept through forward",
+    "late deallocation",
+    "Free the gradients before forward: call zero_grad(set_to_none=True) right after step().",
+    is_reported_once=True,
+)
+FORWARD_WITHOUT_BACKWARD: Final = WastePattern(
+    "forward without backward",
+    "late deallocation",
+    "Run it under torch.no_grad(): no backward follows, but the activations saved for it stay allocated.",
+)
+GRADIENTS_THROUGH_STEP: Final = WastePattern(
+    "gradients kept through optimizer step",
+    "late deallocation",
+    "Free each gradient as soon as it is applied: run the optimizer in backward (register_post_accumulate_grad_hook).",
+    is_single_line_fix=False,
+    is_reported_once=True,
+)
+EARLY_ALLOCATION: Final = WastePattern(
+    "early allocation", "early allocation", "Allocate it right before its first use."
+)
+REDUNDANT_ALLOCATION: Final = WastePattern(
+    "redundant allocation",
+    "redundant allocation",
+    "Write in place, or free the block of the same size that is no longer needed first, so that its memory is reused.",
+    is_single_line_fix=False,
+)
+DOUBLE_COPY: Final = WastePattern(
+    "double copy",
+    "redundant allocation",
+    "Copy once: .to() followed by .contiguous() makes a second copy while the first is still allocated.",
+)
+TEMPORARY_IDLENESS: Final = WastePattern(
+    "temporary idleness",
+    "temporary idleness",
+    "Recompute it (torch.utils.checkpoint) or offload it to the host while it is idle; its content is needed again.",
+    is_single_line_fix=False,
+)
+DEAD_WRITE: Final = WastePattern(
+    "dead write",
+    "dead write",
+    "Remove the first write: the data is overwritten before it is read (unless the second write covers only a part).",
+)
+
+ALL_PATTERNS: Final = (
+    LEAK,
+    RETAINED_GRAPH,
+    UNUSED_ALLOCATION,
+    LATE_DEALLOCATION,
+    GRADIENTS_THROUGH_FORWARD,
+    FORWARD_WITHOUT_BACKWARD,
+    GRADIENTS_THROUGH_STEP,
+    EARLY_ALLOCATION,
+    REDUNDANT_ALLOCATION,
+    DOUBLE_COPY,
+    TEMPORARY_IDLENESS,
+    DEAD_WRITE,
+)

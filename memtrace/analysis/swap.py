@@ -1,0 +1,184 @@
+"""Swap candidates: blocks whose access interval is long enough to copy them to the host and back.
+
+The swap inequality is S/B_d2h + S/B_h2d <= ATI. Source: "Pinpointing the Memory Behaviors of DNN Training" (ISPASS
+2021).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from memtrace.analysis.allocation_sites import allocation_sites
+from memtrace.analysis.bandwidth import TITAN_XP, CopyBandwidths
+from memtrace.analysis.block_signatures import row_codes
+from memtrace.analysis.blocks import blocks
+from memtrace.analysis.intervals import access_intervals, device_intervals, spans_peak
+from memtrace.analysis.thresholds import MIN_SWAP_BYTES
+from memtrace.format.arrays import Array
+from memtrace.format.schema import CATEGORIES
+from memtrace.trace import Trace
+
+MAX_CANDIDATES: Final = 10
+"""Number of sites that are reported as swap candidates, largest saving at the peak first."""
+
+
+@dataclass(frozen=True)
+class SwapTotals:
+    """Intervals that are long enough for a swap. None where accesses were not recorded."""
+
+    num_intervals: int | None
+    bytes: int | None
+    """Sum of the sizes of the distinct blocks."""
+    bytes_at_peak: int | None
+    """Sum of the sizes of the distinct blocks with such an interval across the memory peak."""
+
+
+@dataclass(frozen=True)
+class SwapCandidate:
+    """Blocks of one allocation site, category and size whose intervals are long enough for a swap."""
+
+    site: str | None
+    """``file:line function``; None where no stack was recorded."""
+    category: str
+    bytes: int
+    """Size of one block."""
+    num_intervals: int
+    median_ns: int
+    """Median length of these intervals."""
+    swap_ns: int
+    """Time of the copy to the host and back of one block."""
+    bytes_at_peak: int
+    """Sum of the sizes of the blocks with such an interval across the memory peak."""
+
+
+def max_swappable_bytes(interval_ns: Array | float, costs: CopyBandwidths, *, with_latency: bool = True) -> Array:
+    """Return the most bytes that can be copied to the host and back within intervals; 0 if the latency exceeds one.
+
+    Args:
+        interval_ns: length of one interval or of several.
+        costs: cost of the copies.
+        with_latency: t = a + b * S per copy; otherwise bandwidth alone, t = b * S.
+    """
+    left_ns = interval_ns - (costs.round_trip_latency_ns if with_latency else 0.0)
+    num_bytes: Array = np.maximum(left_ns, 0.0) / costs.round_trip_ns_per_byte
+    return num_bytes
+
+
+def swappable_intervals(trace: Trace, costs: CopyBandwidths, *, with_latency: bool = True, min_bytes: int = 0) -> Array:
+    """Return the intervals, as positions in ``access_intervals(trace)``, that are long enough to swap their block.
+
+    Args:
+        trace: a single-rank trace.
+        costs: cost of the copies.
+        with_latency: t = a + b * S per copy; otherwise bandwidth alone, t = b * S.
+        min_bytes: smallest block to swap.
+    """
+    intervals = access_intervals(trace)
+    size = blocks(trace).size[intervals.block]
+    latency_ns = costs.round_trip_latency_ns if with_latency else 0.0
+    is_long = size * costs.round_trip_ns_per_byte + latency_ns <= intervals.duration_ns
+    rows: Array = np.flatnonzero(is_long & (size >= max(min_bytes, 1)))
+    return rows
+
+
+def swappable_peak_bytes(
+    trace: Trace, costs: CopyBandwidths = TITAN_XP, *, min_bytes: int = MIN_SWAP_BYTES
+) -> int | None:
+    """Return the bytes that could be swapped out across the peak; None where accesses were not recorded."""
+    if not len(access_intervals(trace)):
+        return None
+    return _swap_totals(trace, swappable_intervals(trace, costs, min_bytes=min_bytes)).bytes_at_peak
+
+
+def swap_totals(trace: Trace, costs: CopyBandwidths, *, with_latency: bool = True, min_bytes: int = 0) -> SwapTotals:
+    """Return the totals of ``swappable_intervals``, of a trace with recorded accesses."""
+    return _swap_totals(trace, swappable_intervals(trace, costs, with_latency=with_latency, min_bytes=min_bytes))
+
+
+def _swap_totals(trace: Trace, rows: Array) -> SwapTotals:
+    block, size = access_intervals(trace).block[rows], blocks(trace).size
+    at_peak = block[spans_peak(trace, rows)]
+    return SwapTotals(len(rows), int(size[np.unique(block)].sum()), int(size[np.unique(at_peak)].sum()))
+
+
+@dataclass(frozen=True)
+class IntervalSample:
+    """Some access intervals of a device, for a figure: half of them the longest of the largest blocks."""
+
+    rows: Array
+    """Positions in ``access_intervals(trace)``."""
+    is_swappable: Array
+    """Whether each interval is long enough to swap its block."""
+    num_intervals: int
+    """Number of intervals from which the sample was taken."""
+    swappable_bytes: int
+    """Sum of the sizes of the distinct blocks of the sample with a swappable interval."""
+
+
+def sample_intervals(trace: Trace, device: str, costs: CopyBandwidths, max_intervals: int) -> IntervalSample | None:
+    """Return a sample of the access intervals of a device; None where it has none.
+
+    Half of the sample are the intervals with the largest product of size and length, which matter most for swapping;
+    the other half is spread evenly over the rest.
+
+    Args:
+        trace: a single-rank trace.
+        device: name of a device of the trace.
+        costs: cost of the copies.
+        max_intervals: size of the sample, approximately.
+    """
+    intervals, size = access_intervals(trace), blocks(trace).size
+    rows = device_intervals(trace, device)
+    rows = rows[size[intervals.block[rows]] > 0]
+    if not len(rows):
+        return None
+    weight = np.log2(size[intervals.block[rows]]) + np.log2(intervals.duration_ns[rows])
+    order = rows[np.argsort(-weight, kind="stable")]
+    head, rest = order[: max_intervals // 2], order[max_intervals // 2 :]
+    stride = max(1, -(-2 * len(rest) // max_intervals))
+    chosen = np.concatenate([head, rest[::stride]])
+    is_swappable = np.isin(chosen, swappable_intervals(trace, costs))
+    swappable_blocks = np.unique(intervals.block[chosen[is_swappable]])
+    return IntervalSample(chosen, is_swappable, len(rows), int(size[swappable_blocks].sum()))
+
+
+def find_swap_candidates(trace: Trace, costs: CopyBandwidths, *, min_bytes: int = 0) -> tuple[SwapCandidate, ...]:
+    """Return the swap candidates by allocation site, category and size, most bytes at the peak first.
+
+    Args:
+        trace: a single-rank trace.
+        costs: cost of the copies.
+        min_bytes: smallest block to swap.
+    """
+    rows = swappable_intervals(trace, costs, min_bytes=min_bytes)
+    if not len(rows):
+        return ()
+    intervals, table = access_intervals(trace), blocks(trace)
+    block = intervals.block[rows]
+    sites, site = allocation_sites(trace, table.stack[block])
+    group = row_codes(site, table.category[block], table.size[block])
+    _, example, count = np.unique(group, return_index=True, return_counts=True)
+    at_peak = spans_peak(trace, rows)
+    bytes_at_peak = np.zeros(len(count), np.int64)
+    np.add.at(bytes_at_peak, group[at_peak], table.size[block[at_peak]])
+    order = np.lexsort((-table.size[block[example]] * count, -bytes_at_peak))[:MAX_CANDIDATES]
+    candidates = []
+    for row in order.tolist():
+        first = int(block[example[row]])
+        size = int(table.size[first])
+        durations = intervals.duration_ns[rows[group == row]]
+        candidates.append(
+            SwapCandidate(
+                site=sites[site[example[row]]],
+                category=CATEGORIES[table.category[first]],
+                bytes=size,
+                num_intervals=int(count[row]),
+                median_ns=int(np.percentile(durations, 50, method="inverted_cdf")),
+                swap_ns=round(costs.round_trip_latency_ns + size * costs.round_trip_ns_per_byte),
+                bytes_at_peak=int(bytes_at_peak[row]),
+            )
+        )
+    return tuple(candidates)

@@ -1,0 +1,163 @@
+"""Patterns of wasted memory in training loops: leaked blocks, idle gradients, retained graphs and double copies.
+
+These are the causes that users recognise. Each is a special case of an object-level pattern (see ``patterns``) for
+which the trace holds additional evidence: steps, phases, or the sequence numbers of autograd.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from memtrace.analysis.attribution import PHASE, op_column, step_rows
+from memtrace.analysis.block_accesses import (
+    group_accesses_by_block,
+    last_needed_rows,
+    operator_end_rows,
+    operator_start_rows,
+)
+from memtrace.analysis.blocks import CATEGORY, blocks
+from memtrace.analysis.counterfactual import END_OF_TRACE, IdleIntervals, free_rows
+from memtrace.analysis.leaks import keeps_growing, live_bytes_at_step_ends, step_end_lifetimes
+from memtrace.analysis.patterns import block_mask
+from memtrace.analysis.thresholds import MIN_STEPS_AFTER_WARM_UP, WARM_UP_STEPS
+from memtrace.format.arrays import Array
+from memtrace.trace import Trace
+
+MIN_STEPS_FOR_LEAKS: Final = WARM_UP_STEPS + MIN_STEPS_AFTER_WARM_UP
+"""Minimum number of steps for finding leaks: with fewer, they look like memory that is allocated once."""
+_PERSISTENT: Final = np.array([CATEGORY["parameter"], CATEGORY["optimizer_state"]])
+_MAX_SILENT_NODES: Final = 16
+"""Most consecutive nodes of a graph that may run in backward without an operator of their own."""
+_COPY_OPERATORS: Final = ("aten::_to_copy", "aten::clone", "aten::contiguous", "aten::copy_", "aten::to.")
+
+
+def find_leaked_blocks(trace: Trace, candidates: Array) -> IdleIntervals:
+    """Return the intervals from the last use of leaked blocks to their free, or to the end of the trace.
+
+    A block is leaked if its call stack leaves blocks behind in step after step, if it is not used after the step that
+    follows its own, and if it is live when the last step ends. (It may be freed later: a list dies with its function.)
+    Blocks of the warm-up steps are left out, because these allocate optimizer state and workspaces.
+    """
+    columns, accesses, steps = blocks(trace), group_accesses_by_block(trace), step_rows(trace)
+    if len(steps.number) < MIN_STEPS_FOR_LEAKS:
+        return IdleIntervals.concatenate([])
+    alloc_step = columns.step[candidates]
+    is_live_at_end = (alloc_step >= 0) & (free_rows(columns, candidates) >= steps.end_row[-1])
+    # Gradients of the last step, and its blocks that are freed after it, are still in use.
+    is_freed_or_gradient = (columns.free_event[candidates] >= 0) | (
+        columns.category[candidates] == CATEGORY["gradient"]
+    )
+    is_in_use = is_freed_or_gradient & (alloc_step == steps.number[-1])
+    block = candidates[is_live_at_end & ~is_in_use & ~np.isin(columns.category[candidates], _PERSISTENT)]
+    last_use = columns.alloc_event[block]
+    is_accessed = accesses.num_accesses(block) > 0
+    last_use[is_accessed] = last_needed_rows(trace, block[is_accessed])
+    # Blocks that a later step uses, or that are used after the last step, are kept for a reason.
+    is_done = (steps.of_rows(last_use) <= columns.step[block] + 1) & (last_use < steps.end_row[-1])
+    is_leaked = is_done & np.isin(columns.stack[block], _growing_stacks(trace, candidates))
+    return IdleIntervals(block[is_leaked], last_use[is_leaked], free_rows(columns, block[is_leaked]))
+
+
+def _growing_stacks(trace: Trace, candidates: Array) -> Array:
+    """Return the call stacks whose live bytes grow from step to step by the definition of ``keeps_growing``."""
+    columns, step_ends = blocks(trace), step_rows(trace).end_row[WARM_UP_STEPS:]
+    lifetimes = step_end_lifetimes(trace, step_ends)
+    first, end = lifetimes.first[candidates], lifetimes.end[candidates]
+    outlives_step = end > first
+    block, first, end = candidates[outlives_step], first[outlives_step], end[outlives_step]
+    stacks, group = np.unique(columns.stack[block], return_inverse=True)
+    live = live_bytes_at_step_ends(group, columns.size[block], first, end, (len(stacks), len(step_ends)))
+    growing: Array = stacks[[keeps_growing(live_bytes) for live_bytes in live]]
+    return growing
+
+
+def find_idle_gradients(trace: Trace, candidates: Array) -> IdleIntervals:
+    """Return the intervals in which gradients outlive the optimizer step and stay allocated through the next forward.
+
+    An interval runs from the last use of a gradient by the optimizer to the backward that writes it again, or to its
+    free: gradients that are set to zero instead of freed, or freed too late.
+    """
+    columns, accesses = blocks(trace), group_accesses_by_block(trace)
+    gradients = candidates[columns.category[candidates] == CATEGORY["gradient"]]
+    access = np.flatnonzero(block_mask(trace, gradients)[accesses.block])
+    if not len(access):
+        return IdleIntervals.concatenate([])
+    phase = op_column(trace, accesses.op[access], "phase")
+    # Other accesses only set gradients to zero.
+    is_relevant = (phase == PHASE["optimizer"]) | (phase == PHASE["backward"])
+    access, by_optimizer = access[is_relevant], phase[is_relevant] == PHASE["optimizer"]
+    block = accesses.block[access]
+    has_next = np.append(block[1:] == block[:-1], False)
+    is_last_by_optimizer = by_optimizer & ~(has_next & np.append(by_optimizer[1:], False))
+    last = np.flatnonzero(is_last_by_optimizer)
+    following = np.minimum(last + 1, len(access) - 1)
+    begin = operator_end_rows(trace, accesses.event[access[last]])
+    free = free_rows(columns, block[last])
+    next_use = operator_start_rows(trace, accesses.event[access[following]])
+    end = np.where(has_next[last], next_use, free)
+    is_kept = (end > begin) & (free < END_OF_TRACE) | has_next[last]
+    num_forward = _forward_rows_before(trace)
+    spans_forward = num_forward[np.minimum(end, len(num_forward) - 1)] > num_forward[np.minimum(begin + 1, end)]
+    is_idle = is_kept & spans_forward
+    return IdleIntervals(block[last][is_idle], begin[is_idle], end[is_idle])
+
+
+def _forward_rows_before(trace: Trace) -> Array:
+    """Return for each row of events how many rows of forward operators precede it."""
+    op = trace.columns("events", "op_id")["op_id"]
+    return np.concatenate([[0], np.cumsum(op_column(trace, op, "phase") == PHASE["forward"])])
+
+
+def is_held_by_graph(trace: Trace, block: Array) -> Array:
+    """Return whether an autograd graph may hold each block: an operator that autograd recorded made or reads it."""
+    accesses = group_accesses_by_block(trace)
+    is_recorded_read = accesses.is_read & _is_recorded_forward(trace, accesses.op)
+    is_saved = np.zeros(len(blocks(trace)), bool)
+    is_saved[accesses.block[is_recorded_read]] = True
+    return _is_recorded_forward(trace, _allocating_op(trace, block)) | is_saved[block]
+
+
+def has_no_backward(trace: Trace, block: Array) -> Array:
+    """Return whether autograd recorded the operator that made each block, and no backward ran through its node.
+
+    A node can run without an operator of its own (that of a sum, for example). It counts as run if the nearest nodes on
+    both sides were run by the same backward, which runs the later node first. If two backwards ran them, the later node
+    ran second.
+    """
+    allocating_op = _allocating_op(trace, block)
+    node = op_column(trace, allocating_op, "sequence_nr").astype(np.int64)
+    ops = trace.columns("ops", "op_id", "phase", "sequence_nr")
+    backward = np.flatnonzero((ops["phase"] == PHASE["backward"]) & (ops["sequence_nr"] >= 0))
+    backward = backward[np.argsort(ops["op_id"][backward], kind="stable")]
+    run_nodes, first = np.unique(ops["sequence_nr"][backward], return_index=True)
+    # Sentinels on both sides: nodes that no backward encloses.
+    nodes = np.concatenate([[-END_OF_TRACE], run_nodes, [END_OF_TRACE]])
+    run_by = np.concatenate([[-1], ops["op_id"][backward[first]], [END_OF_TRACE]])
+    next_node = np.searchsorted(nodes, node, side="right")
+    in_one_backward = run_by[next_node] < run_by[next_node - 1]
+    ran_silently = in_one_backward & (nodes[next_node] - nodes[next_node - 1] <= _MAX_SILENT_NODES)
+    has_backward = (nodes[next_node - 1] == node) | ran_silently
+    return np.asarray(_is_recorded_forward(trace, allocating_op) & ~has_backward)
+
+
+def is_copy_of_donor(trace: Trace, taker: Array, donor: Array) -> Array:
+    """Return whether each of ``taker`` is a copy, made by the operator that reads the matching ``donor`` last."""
+    columns, accesses = blocks(trace), group_accesses_by_block(trace)
+    names, index = np.unique(columns.op_name[taker], return_inverse=True)
+    is_copy = np.array([(trace.name(int(name)) or "").startswith(_COPY_OPERATORS) for name in names], bool)
+    last_reader = accesses.op[accesses.offset[donor + 1] - 1]
+    return np.asarray(is_copy[index] & (last_reader == _allocating_op(trace, taker)))
+
+
+def _allocating_op(trace: Trace, block: Array) -> Array:
+    """Return the operator call that allocated each block, -1 if it is unknown."""
+    alloc_event = blocks(trace).alloc_event[block]
+    return np.where(alloc_event >= 0, trace.columns("events", "op_id")["op_id"][alloc_event], -1)
+
+
+def _is_recorded_forward(trace: Trace, op: Array) -> Array:
+    """Return whether autograd recorded each operator call, outside of backward."""
+    is_recorded = op_column(trace, op, "sequence_nr") >= 0
+    return np.asarray(is_recorded & (op_column(trace, op, "phase") != PHASE["backward"]))
