@@ -1,6 +1,7 @@
-"""``memtrace summary`` and other commands on a large trace: a recorded step of the example GPT, tiled to millions.
+"""Commands and windows on a large trace: recorded steps of the example GPT, repeated up to millions of events.
 
-Printed beside it, from the same run: reading the event columns it needs and a running sum, alone.
+The section ``windows`` compares random windows of 1 % with the whole trace and measures how long they take to open. As
+a lower bound for ``memtrace summary`` the same run reads the event columns that it needs and sums them up.
 """
 
 from __future__ import annotations
@@ -12,12 +13,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from windows import measure_windows
+
+from memtrace.format.decode import device_names
+from memtrace.format.manifest import read_manifest, write_manifest
+from memtrace.format.part_writer import PART_ROWS, PartWriter
+from memtrace.format.schema import arrow_schema
+from memtrace.format.split import split_tables
+
+BATCH_ROWS = 1 << 14
 
 COMMANDS = (
     "steps --from-events",
@@ -58,11 +69,13 @@ def record_base(folder: Path, steps: int) -> Path:
     return folder / "base.memtrace" / "rank=0"
 
 
-def tile(base: Path, target: Path, events: int) -> int:
-    """Repeat the steps between the first and the last of ``base`` until there are that many events."""
+def tile(base: Path, target: Path, num_events: int) -> int:
+    """Repeat the steps between the second and the last of ``base`` until there are that many events, in many parts."""
     target.mkdir(parents=True)
     tables = {
-        name: pq.read_table(sorted(base.glob(f"{name}-*.parquet")))
+        name: pa.concat_tables([pq.read_table(part) for part in sorted(base.glob(f"{name}-*.parquet"))])
+        .unify_dictionaries()
+        .cast(arrow_schema(name))
         for name in ("events", "ops", "spans", "labels", "names")
     }
     steps = tables["spans"].filter(pc.equal(pc.cast(tables["spans"]["kind"], pa.string()), "step"))
@@ -72,11 +85,13 @@ def tile(base: Path, target: Path, events: int) -> int:
     first, last = np.searchsorted(time_ns, [low, high])
     head, body = tables["events"].slice(0, first), tables["events"].slice(first, last - first)
     block = pc.fill_null(body["block_id"], -1).to_numpy()
-    # A block that is made in the body is a new one in every tile; older ones are the same in all.
-    made = np.unique(block[np.isin(pc.cast(body["kind"], pa.string()).to_pylist(), ["alloc"])])
-    stays = int(pc.max(tables["events"]["block_id"]).as_py()) + 1
-    new_number = np.full(stays + 1, -1)
-    new_number[made] = np.arange(len(made))
+    # A block that is allocated in the body is a new one in every tile; older blocks are the same in all tiles.
+    allocated = np.unique(block[np.isin(pc.cast(body["kind"], pa.string()).to_pylist(), ["alloc"])])
+    num_older = int(pc.max(tables["events"]["block_id"]).as_py()) + 1
+    new_number = np.full(num_older + 1, -1)
+    new_number[allocated] = np.arange(len(allocated))
+    kind = np.array(pc.cast(body["kind"], pa.string()).to_pylist())
+    successor = successors(block, kind, pc.fill_null(body["size"], -1).to_numpy(), new_number)
     ops_start = tables["ops"]["start_ns"].to_numpy()
     ops_body = tables["ops"].filter(pa.array((ops_start >= low) & (ops_start < high)))
     num_ops = int(pc.max(tables["ops"]["op_id"]).as_py()) + 1
@@ -85,20 +100,26 @@ def tile(base: Path, target: Path, events: int) -> int:
     labels_block = tables["labels"]["block_id"].to_numpy()
     labels_body = tables["labels"].filter(pa.array(new_number[labels_block] >= 0))
     num_steps = len(starts) - 3
-    tiles = -(-(events - len(head)) // len(body))
-    kept_head = {
-        "events": head,
-        "ops": tables["ops"].filter(pa.array(ops_start < low)),
-        "names": tables["names"],
-        "spans": tables["spans"].filter(pa.array(spans_start < low)),
-        "labels": tables["labels"].filter(pa.array(new_number[labels_block] < 0)),
-    }
-    writers = {
-        name: pq.ParquetWriter(target / f"{name}-00000.parquet", tables[name].schema, compression="zstd")
-        for name in tables
-    }
-    for name, rows in kept_head.items():
-        writers[name].write_table(rows)
+    num_tiles = -(-(num_events - len(head)) // len(body))
+    devices = device_names([tables["events"]])
+    writer = PartWriter(target, devices)
+
+    def append(rows: dict[str, pa.Table]) -> None:
+        starts = range(0, rows["events"].num_rows, BATCH_ROWS)
+        for batch, columns in split_tables({**rows, "names": tables["names"]}, devices, starts):
+            names = batch.pop("names", None)
+            writer.append(batch if names is None or writer.num_events else {**batch, "names": names}, columns)
+            if writer.rows_in_part >= PART_ROWS:
+                writer.flush()
+
+    append(
+        {
+            "events": head,
+            "ops": tables["ops"].filter(pa.array(ops_start < low)),
+            "spans": tables["spans"].filter(pa.array(spans_start < low)),
+            "labels": tables["labels"].filter(pa.array(new_number[labels_block] < 0)),
+        }
+    )
 
     def shifted(table: pa.Table, column: str, values: np.ndarray) -> pa.Table:
         place = table.schema.get_field_index(column)
@@ -107,29 +128,47 @@ def tile(base: Path, target: Path, events: int) -> int:
             place, table.schema.field(column), pa.array(values, table.schema.field(column).type, mask=mask)
         )
 
-    for number in range(tiles):
+    for number in range(num_tiles):
         later = number * (high - low)
 
         def move(values: np.ndarray, number: int = number) -> np.ndarray:
-            return np.where(new_number[values] >= 0, stays + number * len(made) + new_number[values], values)
+            moved = num_older + number * len(allocated) + new_number[values]
+            earlier = num_older + (number - 1) * len(allocated) + successor[values]
+            kept = np.where((successor[values] >= 0) & (number > 0), earlier, values)
+            return np.where(new_number[values] >= 0, moved, kept)
 
         rows = shifted(body, "time_ns", time_ns[first:last] + later)
         rows = shifted(rows, "block_id", move(block))
-        rows = shifted(rows, "op_id", pc.fill_null(body["op_id"], 0).to_numpy() + number * num_ops)
-        writers["events"].write_table(rows)
         ops = shifted(ops_body, "start_ns", ops_body["start_ns"].to_numpy() + later)
-        writers["ops"].write_table(shifted(ops, "op_id", ops_body["op_id"].to_numpy() + number * num_ops))
         spans = shifted(spans_body, "start_ns", spans_body["start_ns"].to_numpy() + later)
-        writers["spans"].write_table(
-            shifted(spans, "index", pc.fill_null(spans_body["index"], 0).to_numpy() + number * num_steps)
+        append(
+            {
+                "events": shifted(rows, "op_id", pc.fill_null(body["op_id"], 0).to_numpy() + number * num_ops),
+                "ops": shifted(ops, "op_id", ops_body["op_id"].to_numpy() + number * num_ops),
+                "spans": shifted(spans, "index", pc.fill_null(spans_body["index"], 0).to_numpy() + number * num_steps),
+                "labels": shifted(labels_body, "block_id", move(labels_body["block_id"].to_numpy())),
+            }
         )
-        writers["labels"].write_table(shifted(labels_body, "block_id", move(labels_body["block_id"].to_numpy())))
-    for writer in writers.values():
-        writer.close()
-    manifest = json.loads((base / "manifest.json").read_text())
-    manifest.pop("parts", None)
-    (target / "manifest.json").write_text(json.dumps(manifest))
-    return len(head) + tiles * len(body)
+    writer.flush()
+    manifest = read_manifest(base / "manifest.json")
+    write_manifest(target, replace(manifest, num_events=writer.num_events, parts=writer.parts))
+    return writer.num_events
+
+
+def successors(block: np.ndarray, kind: np.ndarray, size: np.ndarray, new_number: np.ndarray) -> np.ndarray:
+    """Return for each block that is older than the tiled steps and freed in them the one that they leave in its place.
+
+    The next tile frees that one; otherwise every tile would free the same blocks again.
+    """
+    freed = np.flatnonzero((kind == "free") & (new_number[block] < 0))
+    allocs = np.flatnonzero(kind == "alloc")
+    left = allocs[~np.isin(block[allocs], block[kind == "free"])]
+    result = np.full(len(new_number), -1)
+    for num_bytes in np.unique(size[freed]):
+        old, new = freed[size[freed] == num_bytes], left[size[left] == num_bytes]
+        assert len(old) <= len(new), "the recorded steps are not steady"
+        result[block[old]] = new_number[block[new[: len(old)]]]
+    return result
 
 
 def measured(command: list[str]) -> tuple[float, float]:
@@ -145,32 +184,40 @@ def measured(command: list[str]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events", type=int, default=10_000_000)
+    parser.add_argument("--only-windows", action="store_true", help="Skip the commands.")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    result: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as name:
         trace = Path(name) / "tiled.memtrace"
-        events = tile(record_base(Path(name), 34), trace / "rank=0", arguments.events)
-        floor = float(subprocess.check_output([sys.executable, "-c", FLOOR, str(trace / "rank=0")], text=True))
-        program = str(Path(sys.executable).parent / "memtrace")
-        seconds, memory = measured([program, "summary", str(trace)])
-        others = {
-            arguments: measured([program, *arguments.replace("TRACE", str(trace)).split(), str(trace)])
-            for arguments in COMMANDS
-        }
-    result = {
-        "events": events,
+        result["events"] = tile(record_base(Path(name), 34), trace / "rank=0", arguments.events)
+        result["windows"] = measure_windows(trace, Path(name) / "base.memtrace")
+        if not arguments.only_windows:
+            result |= measure_commands(trace)
+    if arguments.json:
+        print(json.dumps(result, indent=1))
+        return
+    for key, value in result.items():
+        print(f"{key}:" if isinstance(value, dict) else f"{key}: {value:,.2f}")
+        for inner, number in value.items() if isinstance(value, dict) else ():
+            print(f"    {inner}: {number:,.3f}")
+
+
+def measure_commands(trace: Path) -> dict[str, object]:
+    """Seconds and memory of ``memtrace summary`` and of other commands."""
+    floor = float(subprocess.check_output([sys.executable, "-c", FLOOR, str(trace / "rank=0")], text=True))
+    program = str(Path(sys.executable).parent / "memtrace")
+    seconds, memory = measured([program, "summary", str(trace)])
+    result: dict[str, object] = {
         "summary_seconds": seconds,
         "summary_peak_mib": memory,
         "floor_seconds": floor,
         "summary_to_floor": seconds / floor,
-        **{f"{command}, seconds": one[0] for command, one in others.items()},
-        **{f"{command}, peak MiB": one[1] for command, one in others.items()},
     }
-    print(
-        json.dumps(result, indent=1)
-        if arguments.json
-        else "\n".join(f"{key}: {value:,.2f}" for key, value in result.items())
-    )
+    for command in COMMANDS:
+        seconds, memory = measured([program, *command.replace("TRACE", str(trace)).split(), str(trace)])
+        result[f"{command}, seconds"], result[f"{command}, peak MiB"] = seconds, memory
+    return result
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from memtrace.cli.output import console, escape, plain_table
 
-from memtrace.interpreter import run_python
 from memtrace.units import format_bytes, format_count, format_duration
 
 NO_STACK = "(no stack: allocated before the recording, or recorded without stacks)"
@@ -79,14 +78,6 @@ def _bullet_list(sentences: Sequence[str]) -> Table:
 
 def _format_moment(event: int, time_ns: int | None) -> str:
     return f"at event {event:,}" if time_ns is None else f"at {format_duration(time_ns)}"
-
-
-def explain_failure(folder: Path) -> None:
-    """Print, on stderr, why the last allocation that failed in a rank's trace did so. Says nothing where none did.
-
-    A process of its own works it out: this one may have no memory left to do that in.
-    """
-    run_python("from memtrace.cli.failure import main; main()", str(folder), silent=False)
 
 
 def main() -> None:

@@ -8,73 +8,87 @@ import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from memtrace.units import format_bytes
+
+if TYPE_CHECKING:
+    from memtrace.recording.session import Recording
+
 
 @click.command("record", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("-o", "--output", default="run.memtrace", show_default=True, help="Folder of the trace.")
-@click.option("-m", "module", is_flag=True, help="PROGRAM is a module, as in python -m.")
-@click.option("--stacks/--no-stacks", default=True, help="Python stacks of allocations.")
-@click.option("--accesses/--no-accesses", default=True, help="Reads and writes of every block.")
-@click.option("--last-steps", type=click.IntRange(1), help="Keep about the last N steps on disk.")
-@click.option("--max-steps", type=click.IntRange(1), help="Record N steps, then let the program go on alone.")
-@click.option("--observer", type=click.Choice(["auto", "native", "dispatch"]), default="auto", show_default=True)
-@click.option("--stack-min-bytes", type=click.IntRange(0), default=512, show_default=True,
-              help="Allocations below get no stack.")  # fmt: skip
-@click.option("--device-time", is_flag=True, help="Time operators on the GPU too: the host runs ahead of it.")
+@click.option("-o", "--output", default="run.memtrace", show_default=True, help="Folder of the trace to write.")
+@click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module name, as in python -m.")
+@click.option("--stacks/--no-stacks", default=True, show_default=True,
+              help="Record the Python call stack of allocations.")  # fmt: skip
+@click.option("--accesses/--no-accesses", default=True, show_default=True,
+              help="Record every read and write of a block.")  # fmt: skip
+@click.option("--last-steps", type=click.IntRange(1), metavar="STEPS",
+              help="Keep about this many most recent steps on disk.  [default: all]")  # fmt: skip
+@click.option("--max-steps", type=click.IntRange(1), metavar="STEPS",
+              help="Stop recording after this many steps; training continues.  [default: no limit]")  # fmt: skip
+@click.option("--observer", type=click.Choice(["auto", "native", "dispatch"]), default="auto", show_default=True,
+              help="native (C++), dispatch (pure Python, slower, supports fake tensors), or auto.")  # fmt: skip
+@click.option("--stack-min-bytes", type=click.IntRange(0), default=512, show_default=True, metavar="BYTES",
+              help="Minimum allocation for which a call stack is recorded.")  # fmt: skip
+@click.option("--device-time", is_flag=True, help="Also time operators on the GPU.")
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def command(output: str, module: bool, program: str, arguments: tuple[str, ...], **options: Any) -> None:
-    """Record PROGRAM (a script, or with -m a module) with its ARGUMENTS, as python would run it.
+def command(output: str, is_module: bool, program: str, arguments: tuple[str, ...], **options: Any) -> None:
+    """Run PROGRAM (a script, or with -m a module) with ARGUMENTS, and record its memory.
 
-    Options of memtrace stand before the program, those of the program after it. Its exit code is kept.
+    Put memtrace's options before PROGRAM and the program's own options after it. The exit code is that of PROGRAM.
     """
     from memtrace.errors import MemtraceError
     from memtrace.recording.session import record
 
-    if not module and not Path(program).is_file():
-        raise MemtraceError(f"{program} is not a file; give a Python script, or -m and a module")
+    if not is_module and not Path(program).is_file():
+        raise MemtraceError(f"{program}: no such file; pass a Python script, or -m and a module name")
     sys.argv = [program, *arguments]
-    sys.path.insert(0, str(Path.cwd()) if module else str(Path(program).resolve().parent))
+    sys.path.insert(0, str(Path.cwd()) if is_module else str(Path(program).resolve().parent))
     recording = record(output, **options)
-    code: Any = 0
     with recording:
-        try:
-            if module:
-                runpy.run_module(program, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(program, run_name="__main__")
-        except SystemExit as left:
-            code = left.code
-        except BaseException as error:
-            code = 130 if isinstance(error, KeyboardInterrupt) else 1
-            recording.failed(error, f"{type(error).__name__} ended the program")
-            traceback.print_exception(type(error), error, _program_frames(error.__traceback__, program))
-    _say_what_was_written(output)
-    if isinstance(code, str):
-        click.echo(code, err=True)
-        code = 1
-    sys.exit(code)
+        exit_code = _run_program(program, is_module, recording)
+    _print_result(recording.path)
+    if isinstance(exit_code, str):  # as the interpreter does for sys.exit("message")
+        click.echo(exit_code, err=True)
+        exit_code = 1
+    sys.exit(exit_code)
 
 
-def _program_frames(found: TracebackType | None, program: str) -> TracebackType | None:
-    """The traceback without the frames of memtrace and runpy at its head."""
-    head = found
-    while head is not None:
-        file = head.tb_frame.f_code.co_filename
+def _run_program(program: str, is_module: bool, recording: Recording) -> Any:
+    """Run the program and return its exit code, which is whatever it passed to ``sys.exit``."""
+    try:
+        if is_module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(program, run_name="__main__")
+    except SystemExit as exit_request:
+        return exit_request.code
+    except BaseException as error:
+        recording.report_exception(error, f"{type(error).__name__} ended the program")
+        traceback.print_exception(type(error), error, _program_frames(error.__traceback__, program))
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _program_frames(frames: TracebackType | None, program: str) -> TracebackType | None:
+    """The traceback without its first frames, which belong to memtrace and runpy."""
+    frame = frames
+    while frame is not None:
+        file = frame.tb_frame.f_code.co_filename
         if file != __file__ and "runpy" not in file:
-            return head
-        head = head.tb_next
-    return found
+            return frame
+        frame = frame.tb_next
+    return frames
 
 
-def _say_what_was_written(output: str) -> None:
-    from memtrace.recording.session import rank_and_world
+def _print_result(trace: Path) -> None:
+    from memtrace.recording.job import rank_and_world_size
 
-    rank = rank_and_world()[0]
-    written = Path(output) / f"rank={rank}"
+    rank, _ = rank_and_world_size()
     with contextlib.suppress(OSError):
-        total = sum(part.stat().st_size for part in written.iterdir())
-        click.echo(f"memtrace: wrote {output} ({total / 2**20:.1f} MiB); now: memtrace summary {output}", err=True)
+        size = sum(part.stat().st_size for part in (trace / f"rank={rank}").iterdir())
+        click.echo(f"memtrace: wrote {trace} ({format_bytes(size)}). Next: memtrace summary {trace}", err=True)

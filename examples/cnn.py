@@ -1,4 +1,4 @@
-"""A small CNN trained on synthetic images, written without memtrace: ``memtrace record examples/cnn.py``."""
+"""Train a small CNN on synthetic images, without memtrace: record it with ``memtrace record examples/cnn.py``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class CNN(nn.Module):
+    """Two convolutions and a linear classifier for images of 32 x 32 pixels."""
+
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
         self.features = nn.Sequential(
@@ -24,7 +26,7 @@ class CNN(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=10, help="number of training steps (default: %(default)s)")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     labels = torch.randint(10, (32 * arguments.steps,))
@@ -36,7 +38,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    print(f"last loss {loss.item():.3f}")
+    print(f"final loss {loss.item():.3f}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A small GPT trained on synthetic text: ``python examples/gpt.py [--steps N] [--record run.memtrace]``.
+"""Train a small GPT on synthetic text: ``python examples/gpt.py [--steps N] [--record run.memtrace]``.
 
-With ``--size gpt2`` it is as large as GPT-2 (124 M parameters, sequences of 1,024); with ``--fake`` nothing is computed
-or allocated, and a recording has the sizes that the program would allocate, whatever the machine.
+``--size gpt2`` trains a model of the size of GPT-2 (124 M parameters, sequences of 1,024 tokens). With ``--fake``
+nothing is computed or allocated, and a recording contains the sizes of a real run, whatever the memory of the machine.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch.nn import functional
 
 
 class Attention(nn.Module):
+    """Causal self-attention."""
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -29,6 +31,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
+    """One transformer layer."""
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
@@ -42,6 +46,17 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    """A decoder-only transformer.
+
+    Args:
+        vocabulary: number of tokens in the vocabulary.
+        width: size of the hidden states.
+        layers: number of transformer layers.
+        heads: number of attention heads per layer.
+        length: maximum number of tokens in a sequence.
+        tied: whether the embedding and the output layer share their weight.
+    """
+
     def __init__(
         self,
         vocabulary: int = 256,
@@ -68,14 +83,20 @@ class GPT(nn.Module):
 
 
 def synthetic_text(batch: int, length: int, vocabulary: int = 256) -> torch.Tensor:
-    """Counting sequences with random starts and strides: something a GPT can learn in a few steps."""
+    """Counting sequences with random starts and strides, ``length + 1`` tokens each: learnable in a few steps."""
     start, stride = torch.randint(vocabulary, (batch, 1)), torch.randint(1, 4, (batch, 1))
     return (start + stride * torch.arange(length + 1)) % vocabulary
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, text: torch.Tensor) -> torch.Tensor:
+def compute_loss(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of the next token."""
     logits = model(text[:, :-1])
-    loss = functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+    return functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, text: torch.Tensor) -> torch.Tensor:
+    """Train on one batch and return its loss."""
+    loss = compute_loss(model, text)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -90,11 +111,11 @@ SIZES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--record", metavar="TRACE", help="record under memtrace, into this folder")
-    parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--fake", action="store_true", help="fake tensors: sizes without memory or arithmetic")
+    parser.add_argument("--steps", type=int, default=20, help="number of training steps (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=16, help="sequences per batch (default: %(default)s)")
+    parser.add_argument("--record", metavar="TRACE", help="record the training with memtrace into this folder")
+    parser.add_argument("--size", choices=SIZES, default="small", help="size of the model (default: %(default)s)")
+    parser.add_argument("--fake", action="store_true", help="use fake tensors, which have sizes but no memory")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     size = SIZES[arguments.size]

@@ -1,11 +1,11 @@
-"""memtrace: trace the memory of DNN training in PyTorch.
+"""memtrace: a memory profiler for PyTorch training.
 
     with memtrace.record("run.memtrace"):
         train()
 
     trace = memtrace.load("run.memtrace")
 
-Attributes are imported on first use, so that ``import memtrace`` costs neither torch nor pandas.
+Attributes are imported on first use, so that ``import memtrace`` imports neither torch nor pandas.
 """
 
 from __future__ import annotations

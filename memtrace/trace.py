@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from memtrace.errors import TraceError
-from memtrace.format.arrays import Array
+from memtrace.format.arrays import Array, distinct
 from memtrace.format.decode import decode_columns, device_names
 from memtrace.format.keyframes import find_sorted
 from memtrace.format.manifest import Manifest
@@ -281,8 +281,8 @@ class Trace:
         """Return block ids as places in ``block_ids`` where they are sparse, so that arrays can be indexed by them."""
         if table == "events":
             largest = int(column.max(initial=-1))
-            is_sparse = largest >= 4 * len(column) + 1024
-            ids = self._block_ids = np.unique(column[column >= 0]) if is_sparse else None
+            is_sparse = largest >= len(column) // 2 + 1024
+            ids = self._block_ids = distinct(column[column >= 0]) if is_sparse else None
         else:
             ids = self.block_ids
         if ids is None:

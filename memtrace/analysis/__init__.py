@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     )
     from memtrace.analysis.block_lifetimes import BlockLifetimes, compute_block_lifetimes
     from memtrace.analysis.block_signatures import BlockSignatures, assign_signatures, signatures_table
-    from memtrace.analysis.blocks import blocks_table
+    from memtrace.analysis.blocks import Blocks, blocks_table
     from memtrace.analysis.check import LimitCheck, LimitReport, MemoryLimits, check_limits, read_limits
-    from memtrace.analysis.coverage import compute_coverage
+    from memtrace.analysis.coverage import Coverage, compute_coverage
     from memtrace.analysis.detection import DetectedSteps, detect_steps
     from memtrace.analysis.diff import (
         MemoryChange,
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from memtrace.analysis.summary import JobSummary, Summary, describe_peak, summarize, summarize_job
     from memtrace.analysis.swap import SwapCandidate, find_swap_candidates
     from memtrace.analysis.timeline import compute_timeline
+    from memtrace.analysis.windows import step_window
 
 __all__ = [
     "AccessAnalysis",
@@ -71,8 +72,10 @@ __all__ = [
     "BlockGroup",
     "BlockLifetimes",
     "BlockSignatures",
+    "Blocks",
     "CopyBandwidths",
     "CopyCost",
+    "Coverage",
     "DataStalls",
     "DetectedSteps",
     "DeviceWaste",
@@ -149,6 +152,7 @@ __all__ = [
     "read_limits",
     "signatures_table",
     "step_columns",
+    "step_window",
     "steps_table",
     "summarize",
     "summarize_job",
@@ -161,8 +165,10 @@ _HOMES = {
     "BlockGroup": "memtrace.analysis.block_groups",
     "BlockLifetimes": "memtrace.analysis.block_lifetimes",
     "BlockSignatures": "memtrace.analysis.block_signatures",
+    "Blocks": "memtrace.analysis.blocks",
     "CopyBandwidths": "memtrace.analysis.bandwidth",
     "CopyCost": "memtrace.analysis.bandwidth",
+    "Coverage": "memtrace.analysis.coverage",
     "DataStalls": "memtrace.analysis.stalls",
     "DetectedSteps": "memtrace.analysis.detection",
     "DeviceWaste": "memtrace.analysis.findings",
@@ -239,6 +245,7 @@ _HOMES = {
     "read_limits": "memtrace.analysis.check",
     "signatures_table": "memtrace.analysis.block_signatures",
     "step_columns": "memtrace.analysis.steps",
+    "step_window": "memtrace.analysis.windows",
     "steps_table": "memtrace.analysis.steps",
     "summarize": "memtrace.analysis.summary",
     "summarize_job": "memtrace.analysis.summary",

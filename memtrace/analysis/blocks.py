@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -78,72 +78,101 @@ def blocks(trace: Trace) -> Blocks:
 
 
 def _compute_blocks(trace: Trace) -> Blocks:
-    around = trace.surroundings
-    lifetimes = _lifetimes(trace)
-    return _judged_by_use(trace, lifetimes) if around is None else _judged_by(trace, lifetimes, around)
-
-
-def _lifetimes(trace: Trace) -> Blocks:
-    """Return the columns that follow from the events of the block alone; the others are -1."""
     events = trace.columns(
         "events", "time_ns", "kind", "device", "block_id", "size", "allocated_size", "address", "stream"
     )
     kind, block, time = events["kind"], events["block_id"], events["time_ns"]
-    count = int(block.max(initial=-1)) + 1
-    begin, end = _begin_rows(kind, block), np.flatnonzero((kind == KIND["free"]) & (block >= 0))
+    rows, origins = _find_rows(trace), _find_origins(trace)
+    count = len(rows.begin)
     reads = np.flatnonzero(kind == KIND["read"])
     writes = np.flatnonzero(kind == KIND["write"])
     accesses = np.flatnonzero((kind == KIND["read"]) | (kind == KIND["write"]))
 
-    def scatter(rows: Array, values: Array, dtype: type[np.signedinteger] = np.int64) -> Array:
-        column = np.full(count, -1, dtype)
-        column[block[rows]] = values
+    def at(event_rows: Array, column: str) -> Array:
+        return np.where(event_rows >= 0, events[column][event_rows], events[column].dtype.type(-1))
+
+    def scatter(event_rows: Array, values: Array) -> Array:
+        column = np.full(count, -1, np.int64)
+        column[block[event_rows]] = values
         return column
 
-    requested = scatter(begin, events["size"][begin])
-    allocated_size = scatter(begin, events["allocated_size"][begin])
+    requested, allocated_size = at(rows.begin, "size"), at(rows.begin, "allocated_size")
     return Blocks(
-        device=scatter(begin, events["device"][begin], np.int8),
+        device=at(rows.begin, "device"),
         size=np.where(requested >= 0, requested, np.maximum(allocated_size, 0)),
         size_is_requested=requested >= 0,
         allocated_size=allocated_size,
-        address=scatter(begin, events["address"][begin]),
-        stream=scatter(begin, events["stream"][begin]),
-        alloc_ns=scatter(begin, np.where(kind[begin] != KIND["baseline"], time[begin], -1)),
-        free_ns=scatter(end, time[end]),
-        alloc_event=scatter(begin, np.where(kind[begin] == KIND["alloc"], begin, -1)),
-        free_event=scatter(end, end),
+        address=at(rows.begin, "address"),
+        stream=at(rows.begin, "stream"),
+        alloc_ns=np.where(at(rows.begin, "kind") != KIND["baseline"], at(rows.begin, "time_ns"), -1),
+        free_ns=at(rows.free, "time_ns"),
+        alloc_event=rows.alloc,
+        free_event=rows.free,
         # Fancy assignment keeps the last value: backwards for the first access.
         first_access_ns=scatter(accesses[::-1], time[accesses[::-1]]),
         last_access_ns=scatter(accesses, time[accesses]),
         num_reads=np.bincount(block[reads], minlength=count).astype(np.int32),
         num_writes=np.bincount(block[writes], minlength=count).astype(np.int32),
-        category=np.full(count, -1, np.int8),
-        name=np.full(count, -1, np.int32),
-        module=np.full(count, -1, np.int32),
-        stack=np.full(count, -1, np.int32),
-        op_name=np.full(count, -1, np.int32),
-        phase=np.full(count, -1, np.int8),
-        step=np.full(count, -1, np.int64),
+        category=origins.category,
+        name=origins.name,
+        module=origins.module,
+        stack=origins.stack,
+        op_name=origins.op_name,
+        phase=origins.phase,
+        step=np.where(rows.alloc >= 0, origins.step, -1),
     )
 
 
-def _begin_rows(kind: Array, block: Array) -> Array:
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of events, indexed by block; -1 for none."""
+
+    begin: Array
+    alloc: Array
+    """``begin`` where that is an allocation within the trace."""
+    free: Array
+
+
+def _find_rows(trace: Trace) -> _Rows:
+    events = trace.columns("events", "kind", "block_id")
+    kind, block = events["kind"], events["block_id"]
     begins = (kind == KIND["alloc"]) | (kind == KIND["baseline"]) | (kind == KIND["live"])
-    return np.flatnonzero(begins & (block >= 0))
+    columns = []
+    for of_kind in (begins, kind == KIND["alloc"], kind == KIND["free"]):
+        rows = np.flatnonzero(of_kind & (block >= 0))
+        column = np.full(int(block.max(initial=-1)) + 1, -1, np.int64)
+        column[block[rows]] = rows
+        columns.append(column)
+    return _Rows(*columns)
 
 
-def _judged_by(trace: Trace, lifetimes: Blocks, around: Trace) -> Blocks:
-    """Return the blocks of a window with the facts that its surroundings know of them."""
-    judged = blocks(around)
-    ids = trace.block_ids if trace.block_ids is not None else np.arange(len(lifetimes))
-    # Without rows in ``around`` there are no blocks in its window either.
+@dataclass(frozen=True)
+class _Origins:
+    """What blocks are for and where they come from, indexed by block; see ``Blocks``."""
+
+    category: Array
+    name: Array
+    module: Array
+    stack: Array
+    op_name: Array
+    phase: Array
+    step: Array
+
+
+def _find_origins(trace: Trace) -> _Origins:
+    """Return the origins of the blocks; those of a window as its surroundings know them."""
+    return trace.cached(_compute_origins)
+
+
+def _compute_origins(trace: Trace) -> _Origins:
+    around = trace.surroundings
+    if around is None:
+        return _origins_by_use(trace)
+    origins = _find_origins(around)
+    block = trace.columns("events", "block_id")["block_id"]
+    ids = trace.block_ids if trace.block_ids is not None else np.arange(int(block.max(initial=-1)) + 1)
     places = ids if around.block_ids is None else find_sorted(around.block_ids, ids)[0]
-    facts = {
-        name: getattr(judged, name)[places] for name in ("category", "name", "module", "stack", "op_name", "phase")
-    }
-    step = np.where(lifetimes.alloc_event >= 0, judged.step[places], -1)
-    return replace(lifetimes, **facts, step=step)
+    return _Origins(**{field.name: getattr(origins, field.name)[places] for field in fields(origins)})
 
 
 @dataclass(frozen=True)
@@ -159,7 +188,7 @@ class _Keyframe:
     read_in_backward: Array
 
 
-def _keyframe(trace: Trace, count: int) -> _Keyframe:
+def _read_keyframe(trace: Trace, count: int) -> _Keyframe:
     is_live = np.zeros(count, bool)
     events = trace.columns("events", "kind", "block_id")
     is_live[events["block_id"][(events["kind"] == KIND["live"]) & (events["block_id"] >= 0)]] = True
@@ -173,29 +202,23 @@ def _keyframe(trace: Trace, count: int) -> _Keyframe:
     return _Keyframe(is_live, **columns)
 
 
-def _judged_by_use(trace: Trace, lifetimes: Blocks) -> Blocks:
-    """Return the blocks with what operators, labels and accesses say of them."""
-    events = trace.columns("events", "kind", "block_id", "op_id")
-    begin = _begin_rows(events["kind"], events["block_id"])
-    op = np.full(len(lifetimes), -1, np.int64)
-    op[events["block_id"][begin]] = events["op_id"][begin]
-    keyframe = _keyframe(trace, len(lifetimes))
-    category, name = _labels(trace, len(lifetimes))
-    allocated = replace(
-        lifetimes,
+def _origins_by_use(trace: Trace) -> _Origins:
+    """Return the origins of the blocks by operators, labels and accesses."""
+    rows = _find_rows(trace)
+    op = np.where(rows.begin >= 0, trace.columns("events", "op_id")["op_id"][rows.begin], -1)
+    keyframe = _read_keyframe(trace, len(op))
+    category, name = _labels(trace, len(op))
+    phase = _alloc_phases(trace, op, rows.alloc, keyframe)
+    step = _alloc_steps(trace, rows.alloc, keyframe)
+    by_use = _categories_by_use(trace, rows, op, phase, step, keyframe)
+    return _Origins(
+        category=np.where(category >= 0, category, by_use),
         name=name,
         module=op_column(trace, op, "module"),
         stack=op_column(trace, op, "stack"),
         op_name=op_column(trace, op, "name"),
-        phase=_alloc_phases(trace, op, lifetimes.alloc_event, keyframe),
-        step=_alloc_steps(trace, lifetimes.alloc_event, keyframe),
-    )
-    by_use = _categories_by_use(trace, allocated, op, keyframe)
-    is_outside = keyframe.is_live | (lifetimes.alloc_event < 0)
-    return replace(
-        allocated,
-        category=np.where(category >= 0, category, by_use),
-        step=np.where(is_outside, -1, allocated.step),
+        phase=phase,
+        step=step,
     )
 
 
@@ -241,18 +264,16 @@ def _phases_of_rows(trace: Trace, op: Array, rows: Array) -> Array:
     return phase
 
 
-def _categories_by_use(trace: Trace, allocated: Blocks, op: Array, keyframe: _Keyframe) -> Array:
-    events_op = trace.columns("events", "op_id")["op_id"]
-    phase, free_event = allocated.phase, allocated.free_event
-    free_op = np.where(free_event >= 0, events_op[free_event], -1)
-    freed_phase = np.where(free_event >= 0, _phases_of_rows(trace, free_op, free_event), np.int8(-1))
-    freed_step = np.where(free_event >= 0, step_rows(trace).of_rows(np.maximum(free_event, 0)), -2)
+def _categories_by_use(trace: Trace, rows: _Rows, op: Array, phase: Array, step: Array, keyframe: _Keyframe) -> Array:
+    free_op = np.where(rows.free >= 0, trace.columns("events", "op_id")["op_id"][rows.free], -1)
+    freed_phase = np.where(rows.free >= 0, _phases_of_rows(trace, free_op, rows.free), np.int8(-1))
+    freed_step = np.where(rows.free >= 0, step_rows(trace).of_rows(np.maximum(rows.free, 0)), -2)
     reads = _read_phases(trace, keyframe)
     in_forward, in_backward = reads if reads else (np.zeros(len(op), bool), freed_phase == PHASE["backward"])
     made_in_forward = (phase == PHASE["forward"]) | op_column(trace, op, "recompute")
     category = np.full(len(op), CATEGORY["unknown"])
-    in_recording = (allocated.alloc_event >= 0) | keyframe.is_live
-    same_phase = (freed_phase == phase) & (phase >= 0) & (freed_step == allocated.step)
+    in_recording = (rows.alloc >= 0) | keyframe.is_live
+    same_phase = (freed_phase == phase) & (phase >= 0) & (freed_step == step)
     # Weakest rule first.
     category[in_recording & same_phase] = CATEGORY["temporary"]
     category[in_recording & (phase == PHASE["other"]) & in_forward] = CATEGORY["input"]

@@ -24,14 +24,15 @@ class OperatorIndex:
 
     def rows(self, ops: Array) -> Array:
         """Return the row of ``ops`` for each operator call, -1 where there is none."""
-        rows = np.full(len(ops), -1, np.int32)
-        if len(self.row_of):
-            place = ops - self.first
-            near = (place >= 0) & (place < len(self.row_of))
-            rows = np.where(near, self.row_of[np.where(near, place, 0)], np.int32(-1))
+        if not len(self.row_of):
+            return np.full(len(ops), -1, np.int32)
+        offset = ops - self.first
+        is_near = (offset >= 0) & (offset < len(self.row_of))
+        rows = np.where(is_near, self.row_of[np.where(is_near, offset, 0)], np.int32(-1))
         if len(self.far_ids):
-            places, found = find_sorted(self.far_ids, ops)
-            rows = np.where(found, self.far_rows[places], rows)
+            far = np.flatnonzero(~is_near & (ops >= 0))
+            positions, is_known = find_sorted(self.far_ids, ops[far])
+            rows[far[is_known]] = self.far_rows[positions[is_known]]
         return rows
 
 

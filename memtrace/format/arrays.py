@@ -22,6 +22,20 @@ Array = np.ndarray[Any, np.dtype[Any]]
 NARROW_LIMIT = 2**31 - 1
 
 
+def distinct(values: Array) -> Array:
+    """Return the distinct integers, ascending. Ids are dense, so a table over their range is quicker than sorting."""
+    if not len(values):
+        return values.astype(np.int64)
+    low, high = int(values.min()), int(values.max())
+    if high - low < 8 * len(values) + 1024:
+        occurs = np.zeros(high - low + 1, bool)
+        occurs[values - low] = True
+        return np.flatnonzero(occurs) + low
+    ordered = np.sort(values)
+    different: Array = ordered[np.append(True, ordered[1:] != ordered[:-1])]
+    return different
+
+
 def integers(parts: Sequence[pa.ChunkedArray], dtype: type[np.signedinteger[Any]]) -> Array:
     """Return the parts joined as ``dtype``, null as -1."""
     joined = np.empty(sum(len(part) for part in parts), dtype)

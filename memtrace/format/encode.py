@@ -133,6 +133,15 @@ def encode_lists(lists: Sequence[Sequence[int] | None]) -> pa.Array:
     return pa.Array.from_buffers(pa.list_(pa.int32()), len(lists), buffers, children=children)
 
 
+def select_rows(table: pa.Table, selected: Array) -> pa.Table:
+    """Return the rows of a table that a boolean mask selects, or those with the given numbers in their order."""
+    import pyarrow as pa
+
+    if selected.dtype == bool:
+        return table.filter(encode_numbers(selected, None, pa.bool_()))
+    return table.take(encode_numbers(selected, None, pa.int64()))
+
+
 def _validity(known: Array | None) -> pa.Buffer | None:
     import pyarrow as pa
 

@@ -257,4 +257,5 @@ def _is_member(values: Array, members: Array) -> Array:
         return np.isin(values, members)
     is_member = np.zeros(high - low + 1, bool)
     is_member[members[(members >= low) & (members <= high)] - low] = True
-    return is_member[values - low]
+    result: Array = is_member[values - low]
+    return result

@@ -12,6 +12,7 @@ import numpy as np
 from memtrace.errors import TraceError
 from memtrace.format import arrays
 from memtrace.format.arrays import Array
+from memtrace.format.encode import select_rows
 from memtrace.format.keyframes import find_rows
 from memtrace.format.manifest import Manifest
 from memtrace.format.part_files import PartFiles
@@ -51,9 +52,9 @@ class PartRange:
         if table == "live":
             return int(self._live().num_rows)
         if not self._is_whole and table in ("ops", "spans"):
-            return sum(part.num_rows for part in self.read(table, (TABLES[table][0].name,)))
+            return sum(int(part.num_rows) for part in self.read(table, (TABLES[table][0].name,)))
         rows = sum(self._files.num_rows(table, number) for number in self._numbers(table))
-        return rows + sum(part.num_rows for part in self._from_keyframe(table, (TABLES[table][0].name,)))
+        return rows + sum(int(part.num_rows) for part in self._from_keyframe(table, (TABLES[table][0].name,)))
 
     def read(self, table: str, columns: tuple[str, ...]) -> list[pa.Table]:
         """Return the parts of ``table`` in order, each with those of ``columns`` that it has."""
@@ -144,7 +145,7 @@ class PartRange:
     def _with_referenced_ops(self, inside: list[int]) -> list[int]:
         """Add the parts of ``ops`` with calls that events refer to: those that returned later, or are shared."""
         if self._ops_parts is None:
-            missing = np.unique(_integers(self.read("events", ("op_id",)), "op_id"))
+            missing = arrays.distinct(_integers(self.read("events", ("op_id",)), "op_id"))
             missing = missing[missing >= 0]
             parts = self._from_keyframe("ops", ("op_id",))
             parts += [self._files.read("ops", number, ("op_id",)) for number in inside]
@@ -189,7 +190,7 @@ def ops_of_keyframe(live: pa.Table) -> pa.Table:
             is_known |= ~np.concatenate([np.empty(0, bool), *(_nulls(chunk) for chunk in column.chunks)])
     known = np.flatnonzero(is_known & (ids >= 0))
     _, first = np.unique(ids[known], return_index=True)
-    rows = live.select(["op_id", *prefixed]).take(known[first])
+    rows = select_rows(live.select(["op_id", *prefixed]), known[first])
     return rows.rename_columns(list(_OP_COLUMNS))
 
 
@@ -197,30 +198,26 @@ def labels_of_keyframe(live: pa.Table) -> pa.Table:
     """Return the labels of the live blocks: two rows where the name is from another label than the category."""
     import pyarrow as pa
 
-    blocks = live.filter(pa.array(_integers([live], "block_id") >= 0))
+    blocks = select_rows(live, _integers([live], "block_id") >= 0)
     schema = arrow_schema("labels")
 
     def rows(category: str, name: pa.Array | pa.ChunkedArray) -> pa.Table:
         return pa.Table.from_arrays([blocks.column("block_id"), blocks.column(category), name], schema=schema)
 
     both = [rows("name_category", blocks.column("name")), rows("category", pa.nulls(blocks.num_rows, pa.int32()))]
-    return pa.concat_tables([table.filter(_has_label(table)) for table in both]).unify_dictionaries()
+    return pa.concat_tables([select_rows(table, _has_label(table)) for table in both]).unify_dictionaries()
 
 
-def _has_label(labels: pa.Table) -> pa.Array:
-    import pyarrow as pa
-
+def _has_label(labels: pa.Table) -> Array:
     is_null = [
         np.concatenate([np.empty(0, bool), *(_nulls(chunk) for chunk in labels.column(name).chunks)])
         for name in ("category", "name")
     ]
-    return pa.array(~(is_null[0] & is_null[1]))
+    return ~(is_null[0] & is_null[1])
 
 
 def overlapping_spans(spans: pa.Table, start_ns: int | None, end_ns: int | None) -> pa.Table:
     """Return the spans that overlap a window of time; None is an open end."""
-    import pyarrow as pa
-
     start = _integers([spans], "start_ns")
     end = start + _integers([spans], "duration_ns")
     inside = np.ones(len(start), bool)
@@ -228,7 +225,7 @@ def overlapping_spans(spans: pa.Table, start_ns: int | None, end_ns: int | None)
         inside &= (end > start_ns) | (start >= start_ns)
     if end_ns is not None:
         inside &= start < end_ns
-    return spans.filter(pa.array(inside))
+    return select_rows(spans, inside)
 
 
 def _nulls(chunk: pa.Array) -> Array:
@@ -244,7 +241,8 @@ def _integers(parts: list[pa.Table], name: str) -> Array:
 
 def _without(values: Array, others: Array) -> Array:
     _, present = find_rows(others, values)
-    return values[~present]
+    absent: Array = values[~present]
+    return absent
 
 
 def open_folder(path: Path) -> tuple[dict[int, RankFolder], dict[int, str]]:

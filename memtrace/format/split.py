@@ -11,6 +11,7 @@ import numpy as np
 from memtrace.format import arrays
 from memtrace.format.arrays import Array
 from memtrace.format.decode import decode_columns, device_names
+from memtrace.format.encode import select_rows
 from memtrace.format.keyframes import PartColumns
 from memtrace.format.manifest import PartRanges
 from memtrace.format.part_writer import PART_ROWS, PartWriter
@@ -37,15 +38,19 @@ def write_parts(tables: Tables, folder: Path, starts: Sequence[int] | None = Non
     """
     devices = device_names(list(tables.values()))
     writer = PartWriter(folder, devices)
-    for part, columns in _split(tables, devices, starts):
+    for part, columns in split_tables(tables, devices, starts):
         writer.append(part, columns)
         writer.flush()
     return writer.parts
 
 
-def _split(
-    tables: Tables, devices: Sequence[str], starts: Sequence[int] | None
+def split_tables(
+    tables: Tables, devices: Sequence[str], starts: Sequence[int] | None = None
 ) -> Iterator[tuple[dict[str, pa.Table], PartColumns]]:
+    """Cut tables into parts; see ``write_parts``. Yields the rows of each part as tables and as numpy columns.
+
+    An operator call goes with the first event that refers to it, a label with its block, a span with its end.
+    """
     columns = {
         name: decode_columns(name, [tables[name]], [column.name for column in TABLES[name]], devices)
         for name in _SPLIT_TABLES
@@ -71,13 +76,19 @@ def _split(
                 part[name] = table.slice(edges[number], edges[number + 1] - edges[number])
             else:
                 chosen = order[name][bounds[name][number] : bounds[name][number + 1]]
-                part[name] = table.take(chosen)
+                part[name] = select_rows(table, chosen)
             if name in columns:
                 rows[name] = {column: values[chosen] for column, values in columns[name].items()}
         empty: dict[str, Array] = {}
         yield (
             part,
-            PartColumns(*(rows.get(name, empty) for name in _SPLIT_TABLES), phase_of_name=phases),
+            PartColumns(
+                events=rows.get("events", empty),
+                ops=rows.get("ops", empty),
+                labels=rows.get("labels", empty),
+                spans=rows.get("spans", empty),
+                phase_of_name=phases,
+            ),
         )
 
 

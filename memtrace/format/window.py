@@ -16,7 +16,7 @@ from memtrace.errors import TraceError
 from memtrace.format import arrays
 from memtrace.format.arrays import Array
 from memtrace.format.decode import decode_columns, device_names
-from memtrace.format.encode import encode_codes
+from memtrace.format.encode import encode_codes, select_rows
 from memtrace.format.keyframes import surviving_rows
 from memtrace.format.live_segments import LiveSegments
 from memtrace.format.manifest import Manifest
@@ -58,8 +58,12 @@ class WindowBounds:
         return f"{start} to {'the end' if self.end_ns is None else f'{self.end_ns} ns'}"
 
 
+# The columns of events that a window as well as its surroundings need; the others are read once.
+_SHARED_COLUMNS = ("time_ns", "kind", "device", "block_id", "op_id")
+
+
 class MemoizedSource:
-    """A source that keeps what was read: several readers share the parts around a window."""
+    """A source that keeps what a window and its surroundings both read."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -78,6 +82,8 @@ class MemoizedSource:
         """Return the parts of ``table`` in order, each with those of ``columns`` that it has."""
         import pyarrow as pa
 
+        if table == "events" and not set(columns) & set(_SHARED_COLUMNS):
+            return self._source.read(table, columns)
         missing = tuple(name for name in columns if (table, name) not in self._columns)
         if missing:
             parts, schema = self._source.read(table, missing), arrow_schema(table)
@@ -193,22 +199,21 @@ class Window:
         return parts
 
     def _filter(self, part: pa.Table, table: str, key: str) -> pa.Table:
-        import pyarrow as pa
-
         values = arrays.integers([part.column(key)], np.int64)
         if table == "counters":
-            inside = (values >= self._start_ns) & (self._end_ns is None or values < self._end_ns)
+            inside = values >= self._start_ns
+            inside &= values < (np.iinfo(np.int64).max if self._end_ns is None else self._end_ns)
         elif table == "labels":
             blocks = np.concatenate([self._block[self._live_rows], self._block[self._first : self._end]])
             inside = np.isin(values, blocks)
         else:
             inside = np.isin(values, self._ops())
-        return part.filter(pa.array(np.broadcast_to(inside, values.shape)))
+        return select_rows(part, inside)
 
     def _ops(self) -> Array:
         if self._used_ops is None:
             op = self._decode("events", "op_id")["op_id"]
-            self._used_ops = np.unique(np.concatenate([op[self._live_rows], op[self._first : self._end]]))
+            self._used_ops = arrays.distinct(np.concatenate([op[self._live_rows], op[self._first : self._end]]))
         return self._used_ops
 
     def _read_events(self, columns: tuple[str, ...]) -> list[pa.Table]:
@@ -218,7 +223,7 @@ class Window:
         if not parts:
             return []
         whole = pa.concat_tables(parts, promote_options="permissive").unify_dictionaries()
-        head = whole.take(pa.array(self._live_rows))
+        head = select_rows(whole, self._live_rows)
         time = self._decode("events", "time_ns")["time_ns"][self._live_rows]
         live = {
             "kind": np.where(self._kind[self._live_rows] == _ALLOC, _LIVE, self._kind[self._live_rows]),

@@ -1,1 +1,1 @@
-"""From a live process to a trace."""
+"""Records the memory of a running training process into a trace."""

@@ -1,9 +1,9 @@
-"""Ties the clocks of the ranks of one job together over the job's own key-value store.
+"""Aligns the clocks of the ranks of a job through the job's key-value store.
 
-Rank 0 is the reference: the others ask it for the time, a few times, and believe the answer that came back soonest (as
-NTP does). That happens once when the recording begins, or as soon as the program has joined its process group, and
-again when it ends, which shows the drift. All of it runs on a thread of its own with a connection of its own, and gives
-up by itself: a rank that does not record, or died, keeps nobody waiting.
+Rank 0 is the reference. Every other rank asks rank 0 for the time ``NUM_PINGS`` times and keeps the answer with the
+shortest round trip, as NTP does. The exchange runs when the recording starts (or as soon as the program has joined its
+process group) and again when it ends, which shows the drift. It runs on its own thread with its own connection to the
+store and has deadlines, so a rank that does not record or has died blocks nobody.
 """
 
 from __future__ import annotations
@@ -12,34 +12,40 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 import torch
 
-PINGS: Final = 16
-LOOK_SECONDS: Final = 0.02
-"""How often the thread looks whether it should end, or the process group is there."""
-FIRST_PAUSE_SECONDS: Final = 2e-5
-END_SECONDS: Final = 2.0
-"""How long the end of a recording waits for the others."""
+from memtrace.format.manifest import ClockOffset
+
+NUM_PINGS: Final = 16
+POLL_SECONDS: Final = 0.02
+"""Interval at which the thread checks whether it should stop and whether the process group exists."""
+FIRST_POLL_SECONDS: Final = 2e-5
+"""First interval between two checks for a key; doubled up to ``POLL_SECONDS``."""
+STOP_TIMEOUT_SECONDS: Final = 2.0
+"""Maximum time that the end of a recording waits for other ranks."""
 
 
 @dataclass(frozen=True)
-class Offset:
-    """What to add to this rank's time for rank 0's, and by how much that can be wrong at most (half a round trip)."""
+class MeasuredOffset:
+    """Difference between the clock of rank 0 and the clock of this rank."""
 
     offset_ns: int
+    """Added to a time of this rank, it gives the time of rank 0."""
     error_ns: int
+    """Largest possible error of ``offset_ns``: half a round trip."""
 
 
 class ClockExchange:
-    """The exchange of one rank.
+    """One exchange of times between rank 0 and the other ranks.
 
     Args:
-        store: a connection to the store of the job, used by nobody else.
-        now: this rank's clock, ns.
-        key: what tells this exchange from others over the same store.
+        store: a connection to the job's store that nobody else uses.
+        rank: the rank of this process.
+        now: the clock of this rank, in nanoseconds.
+        key: prefix of the store's keys; unique to this exchange.
     """
 
     def __init__(self, store: Any, rank: int, now: Callable[[], int], key: str) -> None:
@@ -48,114 +54,115 @@ class ClockExchange:
         self._now = now
         self._key = key
 
-    def ask(self, stop: Callable[[], bool]) -> Offset | None:
-        """The offset from rank 0's clock; None where ``stop`` says that it took too long."""
+    def measure_offset(self, should_stop: Callable[[], bool]) -> MeasuredOffset | None:
+        """The offset from the clock of rank 0; None if ``should_stop`` became true before the first answer."""
         ticket = self._store.add(f"{self._key}/tickets", 1)
         self._store.set(f"{self._key}/ticket/{ticket}", str(self._rank))
-        best: Offset | None = None
-        for ping in range(PINGS):
-            sent = self._now()
+        best: MeasuredOffset | None = None
+        for ping in range(NUM_PINGS):
+            sent_ns = self._now()
             self._store.set(f"{self._key}/ask/{self._rank}/{ping}", "")
-            told = self._get(f"{self._key}/tell/{self._rank}/{ping}", stop)
-            received = self._now()
-            if told is None:
+            answer = self._get(f"{self._key}/answer/{self._rank}/{ping}", should_stop)
+            received_ns = self._now()
+            if answer is None:
                 return best
-            error = (received - sent + 1) // 2
-            if best is None or error < best.error_ns:
-                best = Offset(int(told) - (sent + received) // 2, error)
+            error_ns = (received_ns - sent_ns + 1) // 2
+            if best is None or error_ns < best.error_ns:
+                best = MeasuredOffset(int(answer) - (sent_ns + received_ns) // 2, error_ns)
         return best
 
-    def tell(self, count: int, stop: Callable[[], bool]) -> int:
-        """Answer ``count`` ranks in the order in which they come; how many came before ``stop``."""
-        for served in range(count):
-            rank = self._get(f"{self._key}/ticket/{served + 1}", stop)
+    def serve(self, num_ranks: int, should_stop: Callable[[], bool]) -> int:
+        """Answer ``num_ranks`` ranks in the order of their requests; return how many asked before ``should_stop``."""
+        for num_served in range(num_ranks):
+            rank = self._get(f"{self._key}/ticket/{num_served + 1}", should_stop)
             if rank is None:
-                return served
-            for ping in range(PINGS):
-                if self._get(f"{self._key}/ask/{int(rank)}/{ping}", stop) is None:
+                return num_served
+            for ping in range(NUM_PINGS):
+                if self._get(f"{self._key}/ask/{int(rank)}/{ping}", should_stop) is None:
                     break
-                self._store.set(f"{self._key}/tell/{int(rank)}/{ping}", str(self._now()))
-        return count
+                self._store.set(f"{self._key}/answer/{int(rank)}/{ping}", str(self._now()))
+        return num_ranks
 
-    def _get(self, key: str, stop: Callable[[], bool]) -> bytes | None:
-        """The value of a key once it is there. The store's own wait would write its timeouts to stderr."""
-        pause = FIRST_PAUSE_SECONDS
+    def _get(self, key: str, should_stop: Callable[[], bool]) -> bytes | None:
+        """The value of a key as soon as it is set. The store's own wait would print its timeouts to stderr."""
+        pause = FIRST_POLL_SECONDS
         while not self._store.check([key]):
-            if stop():
+            if should_stop():
                 return None
             time.sleep(pause)
-            pause = min(2 * pause, LOOK_SECONDS)
+            pause = min(2 * pause, POLL_SECONDS)
         value: bytes = self._store.get(key)
         return value
 
 
 class ClockAligner:
-    """Aligns the clock of this rank while a recording runs; ``stop`` gives what the manifest says of it.
+    """Aligns the clock of this rank while a recording runs.
 
-    ``name`` is the same on all ranks of a recording. A store keeps its keys for as long as the job lives, so each
-    recording of that name in this process has a number too.
+    Args:
+        trace_name: name of the trace; the same on all ranks. The store keeps its keys as long as the job runs, so every
+            recording of that name in this process also has a number.
+        rank: the rank of this process.
+        now: the clock of this rank, in nanoseconds.
     """
 
-    _times_used: ClassVar[Counter[str]] = Counter()
+    _num_recordings: ClassVar[Counter[str]] = Counter()
 
-    def __init__(self, name: str, rank: int, now: Callable[[], int]) -> None:
-        self._key = f"memtrace/clock/{name}/{self._times_used[name]}"
-        self._times_used[name] += 1
+    def __init__(self, trace_name: str, rank: int, now: Callable[[], int]) -> None:
+        self._key = f"memtrace/clock/{trace_name}/{self._num_recordings[trace_name]}"
+        self._num_recordings[trace_name] += 1
         self._rank = rank
         self._now = now
         self._stopping = threading.Event()
         self._deadline = 0.0
-        self._found: dict[str, Any] = {"reference_rank": 0, "offset_ns": None, "error_ns": None, "drift_ns": None}
+        self._offset = ClockOffset()
         self._thread = threading.Thread(target=self._run, name="memtrace-clock", daemon=True)
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Start the exchange on its own thread."""
         self._thread.start()
 
-    def stop(self) -> dict[str, Any]:
-        """Check for drift and end.
-
-        The keys: reference_rank; offset_ns, to be added to this rank's times for those of the reference; error_ns, by
-        how much that can be wrong; drift_ns, by how much the offset had changed at the end; note, where something
-        was in the way. Unknown is None.
-        """
-        self._deadline = time.monotonic() + END_SECONDS
+    def stop(self) -> ClockOffset:
+        """Measure the drift, end the thread and return the result."""
+        self._deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
         self._stopping.set()
-        self._thread.join(END_SECONDS + 1)
-        return dict(self._found)
+        self._thread.join(STOP_TIMEOUT_SECONDS + 1)
+        return self._offset
 
     def _run(self) -> None:
         while not torch.distributed.is_initialized():
-            if self._stopping.wait(LOOK_SECONDS):
-                self._found["note"] = "the program never joined a process group"
+            if self._stopping.wait(POLL_SECONDS):
+                self._update(note="the program never joined a process group")
                 return
         try:
             self._exchange()
-        except Exception as error:  # the store is the program's: whatever it says must not harm the program
-            self._found["note"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        except Exception as error:  # the store belongs to the program: its errors must not reach the program through us
+            self._update(note=f"{type(error).__name__}: {error}".splitlines()[0])
 
     def _exchange(self) -> None:
-        shared: Any = torch.distributed.distributed_c10d._get_default_store()
-        others = torch.distributed.get_world_size() - 1
-        store = shared.clone()
-        begin = ClockExchange(store, self._rank, self._now, f"{self._key}/begin")
-        end = ClockExchange(store, self._rank, self._now, f"{self._key}/end")
+        default_store: Any = torch.distributed.distributed_c10d._get_default_store()
+        num_others = torch.distributed.get_world_size() - 1
+        store = default_store.clone()
+        at_start = ClockExchange(store, self._rank, self._now, f"{self._key}/begin")
+        at_end = ClockExchange(store, self._rank, self._now, f"{self._key}/end")
         if self._rank == 0:
-            self._found |= {"offset_ns": 0, "error_ns": 0}
-            served = begin.tell(others, self._stopping.is_set)
+            self._update(offset_ns=0, error_ns=0)
+            num_served = at_start.serve(num_others, self._stopping.is_set)
             self._stopping.wait()
-            end.tell(served, self._late)
-            self._found["drift_ns"] = 0
+            at_end.serve(num_served, self._is_past_deadline)
+            self._update(drift_ns=0)
             return
-        first = begin.ask(self._stopping.is_set)
+        first = at_start.measure_offset(self._stopping.is_set)
         if first is None:
-            self._found["note"] = "rank 0 did not answer"
+            self._update(note="rank 0 did not answer")
             return
-        self._found |= {"offset_ns": first.offset_ns, "error_ns": first.error_ns}
+        self._update(offset_ns=first.offset_ns, error_ns=first.error_ns)
         self._stopping.wait()
-        last = end.ask(self._late)
+        last = at_end.measure_offset(self._is_past_deadline)
         if last is not None:
-            self._found["drift_ns"] = last.offset_ns - first.offset_ns
+            self._update(drift_ns=last.offset_ns - first.offset_ns)
 
-    def _late(self) -> bool:
+    def _update(self, **fields: Any) -> None:
+        self._offset = replace(self._offset, **fields)
+
+    def _is_past_deadline(self) -> bool:
         return time.monotonic() > self._deadline

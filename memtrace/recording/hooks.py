@@ -1,6 +1,6 @@
-"""The hooks a recording puts into torch: module calls, the autograd engine's entry, optimizer steps, pipeline stages.
+"""The hooks that a recording installs in torch: module calls, backward, optimizer steps, pipeline stages.
 
-All are undone.
+All of them are removed when the recording ends.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 import gc
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.optim import optimizer as optimizer_hooks
@@ -19,18 +19,29 @@ from memtrace.recording.labels import Labeller
 from memtrace.recording.observers import Observer
 from memtrace.recording.pipelining import watch_pipelining
 
+_RANGE: Final = SPAN_KINDS.index("range")
+_RANGE_NAME: Final = NAME_KINDS.index("range")
 
-def install(observer: Observer, labeller: Labeller, stepped: Callable[[torch.optim.Optimizer], None]) -> ExitStack:
-    """Put the hooks in; closing the stack takes them out. ``stepped`` is told of every optimizer step's end."""
+
+def install_hooks(
+    observer: Observer, labeller: Labeller, optimizer_stepped: Callable[[torch.optim.Optimizer], None]
+) -> ExitStack:
+    """Install all hooks; closing the returned stack removes them.
+
+    Args:
+        observer: is notified of module calls, backward passes and garbage collections.
+        labeller: labels the tensors of modules and optimizers.
+        optimizer_stepped: called after every optimizer step.
+    """
     undo = ExitStack()
     try:
         _watch_modules(observer, labeller, undo)
         _watch_backward(observer, undo)
-        flush = _watch_collections(observer, undo)
+        flush_collections = _watch_collections(observer, undo)
 
         def after_step(optimizer: torch.optim.Optimizer) -> None:
-            flush()
-            stepped(optimizer)
+            flush_collections()
+            optimizer_stepped(optimizer)
 
         _watch_optimizers(labeller, after_step, undo)
         watch_pipelining(observer, undo)
@@ -41,9 +52,9 @@ def install(observer: Observer, labeller: Labeller, stepped: Callable[[torch.opt
 
 
 def _watch_modules(observer: Observer, labeller: Labeller, undo: ExitStack) -> None:
-    """Wrap ``Module.__call__``: torch's global forward hooks would cost every module call several times more."""
+    """Wrap ``Module.__call__``. torch's global forward hooks would make every module call several times slower."""
     original = torch.nn.Module.__call__
-    push, pop, name_of, known = (
+    push, pop, name_module, known = (
         observer.push_module,
         observer.pop_module,
         labeller.module_name,
@@ -56,7 +67,7 @@ def _watch_modules(observer: Observer, labeller: Labeller, undo: ExitStack) -> N
             return original(self, *args, **kwargs)
         name = known.get(id(self))
         if name is None:
-            name = name_of(self)
+            name = name_module(self)
         if push(name) == 1 and torch.is_grad_enabled():
             labeller.label_inputs((args, kwargs))
         try:
@@ -81,51 +92,51 @@ def _watch_backward(observer: Observer, undo: ExitStack) -> None:
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
-        started = observer.begin_backward()
+        started_ns = observer.begin_backward()
         try:
             return original(*args, **kwargs)
         finally:
-            observer.end_backward(started)
+            observer.end_backward(started_ns)
 
-    # torch.compiler's own tracing patches the function in the same two places.
-    places: tuple[Any, ...] = (torch.autograd.graph, torch.autograd)
-    for place in places:
-        place._engine_run_backward = run_backward
+    # torch.compiler's own tracing patches the function in the same two modules.
+    modules: tuple[Any, ...] = (torch.autograd.graph, torch.autograd)
+    for module in modules:
+        module._engine_run_backward = run_backward
 
     def restore() -> None:
-        for place in places:
-            if place._engine_run_backward is run_backward:
-                place._engine_run_backward = original
+        for module in modules:
+            if module._engine_run_backward is run_backward:
+                module._engine_run_backward = original
 
     undo.callback(restore)
 
 
 def _watch_collections(observer: Observer, undo: ExitStack) -> Callable[[], None]:
-    """Note the garbage collections that freed something: what they free, reference cycles held.
+    """Record garbage collections that freed objects: reference cycles kept those objects' memory alive.
 
-    A collection can begin anywhere, inside the observer as well: its span is written later, by the returned function.
+    A collection can start anywhere, also inside the observer, so its span is recorded later, by the returned function.
     """
-    now, started = observer.now, [0]
-    ended: list[tuple[int, int]] = []
-    name = observer.name_id(NAME_KINDS.index("range"), "gc")
+    now, started_ns = observer.now, [0]
+    collections: list[tuple[int, int]] = []
+    name = observer.name_id(_RANGE_NAME, "gc")
 
-    def collects(phase: str, info: dict[str, int]) -> None:
+    def on_collection(phase: str, info: dict[str, int]) -> None:
         if phase == "start":
-            started[0] = now()
+            started_ns[0] = now()
         elif info.get("collected"):
-            ended.append((started[0], now()))
+            collections.append((started_ns[0], now()))
 
     def flush() -> None:
-        while ended:
-            observer.span(SPAN_KINDS.index("range"), name, *ended.pop(), -1)
+        while collections:
+            observer.span(_RANGE, name, *collections.pop(), -1)
 
-    gc.callbacks.append(collects)
+    gc.callbacks.append(on_collection)
     undo.callback(flush)
-    undo.callback(gc.callbacks.remove, collects)
+    undo.callback(gc.callbacks.remove, on_collection)
     return flush
 
 
-def _watch_optimizers(labeller: Labeller, stepped: Callable[[torch.optim.Optimizer], None], undo: ExitStack) -> None:
+def _watch_optimizers(labeller: Labeller, after_step: Callable[[torch.optim.Optimizer], None], undo: ExitStack) -> None:
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             labeller.before_optimizer_step(optimizer)
@@ -133,7 +144,7 @@ def _watch_optimizers(labeller: Labeller, stepped: Callable[[torch.optim.Optimiz
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             labeller.after_optimizer_step(optimizer)
-            stepped(optimizer)
+            after_step(optimizer)
 
     undo.callback(optimizer_hooks.register_optimizer_step_pre_hook(before).remove)
     undo.callback(optimizer_hooks.register_optimizer_step_post_hook(after).remove)

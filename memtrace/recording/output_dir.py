@@ -1,4 +1,4 @@
-"""Where a recording goes, and what happens to the trace that was there before."""
+"""The folder a rank records into: claiming it, moving it, and keeping the trace that was there before."""
 
 from __future__ import annotations
 
@@ -14,82 +14,87 @@ from typing import Final
 from memtrace.errors import MemtraceError
 from memtrace.format import schema
 
-WAIT_SECONDS: Final = 3.0
-LOOK_SECONDS: Final = 0.05
+MOVE_TIMEOUT_SECONDS: Final = 3.0
+MOVE_RETRY_SECONDS: Final = 0.05
 
 
 @dataclass
-class Place:
-    """The folder of one rank, this process's own until it is left."""
+class OutputDir:
+    """The folder of one rank in a trace, claimed by this process until it is released."""
 
     folder: Path
+    """Folder of the rank, such as ``run.memtrace/rank=0``."""
     _lock: int | None
 
     @property
     def trace(self) -> Path:
-        """The folder of the trace."""
+        """Folder of the trace."""
         return self.folder.parent
 
-    def leave(self) -> None:
-        """From now on another recording may take the place; what is in it is kept aside then."""
+    def release(self) -> None:
+        """Allow other recordings to claim the folder. They move the trace in it aside."""
         if self._lock is not None:
             import fcntl
 
-            # Closing alone would leave it locked by children that were forked meanwhile.
+            # Closing the file alone would leave the folder locked by child processes forked in the meantime.
             fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = None
 
 
-def take_place(trace: Path, rank: int, world_size: int) -> Place:
-    """Make the folder of ``rank`` in ``trace`` this process's own; an older trace in it moves to a free name beside.
+def claim_output_dir(trace: Path, rank: int, world_size: int) -> OutputDir:
+    """Create and claim the folder of ``rank`` in ``trace``. An older trace in it is moved aside.
 
-    Where another process is recording into it right now (two processes that take themselves for the same rank), it is
-    that of ``<trace>-2``, ``-3``, ... instead. Raises MemtraceError where the folder holds something that is no trace
-    of ours, OSError where it cannot be made.
+    If another process is recording into that folder (two processes with the same rank), the folder is in
+    ``<trace>-2``, ``<trace>-3``, ... instead.
+
+    Raises:
+        MemtraceError: The folder contains something other than a memtrace trace.
+        OSError: The folder cannot be created.
     """
     for number in count(1):
-        here = trace if number == 1 else trace.with_name(f"{trace.stem}-{number}{trace.suffix}")
-        place = _claim(here / f"rank={rank}")
-        if place is None:
+        candidate = trace if number == 1 else trace.with_name(f"{trace.stem}-{number}{trace.suffix}")
+        output_dir = _try_claim(candidate / f"rank={rank}")
+        if output_dir is None:
             continue
         with ExitStack() as undo:
-            undo.callback(place.leave)
-            if keep_older_trace(place.folder, world_size if rank == 0 else None):
-                # The lock went with what was there.
-                place = _claim(place.folder)
-                if place is None:
+            undo.callback(output_dir.release)
+            if move_older_trace(output_dir.folder, world_size if rank == 0 else None):
+                # The claimed folder itself was moved: claim the new one.
+                output_dir = _try_claim(output_dir.folder)
+                if output_dir is None:
                     continue
             else:
                 undo.pop_all()
         if number > 1:
             print(
-                f"memtrace: another process is recording into {trace}, so this one records into {here}; if they join "
-                "one process group, their traces are put together at the end",
+                f"memtrace: another process is recording into {trace}; recording into {candidate} instead. If both "
+                "processes join one process group, their traces are merged when the recording ends",
                 file=sys.stderr,
             )
-        return place
-    raise AssertionError("count() has no end")
+        return output_dir
+    raise AssertionError("count() never ends")
 
 
-def move_place(place: Place, trace: Path, rank: int) -> bool:
-    """Make a place, in which nothing is written any more, that of ``rank`` in ``trace``; whether that was possible.
+def move_output_dir(output_dir: OutputDir, trace: Path, rank: int) -> bool:
+    """Move a finished rank folder to the folder of ``rank`` in ``trace``; return whether that was possible.
 
-    Another process of the job may still be recording there, not knowing its rank either: it is given a moment.
+    Another process of the job that does not know its rank yet may still be recording there, so this retries for up to
+    ``MOVE_TIMEOUT_SECONDS``.
     """
-    target, left = trace / f"rank={rank}", place.trace
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not _renamed(place.folder, target):
+    target, previous_trace = trace / f"rank={rank}", output_dir.trace
+    deadline = time.monotonic() + MOVE_TIMEOUT_SECONDS
+    while not _try_rename(output_dir.folder, target):
         if time.monotonic() > deadline:
             return False
-        time.sleep(LOOK_SECONDS)
-    place.folder = target
+        time.sleep(MOVE_RETRY_SECONDS)
+    output_dir.folder = target
     with suppress(OSError):
-        left.rmdir()  # unless it holds other ranks
+        previous_trace.rmdir()  # fails if it contains other ranks
     return True
 
 
-def _renamed(folder: Path, target: Path) -> bool:
+def _try_rename(folder: Path, target: Path) -> bool:
     if folder != target:
         try:
             folder.rename(target)
@@ -98,14 +103,14 @@ def _renamed(folder: Path, target: Path) -> bool:
     return True
 
 
-def _claim(folder: Path) -> Place | None:
-    """The folder, made and locked; None where another process has it. Without locks everybody gets it.
+def _try_claim(folder: Path) -> OutputDir | None:
+    """Create and lock a folder; None if another process has locked it. Without file locks every claim succeeds.
 
-    The system takes the lock from a process that ends, however it ends.
+    The operating system releases the lock when the process ends, however it ends.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if sys.platform == "win32":
-        return Place(folder, None)
+        return OutputDir(folder, None)
     import fcntl
 
     lock = os.open(folder, os.O_RDONLY)
@@ -113,34 +118,42 @@ def _claim(folder: Path) -> Place | None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(lock)
-        return None if isinstance(error, BlockingIOError) else Place(folder, None)
-    return Place(folder, lock)
+        return None if isinstance(error, BlockingIOError) else OutputDir(folder, None)
+    return OutputDir(folder, lock)
 
 
-def keep_older_trace(folder: Path, world_size: int | None = None) -> bool:
-    """Move a trace that is already in ``folder`` (one rank of a trace) to the first free name beside it.
+def move_older_trace(rank_folder: Path, world_size: int | None = None) -> bool:
+    """Move an existing trace in ``rank_folder`` to the first free name ``<trace>-old1``, ``<trace>-old2``, ....
 
-    With ``world_size`` the ranks beside it that this job does not have (of an earlier, larger one) go with it. Whether
-    ``folder`` itself moved. Raises MemtraceError when it holds something that is not a trace of ours.
+    Args:
+        rank_folder: Folder of one rank in a trace.
+        world_size: If given, ranks of an earlier, larger job that this job does not have are moved as well.
+
+    Returns:
+        Whether ``rank_folder`` itself was moved.
+
+    Raises:
+        MemtraceError: ``rank_folder`` contains something other than a memtrace trace.
     """
-    old = [folder] if folder.exists() and any(folder.iterdir()) else []
-    if old and not (folder / schema.MANIFEST_NAME).is_file():
-        raise MemtraceError(f"{folder} exists and is not a memtrace trace; choose another path")
+    folders = [rank_folder] if rank_folder.exists() and any(rank_folder.iterdir()) else []
+    if folders and not (rank_folder / schema.MANIFEST_NAME).is_file():
+        raise MemtraceError(f"{rank_folder} contains files but is not a memtrace trace; choose another path")
+    trace = rank_folder.parent
     if world_size is not None:
-        ranks = {path: path.name.removeprefix("rank=") for path in folder.parent.glob("rank=*")}
-        old += [path for path, rank in ranks.items() if rank.isdecimal() and int(rank) >= world_size]
-    if not old:
+        ranks = {folder: folder.name.removeprefix("rank=") for folder in trace.glob("rank=*")}
+        folders += [folder for folder, rank in ranks.items() if rank.isdecimal() and int(rank) >= world_size]
+    if not folders:
         return False
-    trace = folder.parent
     number = 1
-    while any((_older(trace, number) / path.name).exists() for path in old):
+    while any((_backup(trace, number) / folder.name).exists() for folder in folders):
         number += 1
-    _older(trace, number).mkdir(parents=True, exist_ok=True)
-    for path in old:
-        path.rename(_older(trace, number) / path.name)
-    print(f"memtrace: the trace that was in {trace} is now {_older(trace, number)}", file=sys.stderr)
-    return folder in old
+    backup = _backup(trace, number)
+    backup.mkdir(parents=True, exist_ok=True)
+    for folder in folders:
+        folder.rename(backup / folder.name)
+    print(f"memtrace: renamed the existing trace {trace} to {backup}", file=sys.stderr)
+    return rank_folder in folders
 
 
-def _older(trace: Path, number: int) -> Path:
+def _backup(trace: Path, number: int) -> Path:
     return trace.with_name(f"{trace.stem}-old{number}{trace.suffix}")

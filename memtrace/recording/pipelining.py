@@ -1,8 +1,8 @@
-"""Marks what a rank of a pipeline is at: the actions of a schedule, as spans of kind ``action``.
+"""Records the actions of pipeline schedules as spans of kind ``action``.
 
-The stages of torch.distributed.pipelining are marked by themselves. Their own ranges ("Forward 3") do not say which
-stage they are of, and 1F1B has none, so the methods that every schedule calls are wrapped instead. A step of a schedule
-is a range with the name of its class.
+The stages of torch.distributed.pipelining are marked automatically. Their profiler ranges ("Forward 3") do not name the
+stage, and 1F1B has no ranges, so the methods that all schedules call are wrapped. A step of a schedule is a range with
+the name of the schedule's class.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final, Literal
@@ -22,35 +23,50 @@ from memtrace.format.schema import NAME_KINDS, SPAN_KINDS
 from memtrace.recording.observers import Observer
 
 Direction = Literal["forward", "backward", "input_backward", "weight_backward"]
-LETTERS: Final = {"forward": "F", "backward": "B", "input_backward": "I", "weight_backward": "W"}
-"""The letters of ``memtrace.format.schema.SPAN_KINDS``' actions."""
+ACTION_LETTERS: Final = {"forward": "F", "backward": "B", "input_backward": "I", "weight_backward": "W"}
+"""The letter of each direction in the notation of actions; see ``memtrace.format.schema.SPAN_KINDS``."""
 _STAGE_MODULE: Final = "torch.distributed.pipelining.stage"
 _SCHEDULE_MODULE: Final = "torch.distributed.pipelining.schedules"
 TORCH_RANGE: Final = "torch.distributed.pipelining."
+"""Prefix of the names of ranges that stand for one step of a torch schedule."""
 _ACTION: Final = SPAN_KINDS.index("action")
 _RANGE: Final = SPAN_KINDS.index("range")
 _RANGE_NAME: Final = NAME_KINDS.index("range")
 
 
+@dataclass
+class PipelinePosition:
+    """Where in a hand-written pipeline the program currently is."""
+
+    stage: tuple[int, int] | None = None
+    """Numbers of the stage and of the pipeline; None outside ``Recording.stage``."""
+    is_in_microbatch: bool = False
+    """Whether the program is inside ``Recording.microbatch``."""
+
+
 def action_text(direction: Direction, stage: int, microbatch: int, pipeline: int = 0) -> str:
-    """The name of an action, as ``memtrace.pipeline.schedules.actions`` reads it: F0.3, B2.5@1."""
-    if direction not in LETTERS:
-        raise MemtraceError(f"direction={direction!r} is none of {', '.join(LETTERS)}")
-    return f"{LETTERS[direction]}{stage}.{microbatch}{f'@{pipeline}' if pipeline else ''}"
+    """An action in the notation that ``memtrace.pipeline.schedules.actions`` parses, such as F0.3 or B2.5@1.
+
+    Raises:
+        MemtraceError: the direction is unknown.
+    """
+    if direction not in ACTION_LETTERS:
+        raise MemtraceError(f"direction={direction!r} is unknown; pass one of {', '.join(ACTION_LETTERS)}")
+    return f"{ACTION_LETTERS[direction]}{stage}.{microbatch}{f'@{pipeline}' if pipeline else ''}"
 
 
 @contextmanager
 def mark_action(observer: Observer, text: str) -> Iterator[None]:
-    """What runs inside is the action ``text``."""
-    name, started = observer.name_id(_RANGE_NAME, text), observer.now()
+    """Record what runs inside the ``with`` block as the action ``text``."""
+    name, started_ns = observer.name_id(_RANGE_NAME, text), observer.now()
     try:
         yield
     finally:
-        observer.span(_ACTION, name, started, observer.now(), -1)
+        observer.span(_ACTION, name, started_ns, observer.now(), -1)
 
 
 def watch_pipelining(observer: Observer, undo: ExitStack) -> None:
-    """Mark the actions of torch's stages from now on, also where the program imports them later."""
+    """Mark the actions of torch's pipeline stages, even if the program imports them later."""
     patches: dict[str, Callable[[ModuleType], None]] = {
         _STAGE_MODULE: lambda module: _wrap_stage(module, observer, undo),
         _SCHEDULE_MODULE: lambda module: _wrap_schedules(module, observer, undo),
@@ -59,9 +75,9 @@ def watch_pipelining(observer: Observer, undo: ExitStack) -> None:
         if name in sys.modules:
             patch(sys.modules[name])
         else:
-            finder = _WhenImported(name, patch)
-            sys.meta_path.insert(0, finder)
-            undo.callback(finder.forget)
+            watcher = _ImportWatcher(name, patch)
+            sys.meta_path.insert(0, watcher)
+            undo.callback(watcher.remove)
 
 
 def _wrap_stage(module: ModuleType, observer: Observer, undo: ExitStack) -> None:
@@ -98,17 +114,17 @@ def _wrap_step(base: type, observer: Observer, undo: ExitStack) -> None:
 
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        name, started = observer.name_id(_RANGE_NAME, f"{TORCH_RANGE}{type(self).__name__}"), observer.now()
+        name, started_ns = observer.name_id(_RANGE_NAME, f"{TORCH_RANGE}{type(self).__name__}"), observer.now()
         try:
             return original(self, *args, **kwargs)
         finally:
-            observer.span(_RANGE, name, started, observer.now(), -1)
+            observer.span(_RANGE, name, started_ns, observer.now(), -1)
 
     _replace(base, "step", step, undo)
 
 
 def _wrap_loss(module: ModuleType, observer: Observer, undo: ExitStack) -> None:
-    """The loss of a micro-batch is part of its last stage's forward, but computed after it."""
+    """Mark the loss of a micro-batch, which is computed after the last stage's forward, as part of that forward."""
     base = module._PipelineSchedule
     original = base._maybe_compute_loss
 
@@ -133,33 +149,33 @@ def _replace(owner: type, name: str, replacement: Any, undo: ExitStack) -> None:
     undo.callback(restore)
 
 
-class _WhenImported(importlib.abc.MetaPathFinder):
-    """Calls ``then`` with a module as soon as it has been imported."""
+class _ImportWatcher(importlib.abc.MetaPathFinder):
+    """Calls ``on_import`` with the module ``name`` as soon as the program has imported it."""
 
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+    def __init__(self, name: str, on_import: Callable[[ModuleType], None]) -> None:
         self._name = name
-        self._then = then
+        self._on_import = on_import
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        """The spec that the others find, with a loader that tells us."""
+        """The module's usual spec, with a loader that calls ``on_import``."""
         if fullname != self._name:
             return None
-        self.forget()
+        self.remove()
         spec = importlib.util.find_spec(fullname)
-        return self._telling(spec) if spec is not None and spec.loader is not None else spec
+        return self._wrap_loader(spec) if spec is not None and spec.loader is not None else spec
 
-    def forget(self) -> None:
-        """Wait no longer."""
+    def remove(self) -> None:
+        """Stop watching imports."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
-    def _telling(self, spec: ModuleSpec) -> ModuleSpec:
+    def _wrap_loader(self, spec: ModuleSpec) -> ModuleSpec:
         loader: Any = spec.loader
-        execute = loader.exec_module
+        original = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            execute(module)
-            self._then(module)
+            original(module)
+            self._on_import(module)
 
         loader.exec_module = exec_module
         return spec

@@ -21,7 +21,7 @@ from memtrace.recording.manifest import ManifestFile
 from memtrace.recording.observers import Batch, Observer
 
 if TYPE_CHECKING:
-    from memtrace.recording.cuda import CudaSide
+    from memtrace.recording.cuda import CudaMonitor
     from memtrace.recording.ring import Ring
 
 FLUSH_SECONDS: Final = 5.0
@@ -48,7 +48,7 @@ class Writer:
         ring: Ring | None,
         failed: Callable[[str], None],
         flush_seconds: float = FLUSH_SECONDS,
-        cuda: CudaSide | None = None,
+        cuda: CudaMonitor | None = None,
     ) -> None:
         self._observer = observer
         self._folder = folder

@@ -16,7 +16,8 @@ from torch import nn
 from memtrace.analysis.leaks import find_leaks, keeps_growing, live_bytes_at_step_ends
 from memtrace.trace import Trace
 from tests.builders import event, step, trace_of
-from tests.programs.training import STEPS, recorded
+from tests.programs.tasks import Task
+from tests.programs.training import recorded, train
 
 MIB = 1 << 20
 
@@ -24,16 +25,8 @@ MIB = 1 << 20
 def record_training(folder: Path, after_step: Callable[[int], None]) -> Trace:
     """Return the trace of a training loop that calls ``after_step`` with the number of each step at its end."""
     model = nn.Linear(64, 64)
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def train() -> None:
-        for number in range(STEPS):
-            optimizer.zero_grad()
-            model(torch.randn(4, 64)).square().mean().backward()
-            optimizer.step()
-            after_step(number)
-
-    return recorded(train, folder / "run.memtrace")
+    task = Task(model, lambda _: model(torch.randn(4, 64)).square().mean())
+    return recorded(lambda: train(task, after_step), folder / "run.memtrace")
 
 
 def test_a_leak_is_reported_with_its_site_its_growth_and_the_time_to_exhaustion(tmp_path: Path) -> None:

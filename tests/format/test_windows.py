@@ -5,71 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import memtrace
 from memtrace.analysis.attribution import step_rows
-from memtrace.analysis.blocks import blocks
-from memtrace.analysis.peak import find_peak, level_at, live_after, requested_bytes, reserved_bytes
+from memtrace.analysis.coverage import compute_coverage
 from memtrace.analysis.steps import step_columns
-from memtrace.format.schema import EVENT_KINDS, SPAN_KINDS
+from memtrace.analysis.windows import step_window
+from memtrace.errors import TraceError
+from memtrace.format.schema import SPAN_KINDS
 from memtrace.trace import Trace
+from tests.builders import event, trace_of
+from tests.format.agreement import assert_agrees, end_of_part, random_starts
 from tests.format.random_traces import RandomTrace, in_memory, on_disk
-
-JUDGED = ("category", "phase", "module", "stack", "op_name", "name", "size", "allocated_size", "address", "alloc_ns")
-LIVE = EVENT_KINDS.index("live")
-
-
-def num_head_rows(window: Trace, num_rows: int) -> int:
-    """Rows of a window's events before its first own event."""
-    return window.num_rows("events") - num_rows
-
-
-def ids_of(trace: Trace) -> np.ndarray[Any, Any]:
-    return trace.block_ids if trace.block_ids is not None else np.arange(len(blocks(trace)))
-
-
-def described(trace: Trace, row: int) -> dict[int, tuple[Any, ...]]:
-    """What is known of every block that is live after a row, by the block's id."""
-    columns, ids = blocks(trace), ids_of(trace)
-    live = [block for code in range(len(trace.devices)) for block in live_after(columns, code, row).tolist()]
-    return {int(ids[block]): tuple(int(getattr(columns, name)[block]) for name in JUDGED) for block in live}
-
-
-def assert_agrees(window: Trace, whole: Trace, first: int, end: int) -> None:
-    """Assert that a window of the rows from ``first`` up to ``end`` of the whole agrees with it at every row."""
-    head = num_head_rows(window, end - first)
-    assert head >= 0
-    for row in range(first - 1, end):
-        assert described(window, row - first + head) == described(whole, row)
-    rows = np.arange(first, end)
-    for device in window.devices:
-        expected = level_at(requested_bytes(whole, device), rows)
-        assert level_at(requested_bytes(window, device), rows - first + head).tolist() == expected.tolist()
-        before = level_at(requested_bytes(whole, device), np.array([first - 1]))
-        assert find_peak(window, device).requested.bytes == max([*before, *expected])
-        reserved = reserved_bytes(whole, device)
-        if reserved is not None and (window_reserved := reserved_bytes(window, device)) is not None:
-            assert level_at(window_reserved, rows - first + head).tolist() == level_at(reserved, rows).tolist()
-
-
-def random_starts(random: Random, num_events: int) -> list[int]:
-    return [0, *sorted(random.sample(range(1, num_events), min(num_events - 1, random.randint(0, 6))))]
-
-
-def end_of_part(starts: list[int], num_events: int, row: int) -> int:
-    """The end of the part in which the first row outside a window lies."""
-    return next((start for start in starts if start > row), num_events)
 
 
 def has_phases(trace: Trace) -> bool:
     return bool((trace.columns("spans", "kind")["kind"] == SPAN_KINDS.index("phase")).any())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), accesses=st.booleans(), data=st.data())
 def test_a_window_agrees_with_the_whole_at_every_row(seed: int, accesses: bool, data: st.DataObject) -> None:
     rows = RandomTrace(seed, accesses=accesses).rows
@@ -88,7 +47,7 @@ def test_a_window_agrees_with_the_whole_at_every_row(seed: int, accesses: bool, 
         assert_agrees(window, known, first, end)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32), steps=st.tuples(st.integers(0, 3), st.integers(0, 3)))
 def test_a_window_of_steps_has_their_rows_and_numbers(seed: int, steps: tuple[int, int]) -> None:
     rows = RandomTrace(seed).rows
@@ -108,7 +67,7 @@ def test_a_window_of_steps_has_their_rows_and_numbers(seed: int, steps: tuple[in
                 assert values.tolist() == whole_columns[name][first_step : last_step + 1].tolist(), name
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32), data=st.data())
 def test_a_window_of_a_trace_in_memory_agrees_with_all_of_it(seed: int, data: st.DataObject) -> None:
     rows = RandomTrace(seed).rows
@@ -120,7 +79,7 @@ def test_a_window_of_a_trace_in_memory_agrees_with_all_of_it(seed: int, data: st
     assert_agrees(whole.window_of_rows(first, end), whole, first, end)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_a_trace_in_parts_is_the_trace_in_memory(seed: int) -> None:
     rows = RandomTrace(seed).rows
@@ -133,3 +92,71 @@ def test_a_trace_in_parts_is_the_trace_in_memory(seed: int) -> None:
         for table in ("ops", "spans", "labels"):
             key = {"ops": "op_id", "spans": "start_ns", "labels": "block_id"}[table]
             assert sorted(trace.columns(table, key)[key]) == sorted(whole.columns(table, key)[key])
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Trace:
+    return on_disk(RandomTrace(5).rows, tmp_path / "x.memtrace", [0, 10, 20])
+
+
+def test_steps_that_do_not_exist_are_an_error_that_says_which_do(trace: Trace) -> None:
+    for steps in ((0, 4), (9, 9), (4, None)):
+        with pytest.raises(TraceError, match=r"has no step \d\. It has steps 0 to 3"):
+            trace.window(*steps)
+        with pytest.raises(TraceError, match="has steps 0 to 3"):
+            step_window(trace, *steps)
+    with pytest.raises(ValueError, match="steps or times"):
+        trace.window(1, 2, start_ns=5)
+
+
+def test_coverage_says_which_window_it_is(trace: Trace) -> None:
+    assert "This is a window of the trace: steps 1 to 2." in compute_coverage(trace.window(1, 2)).notes
+    assert "This is a window of the trace: step 1." in compute_coverage(trace.window(1, 1)).notes
+    assert "This is a window of the trace: 5 ns to the end." in compute_coverage(trace.window(start_ns=5)).notes
+
+
+def test_an_open_end_is_the_end_of_the_trace(trace: Trace) -> None:
+    events = trace.window(2, None).columns("events", "time_ns")["time_ns"]
+    assert events[-1] == trace.columns("events", "time_ns")["time_ns"][-1]
+    assert trace.window(None, 1).columns("events", "time_ns")["time_ns"][0] == trace.events["time_ns"][0]
+
+
+def test_the_first_rows_of_a_window_are_live(trace: Trace) -> None:
+    events = trace.window(2, 3).events
+    head = events[: int(events.index[events.kind == "live"].max()) + 1]
+    assert set(head.kind) <= {"segment_map", "baseline", "live"}
+    ops = trace.window(2, 3).ops
+    assert set(ops.op_id) <= set(events.op_id.dropna())
+
+
+def test_several_ranks_are_cut_by_their_own_steps(tmp_path: Path) -> None:
+    traces = [on_disk(RandomTrace(seed).rows, tmp_path / str(seed), [0, 10]) for seed in (6, 7)]
+    job = Trace(None, {rank: trace._source for rank, trace in enumerate(traces)})
+    window = job.window(1, 2)
+    for rank, trace in enumerate(traces):
+        assert step_rows(window.rank(rank)).start_ns.tolist() == step_rows(trace).start_ns[1:3].tolist()
+    with pytest.raises(TraceError, match="rank 0: The trace has no step 7"):
+        job.window(7, 7)
+
+
+def test_detected_steps_keep_their_numbers_in_a_window() -> None:
+    events = []
+    for number in range(8):
+        for kind, delay in (("alloc", 0), ("free", 10)):
+            events += [
+                event(kind, 6 * number + block, 20 * number + delay + block, 100 + 10 * block) for block in range(6)
+            ]
+    whole = trace_of(events=events)
+    steps = step_rows(whole)
+    assert len(steps.number) >= 4
+    window = step_window(whole, 1, 2)
+    assert step_rows(window).number.tolist() == [1, 2]
+    first, end = int(steps.first_row[1]), int(steps.end_row[2])
+    assert_agrees(window, whole, first, end)
+
+
+def test_a_window_of_an_imported_file_agrees_with_the_file(tmp_path: Path) -> None:
+    rows = RandomTrace(8).rows
+    whole = in_memory(rows)
+    window = memtrace.load(on_disk(rows, tmp_path / "x", [0, 7, 14]).path or "").window(0, 3)
+    assert step_columns(window)["num_allocs"].tolist() == step_columns(whole)["num_allocs"].tolist()

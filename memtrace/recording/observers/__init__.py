@@ -1,4 +1,4 @@
-"""Observers: what sees allocations and accesses in the running process. Two of them, one contract."""
+"""Observers, which see the allocations and accesses of the running process, and their common interface."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from memtrace.format.schema import OBSERVED_TABLES, batch_dtypes
 if TYPE_CHECKING:
     import torch
 
-# One drained batch: columns as raw little-endian bytes under "table.column", and the new names under "names"
-# as tuples (id, index into NAME_KINDS, text, frames).
 Batch = dict[str, Any]
+"""The result of ``Observer.drain``: columns as raw little-endian bytes under "table.column", and new names under
+"names" as tuples (id, index into NAME_KINDS, text, ids of the frames)."""
 
 COLUMN_DTYPES: Final = {table: batch_dtypes(table) for table in OBSERVED_TABLES}
 """Columns and numpy dtypes of a batch. Kinds, phases and categories are codes into the tuples of
@@ -20,84 +20,103 @@ COLUMN_DTYPES: Final = {table: batch_dtypes(table) for table in OBSERVED_TABLES}
 nullable column, which is null in every row then, except ``allocated_size``, which is ``size`` then."""
 
 CudaRow = tuple[int, int, int, int, int, int, int, int]
-"""An event of CUDA's allocator told from outside: kind, number of the device, address (of an oom what the device had
-free), size, stream, pool, extra (of a baseline its allocated size; of OLDER_SEGMENT 1 where it is expandable), time_ns
-(-1: now). Bytes."""
+"""An event of the CUDA allocator from a source other than the observer: kind, device number, address, size, stream,
+pool, extra, time_ns.
+
+Sizes are in bytes. ``address`` of an out-of-memory event is the free memory of the device. ``extra`` is the allocated
+size of a baseline block, and 1 for an OLDER_SEGMENT that is expandable. ``time_ns`` -1 means now."""
 OLDER_SEGMENT: Final = 13
-"""A kind of row beside those of EVENT_KINDS: a segment older than the recording, which makes no event."""
+"""Kind of a ``CudaRow``, in addition to EVENT_KINDS: a segment older than the recording. It creates no event."""
 
 
 class Observer(Protocol):
-    """Sees every allocation, free, read and write from ``start`` to ``stop``; ``drain`` hands over what it saw.
+    """Sees every allocation, free, read and write between ``start`` and ``stop``.
 
-    The marking functions are called by the session's hooks on the thread they speak of. Name ids come from
-    ``name_id``; -1 stands for no name.
+    Hooks call the marking functions on the thread that a mark is about. Name ids come from ``name_id``; -1 is no name.
     """
 
     kind: str
+    """Name of the observer in the manifest."""
 
     def start(self, *, accesses: bool, stacks: bool, stack_min_bytes: int, device_time_min_bytes: int) -> None:
-        """Begin to observe this process; the calling thread at once, others with their first allocation.
+        """Start to observe this process: the calling thread immediately, other threads from their first allocation.
 
-        Operators that touch a block on a GPU of at least ``device_time_min_bytes`` are timed there; -1: none.
+        Args:
+            accesses: whether to record reads and writes.
+            stacks: whether to record Python stacks.
+            stack_min_bytes: operators that allocate fewer bytes get no stack unless they create autograd nodes.
+            device_time_min_bytes: operators that access a GPU block of at least this size are timed on the GPU; -1
+                times none.
         """
 
     def stop(self) -> None:
-        """End; nothing is left hooked. What was seen and not drained stays for one last ``drain``."""
+        """Stop observing and remove all hooks. A last ``drain`` returns the rest."""
 
     def wait(self, seconds: float) -> int:
-        """Sleep until there is much to drain, the time is over or the observer stopped; the number of records."""
+        """Sleep until there is much to drain, ``seconds`` have passed or the observer stops; return the number of
+        records.
+        """
 
     def wake(self) -> None:
         """End a ``wait`` on another thread."""
 
     def drain(self, until_ns: int) -> Batch:
-        """Take what was seen since the last call and until a time; -1: everything."""
+        """Return and remove the records up to ``until_ns``; -1 for all of them."""
 
     def overrun(self) -> bool:
-        """Whether the observer ended itself because nobody drained it."""
+        """Whether the observer stopped by itself because its records were not drained fast enough."""
 
     def now(self) -> int:
         """Nanoseconds since ``start``."""
 
     def name_id(self, kind: int, text: str) -> int:
-        """The id of a name, new or known; kind is an index into NAME_KINDS."""
+        """The id of a new or known name. ``kind`` is an index into NAME_KINDS."""
 
     def hide_frames_of(self, code: CodeType) -> None:
-        """Leave the frames of a function of ours out of Python stacks."""
+        """Leave the frames of a function out of Python stacks."""
 
     def push_module(self, name: int) -> int:
-        """A module's forward begins; the depth of module calls then."""
+        """Record that a module's forward starts; return the depth of module calls including it."""
 
     def pop_module(self, name: int) -> None:
-        """It ends, and with it calls inside it that an exception cut short."""
+        """Record that a module's forward ends, and with it any calls inside it that an exception ended."""
 
     def begin_backward(self) -> int:
-        """The autograd engine starts; the time."""
+        """Record that the autograd engine starts; return the time."""
 
-    def end_backward(self, started: int) -> None:
-        """It has returned; ``started`` is what ``begin_backward`` gave."""
+    def end_backward(self, started_ns: int) -> None:
+        """Record that the autograd engine has returned. ``started_ns`` is the result of ``begin_backward``."""
 
     def span(self, kind: int, name: int, start_ns: int, end_ns: int, index: int) -> None:
-        """Record a span; kind is an index into SPAN_KINDS."""
+        """Record a span. ``kind`` is an index into SPAN_KINDS."""
 
     def waiting(self, on: bool) -> None:
-        """While on, ranges of a DataLoader are part of a wait that is being timed already."""
+        """Enter (True) or leave (False) a wait for data that the caller records itself.
+
+        DataLoader ranges inside are then not recorded as waits as well.
+        """
 
     def label(self, tensors: list[torch.Tensor], category: int, names: list[int], gradient_category: int) -> None:
-        """Tell the category and names of the blocks behind tensors; those of their gradients too unless it is -1."""
+        """Label the blocks of tensors with a category and names.
+
+        Args:
+            tensors: the tensors.
+            category: index into CATEGORIES.
+            names: a name id for each tensor.
+            gradient_category: category for the gradients of the tensors; -1 leaves gradients unlabelled.
+        """
 
     def times_devices(self) -> bool:
         """Whether operators can be timed on a GPU."""
 
     def attach_cuda(self) -> bool:
-        """Hear of every event of CUDA's allocator from now on; False where that cannot be."""
+        """Start to observe the CUDA allocator; False if that is not possible."""
 
     def cuda_settings(self, rounds_to_512: bool, max_split_size: int) -> None:
-        """Tell what decides how long CUDA's blocks are; ``max_split_size`` in bytes, -1: none."""
+        """Set the CUDA allocator settings that determine block sizes. ``max_split_size`` is in bytes, -1 for none."""
 
     def cuda_events(self, rows: list[CudaRow]) -> None:
-        """Tell of events of CUDA's allocator that the observer does not hear of itself."""
+        """Add events of the CUDA allocator that the observer does not see itself."""
 
     def baseline(self, tensors: list[torch.Tensor]) -> None:
-        """Tell of tensors that are older than the recording."""
+        """Record the blocks of tensors that are older than the recording."""

@@ -1,4 +1,4 @@
-"""Builds the native observer for the torch that is installed: once, cached, safe when two processes build at once."""
+"""Builds the native observer for the installed torch, once, and caches it. Concurrent processes build it only once."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ MODULE = "memtrace_native"
 
 
 class BuildError(Exception):
-    """The native observer cannot be built here; the message says why and what would help."""
+    """The native observer cannot be built or loaded. The message says why and what to do."""
 
 
 def compiler() -> str | None:
-    """Path of the C++ compiler to use ($CXX, else c++, g++ or clang++), or None."""
+    """Path of the C++ compiler to use ($CXX, otherwise c++, g++ or clang++); None if there is none."""
     for candidate in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if candidate and (found := shutil.which(candidate)):
-            return found
+        if candidate and (path := shutil.which(candidate)):
+            return path
     return None
 
 
 def cuda_include() -> Path | None:
-    """Folder of CUDA's headers when the installed torch is a CUDA build and they are at hand, else None."""
+    """Folder of the CUDA headers; None if torch is not a CUDA build or the headers are not installed."""
     import torch
 
     if torch.version.cuda is None:
@@ -54,9 +54,9 @@ def cuda_include() -> Path | None:
 
 
 def cache_folder() -> Path:
-    """Where built observers are kept: $MEMTRACE_CACHE, else memtrace in the user's cache folder."""
-    if chosen := os.environ.get("MEMTRACE_CACHE"):
-        return Path(chosen)
+    """Folder of built observers: $MEMTRACE_CACHE, otherwise ``memtrace`` in the user's cache folder."""
+    if configured := os.environ.get("MEMTRACE_CACHE"):
+        return Path(configured)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memtrace"
 
 
@@ -74,7 +74,7 @@ def _include_flags() -> list[str]:
 def _compile_flags() -> list[str]:
     import torch
 
-    # NDEBUG: without it RecordFunction has another layout than in the wheel, and every callback throws.
+    # Without NDEBUG, RecordFunction's layout differs from that in the wheel, and every callback throws.
     abi = int(torch.compiled_with_cxx11_abi())
     return [
         "-std=c++20",
@@ -111,9 +111,9 @@ def _key(cxx: str) -> str:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        errors = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
         raise BuildError(f"{Path(command[0]).name} failed: {errors[0] if errors else 'no message'}")
 
 
@@ -126,10 +126,10 @@ def _compile(cxx: str, target: Path) -> None:
             list(pool.map(lambda item: _run([cxx, *flags, "-c", str(item[0]), "-o", str(item[1])]), objects.items()))
         linked = Path(folder) / target.name
         _run([cxx, *(str(path) for path in objects.values()), *_link_flags(), "-o", str(linked)])
-        linked.replace(target)  # in one step: another process sees the whole file or none
+        linked.replace(target)  # atomic: another process sees the complete file or none
 
 
-def _built(cxx: str) -> Path:
+def _build_if_missing(cxx: str) -> Path:
     import torch
 
     folder = cache_folder()
@@ -139,7 +139,7 @@ def _built(cxx: str) -> Path:
         lock_file = lock_path.open("w")
     except OSError as error:
         raise BuildError(
-            f"cannot write to the cache folder {folder} ({error}); set MEMTRACE_CACHE to one you own"
+            f"cannot write to the cache folder {folder} ({error}); set MEMTRACE_CACHE to a writable folder"
         ) from error
     target = folder / f"{MODULE}-{_key(cxx)}.so"
     with lock_file:
@@ -147,9 +147,9 @@ def _built(cxx: str) -> Path:
             return target
         fcntl.flock(lock_file, fcntl.LOCK_EX)
         if not target.exists():
-            began = time.monotonic()
+            started = time.monotonic()
             print(
-                f"memtrace: building the native observer for torch {torch.__version__} (once, under a minute) ...",
+                f"memtrace: building the native observer for torch {torch.__version__} (once, up to a minute) ...",
                 end="",
                 file=sys.stderr,
                 flush=True,
@@ -159,18 +159,22 @@ def _built(cxx: str) -> Path:
             except BaseException:
                 print(" failed", file=sys.stderr, flush=True)
                 raise
-            print(f" done in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+            print(f" done in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     return target
 
 
 def native_module() -> ModuleType:
-    """The compiled observer, built first where it is not cached. Raises BuildError with the reason and the way out."""
+    """The compiled observer, built first if it is not in the cache.
+
+    Raises:
+        BuildError: it cannot be built or loaded.
+    """
     if MODULE in sys.modules:
         return sys.modules[MODULE]
     cxx = compiler()
     if cxx is None:
         raise BuildError("no C++ compiler found; install one (Debian: apt-get install g++) or set CXX")
-    path = _built(cxx)
+    path = _build_if_missing(cxx)
     loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
     spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
     assert spec is not None
@@ -178,6 +182,6 @@ def native_module() -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except ImportError as error:
-        raise BuildError(f"the built observer {path} does not load ({error}); delete it to build it again") from error
+        raise BuildError(f"the native observer {path} cannot be loaded ({error}); delete it to rebuild it") from error
     sys.modules[MODULE] = module
     return module

@@ -1,4 +1,4 @@
-"""The native observer: a dispatcher mode and an allocator hook in C++ (see ``native/`` and ``build``)."""
+"""The native observer: a dispatcher mode and allocator hooks in C++ (see ``native/`` and ``build``)."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ from typing import Any, Final
 
 from memtrace.recording.observers.build import native_module
 
-# Records of some 60 bytes, events and operator calls together: when the writer is woken, and when a training thread
-# waits for it.
 WAKE_RECORDS: Final = 1 << 14
+"""Number of buffered records (events and operator calls, about 60 bytes each) at which the writer is woken."""
 LIMIT_RECORDS: Final = 1 << 18
+"""Number of buffered records at which a training thread waits for the writer."""
 
 
 class NativeObserver:
-    """The contract of ``Observer`` on top of the compiled module. Raises BuildError where it cannot be built."""
+    """``Observer`` on top of the compiled module.
+
+    Raises:
+        BuildError: the module cannot be built or loaded.
+    """
 
     kind = "native"
 
     def __init__(self) -> None:
         native: Any = native_module()
         self._native = native
-        # The module's functions themselves, without a layer of Python: some run at every module call.
+        # The functions of the module are used directly, without a Python wrapper: some run at every module call.
         self.stop = native.stop
         self.wait = native.wait
         self.wake = native.wake
@@ -41,11 +45,15 @@ class NativeObserver:
         self.cuda_events = native.cuda_events
 
     def start(self, *, accesses: bool, stacks: bool, stack_min_bytes: int, device_time_min_bytes: int) -> None:
-        """See ``Observer.start``. Raises RuntimeError when torch's allocator or the dispatch key is taken."""
+        """See ``Observer.start``.
+
+        Raises:
+            RuntimeError: another library uses the CPU allocator or the dispatch key.
+        """
         self._native.start(accesses, stacks, stack_min_bytes, device_time_min_bytes, WAKE_RECORDS, LIMIT_RECORDS)
 
     def times_devices(self) -> bool:
-        """See ``Observer.times_devices``: where it was built with CUDA's headers."""
+        """See ``Observer.times_devices``. True if the module was built with the CUDA headers."""
         return bool(self._native.status()["device_time"])
 
     def overrun(self) -> bool:

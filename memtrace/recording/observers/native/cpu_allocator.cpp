@@ -1,4 +1,4 @@
-// The CPU allocator of torch, wrapped: it delegates, and tells the recorder of every allocation and free.
+// Wraps torch's CPU allocator to record every allocation and free.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
@@ -10,48 +10,48 @@
 namespace memtrace {
 namespace {
 
-// As CUDA's events of failed allocations have it: here nobody says how much the machine had left.
+// The "address" of an oom event is the free memory of the device; for the CPU it is not known.
 constexpr auto kUnknownFree = static_cast<uint64_t>(kNone);
 
 c10::Allocator* original = nullptr;
-c10::DeleterFnPtr original_delete = nullptr;
+c10::DeleterFnPtr original_deleter = nullptr;
 
-void delete_traced(void* data) {
+void traced_deleter(void* data) {
   Recorder& r = recorder();
   if (r.active.load(std::memory_order_relaxed)) {
     ThreadState& thread = thread_state();
     const auto address = reinterpret_cast<uint64_t>(data);
     r.add(Event{r.now(), address, 0, thread.current_op, kNone, thread.index, 0, EventKind::free, false});
-    auto& mine = thread.op_blocks;
-    for (size_t i = mine.size(); i-- > 0;) {
-      if (mine[i] == address) {
-        mine.erase(mine.begin() + static_cast<std::ptrdiff_t>(i));
+    auto& blocks = thread.op_blocks;
+    for (size_t i = blocks.size(); i-- > 0;) {
+      if (blocks[i] == address) {
+        blocks.erase(blocks.begin() + static_cast<std::ptrdiff_t>(i));
         break;
       }
     }
   }
-  original_delete(data);
+  original_deleter(data);
 }
 
 struct TracedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
-    c10::DataPtr data = allocate_or_tell(size);
+    c10::DataPtr data = allocate_or_record_oom(size);
     Recorder& r = recorder();
     if (data.get() == nullptr || !r.active.load(std::memory_order_relaxed)) return data;
-    adopt_deleter(data);
-    // Any thread that allocates is a thread whose operators are to be seen: the mode is thread-local.
+    trace_deleter(data);
+    // The dispatcher mode is thread-local: enable it in every thread that allocates.
     if (!thread_enabled()) enable_thread(true);
     record_allocation(reinterpret_cast<uint64_t>(data.get()), static_cast<int64_t>(size), 0, kNone);
     return data;
   }
-  static c10::DataPtr allocate_or_tell(size_t size) {
+  static c10::DataPtr allocate_or_record_oom(size_t size) {
     try {
       return original->allocate(size);
     } catch (...) {
       Recorder& r = recorder();
       if (r.active.load(std::memory_order_relaxed)) {
         ThreadState& thread = thread_state();
-        // What fails would have allocated: its operator gets a stack for it.
+        // Count the failed allocation, so that its operator gets a stack.
         thread.op_allocated_bytes += static_cast<int64_t>(size);
         r.add(Event{r.now(), kUnknownFree, static_cast<int64_t>(size), thread.current_op, kNone, thread.index, 0,
                     EventKind::oom, false});
@@ -59,24 +59,24 @@ struct TracedAllocator final : c10::Allocator {
       throw;
     }
   }
-  c10::DeleterFnPtr raw_deleter() const override { return delete_traced; }
+  c10::DeleterFnPtr raw_deleter() const override { return traced_deleter; }
   bool is_simple_data_ptr(const c10::DataPtr& data) const override { return original->is_simple_data_ptr(data); }
   void copy_data(void* to, const void* from, size_t size) const override { original->copy_data(to, from, size); }
 };
 
 TracedAllocator* traced() {
-  static auto* instance = new TracedAllocator;  // storages keep a pointer to it for ever
+  static auto* instance = new TracedAllocator;  // never destroyed: storages keep pointers to it
   return instance;
 }
 
 }  // namespace
 
-bool adopt_deleter(c10::DataPtr& data) {
-  return data.get_deleter() == delete_traced ||
-         (data.get() == data.get_context() && data.compare_exchange_deleter(original_delete, delete_traced));
+bool trace_deleter(c10::DataPtr& data) {
+  return data.get_deleter() == traced_deleter ||
+         (data.get() == data.get_context() && data.compare_exchange_deleter(original_deleter, traced_deleter));
 }
 
-bool has_traced_deleter(const c10::DataPtr& data) { return data.get_deleter() == delete_traced; }
+bool has_traced_deleter(const c10::DataPtr& data) { return data.get_deleter() == traced_deleter; }
 
 void record_allocation(uint64_t address, int64_t size, int8_t device, int32_t stream) {
   Recorder& r = recorder();
@@ -90,7 +90,7 @@ void record_allocation(uint64_t address, int64_t size, int8_t device, int32_t st
     r.add(Event{r.now(), address, size, thread.current_op, stream, thread.index, device, EventKind::alloc, false});
     return;
   }
-  // Outside every operator (a storage resized from Python, a compiled kernel): a call of no name carries the stack.
+  // Outside all operators (a storage resized from Python, a compiled kernel): a call without a name carries the stack.
   OpCall call{};
   call.op = r.next_op++;
   call.start_ns = r.now();
@@ -98,25 +98,27 @@ void record_allocation(uint64_t address, int64_t size, int8_t device, int32_t st
   call.module = thread.modules.empty() ? kNone : thread.modules.back().first;
   call.thread = thread.index;
   call.phase = current_phase(thread);
-  call.touched_blocks = true;
+  call.has_accesses = true;
   if (r.options.stacks) call.stack = python_stack(false);
   Lock lock(r.mutex);
   r.ops.push_back(call);
   r.events.push_back(Event{call.start_ns, address, size, call.op, stream, thread.index, device, EventKind::alloc, false});
-  r.notify_if_due();
+  r.notify_writer_if_due();
 }
 
 void install_cpu_allocator(bool on) {
   if (on) {
-    c10::Allocator* now = c10::GetCPUAllocator();
-    if (now == traced()) return;
-    if (now->raw_deleter() == nullptr) throw std::runtime_error("the CPU allocator in use has no plain deleter to wrap");
-    if (original != nullptr && now->raw_deleter() != original_delete)
+    c10::Allocator* current = c10::GetCPUAllocator();
+    if (current == traced()) return;
+    if (current->raw_deleter() == nullptr)
+      throw std::runtime_error("the CPU allocator cannot be wrapped: it has no raw deleter");
+    if (original != nullptr && current->raw_deleter() != original_deleter)
       throw std::runtime_error("the CPU allocator was replaced since the last recording");
-    original = now;
-    original_delete = now->raw_deleter();
+    original = current;
+    original_deleter = current->raw_deleter();
     c10::SetCPUAllocator(traced());
-    if (c10::GetCPUAllocator() != traced()) throw std::runtime_error("another library holds the CPU allocator with a higher priority");
+    if (c10::GetCPUAllocator() != traced())
+      throw std::runtime_error("the CPU allocator cannot be wrapped: another library set one with a higher priority");
   } else if (original != nullptr && c10::GetCPUAllocator() == traced()) {
     c10::SetCPUAllocator(original);
   }

@@ -1,6 +1,6 @@
-// The CUDA caching allocator, behind the same records as the CPU's: its trace tracker tells of every allocation,
-// requested and completed free, segment and OOM. Without CUDA's headers only the conversion is built, so that it can
-// be tested with hand-made entries.
+// Records the events of the CUDA caching allocator: its trace tracker reports every allocation, requested and completed
+// free, segment and out-of-memory error. Without the CUDA headers only the conversion of events is built, so that tests
+// can use it.
 #include "cuda_allocator.h"
 
 #include <algorithm>
@@ -16,12 +16,12 @@ namespace memtrace {
 
 namespace {
 
-int32_t place_index(Place place) {
+int32_t stream_pool_index(StreamPool stream_pool) {
   Recorder& r = recorder();
   Lock lock(r.mutex);
-  const auto found = std::find(r.places.begin(), r.places.end(), place);
-  const auto index = static_cast<int32_t>(found - r.places.begin());
-  if (found == r.places.end()) r.places.push_back(place);
+  const auto known = std::find(r.stream_pools.begin(), r.stream_pools.end(), stream_pool);
+  const auto index = static_cast<int32_t>(known - r.stream_pools.begin());
+  if (known == r.stream_pools.end()) r.stream_pools.push_back(stream_pool);
   return index;
 }
 
@@ -31,19 +31,19 @@ void record_cuda_event(const CudaEvent& event) {
   Recorder& r = recorder();
   if (!r.active.load(std::memory_order_relaxed)) return;
   const auto device = static_cast<int8_t>(event.device + 1);
-  const int32_t place = place_index({event.stream, event.pool});
+  const int32_t stream_pool = stream_pool_index({event.stream, event.pool});
   const bool happens_now = event.time_ns == kNone;
   if (event.kind == EventKind::alloc && happens_now) {
     if (!thread_enabled()) enable_thread(true);
-    record_allocation(event.address, event.size, device, place);
+    record_allocation(event.address, event.size, device, stream_pool);
     return;
   }
   ThreadState& thread = thread_state();
-  // What fails would have allocated: its operator gets a stack for it.
+  // Count the failed allocation, so that its operator gets a stack.
   if (event.kind == EventKind::oom) thread.op_allocated_bytes += event.size;
   const bool is_older = event.kind == EventKind::baseline || event.kind == EventKind::older_segment;
   r.add(Event{happens_now ? r.now() : event.time_ns, event.address, event.size,
-              is_older ? event.extra : happens_now ? thread.current_op : kNone, place,
+              is_older ? event.extra : happens_now ? thread.current_op : kNone, stream_pool,
               happens_now ? thread.index : static_cast<int16_t>(kNone), device, event.kind, false});
 }
 
@@ -67,7 +67,7 @@ EventKind kind_of(Entry::Action action) {
   }
 }
 
-// As memtrace.format.schema numbers pools: 2k for torch's (0, k), 2k + 1 for (k, 0) as of a CUDA graph.
+// The pool number of memtrace.format.schema: 2k for torch's pool (0, k), 2k + 1 for (k, 0), such as that of a CUDA graph.
 template <typename AnyEntry>
 int64_t pool_of(const AnyEntry& entry) {
   if constexpr (requires { entry.mempool_; }) {
@@ -78,7 +78,7 @@ int64_t pool_of(const AnyEntry& entry) {
   }
 }
 
-// Called with the allocator's lock held: it must neither allocate on the device nor wait for the GIL.
+// Called while the allocator holds its lock: must neither allocate on the device nor wait for the GIL.
 void on_entry(const Entry& entry) {
   record_cuda_event({kind_of(entry.action_), entry.device_, entry.action_ == Entry::SNAPSHOT ? 0 : entry.addr_,
                      static_cast<int64_t>(entry.size_), reinterpret_cast<int64_t>(entry.stream_), pool_of(entry)});
@@ -89,7 +89,7 @@ void on_entry(const Entry& entry) {
 bool cuda_supported() { return true; }
 
 void attach_cuda_allocator() {
-  static bool attached = false;   // torch has no way to detach a tracker: it stays, inert
+  static bool attached = false;   // torch cannot detach a tracker; outside recordings it does nothing
   if (attached) return;
   c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(&on_entry);
   attached = true;

@@ -9,9 +9,9 @@ namespace memtrace {
 struct CudaEvent {
   EventKind kind;
   int device;
-  uint64_t address;         // of an oom: what the device had free
+  uint64_t address;         // oom: free bytes of the device
   int64_t size, stream, pool;
-  int64_t extra = kNone;    // of a baseline its allocated size, of an older segment whether it is expandable
+  int64_t extra = kNone;    // baseline: allocated size, older_segment: 1 if expandable
   int64_t time_ns = kNone;  // kNone: now
 };
 

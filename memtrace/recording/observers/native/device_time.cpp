@@ -17,17 +17,18 @@ namespace memtrace {
 
 namespace {
 
-// CUDA tells the time between two events in a float of milliseconds: the further apart, the coarser.
-constexpr int64_t kBaseNs = 1'000'000'000;
+// CUDA measures the time between two events as a float in milliseconds, which loses precision with the distance: a base
+// event is replaced when it is this old.
+constexpr int64_t kMaxBaseAgeNs = 1'000'000'000;
 
-struct Timed {
+struct TimedCall {
   int64_t op;
   int8_t device;
   c10::Event start, end;
 };
 
-// An event of the device whose time on the recording's clock is known.
-struct Base {
+// An event on the device whose time on the recording's clock is known.
+struct BaseEvent {
   c10::Event event;
   int64_t time_ns;
 };
@@ -35,14 +36,14 @@ struct Base {
 struct DeviceTimes {
   std::mutex mutex;
   std::map<uint64_t, c10::Event> open;      // by ticket
-  std::deque<Timed> running;
-  std::map<int8_t, Base> bases;
+  std::deque<TimedCall> running;
+  std::map<int8_t, BaseEvent> bases;
   uint64_t next_ticket = kNotTimed + 1;
   uint32_t epoch = 0;
 };
 
 DeviceTimes& times() {
-  static auto* all = new DeviceTimes;   // never destroyed: CUDA may be gone before static objects are
+  static auto* all = new DeviceTimes;   // never destroyed: CUDA may shut down before static objects are destroyed
   return *all;
 }
 
@@ -52,29 +53,29 @@ c10::cuda::CUDAStream stream_of(int8_t device) {
   return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device - 1));
 }
 
-// The clocks of host and device meet once a recording, on an idle stream; call with the mutex held.
-void meet(DeviceTimes& all, int8_t device) {
+// Creates the base event of a device, once per recording, on an idle stream. Requires the mutex.
+void create_base(DeviceTimes& all, int8_t device) {
   if (all.bases.count(device) != 0) return;
-  Base base{new_event(), 0};
+  BaseEvent base{new_event(), 0};
   base.event.record(stream_of(device).unwrap());
   base.event.synchronize();
   base.time_ns = recorder().now();
   all.bases.emplace(device, std::move(base));
 }
 
-int64_t between_ns(const c10::Event& start, const c10::Event& end) {
+int64_t elapsed_ns(const c10::Event& start, const c10::Event& end) {
   return static_cast<int64_t>(start.elapsedTime(end) * 1e6);
 }
 
 void take_first(DeviceTimes& all, DeviceTimeColumns& out) {
-  Timed& timed = all.running.front();
-  Base& base = all.bases.at(timed.device);
-  const int64_t start = base.time_ns + between_ns(base.event, timed.start);
-  out.op_id.push_back(timed.op);
-  out.device.push_back(timed.device);
+  TimedCall& call = all.running.front();
+  BaseEvent& base = all.bases.at(call.device);
+  const int64_t start = base.time_ns + elapsed_ns(base.event, call.start);
+  out.op_id.push_back(call.op);
+  out.device.push_back(call.device);
   out.start_ns.push_back(start);
-  out.duration_ns.push_back(between_ns(timed.start, timed.end));
-  if (start - base.time_ns > kBaseNs) base = Base{std::move(timed.start), start};
+  out.duration_ns.push_back(elapsed_ns(call.start, call.end));
+  if (start - base.time_ns > kMaxBaseAgeNs) base = BaseEvent{std::move(call.start), start};
   all.running.pop_front();
 }
 
@@ -94,12 +95,12 @@ uint64_t start_device_time(int8_t device) {
     all.epoch = epoch;
   }
   try {
-    meet(all, device);
+    create_base(all, device);
     c10::Event start = new_event();
     start.record(stream_of(device).unwrap());
     all.open.emplace(all.next_ticket, std::move(start));
     return all.next_ticket++;
-  } catch (const c10::Error&) {   // the device is lost: that is for the program's own calls to say
+  } catch (const c10::Error&) {   // the device failed: the program's own calls report that
     return kNotTimed;
   }
 }
@@ -107,16 +108,16 @@ uint64_t start_device_time(int8_t device) {
 void end_device_time(uint64_t ticket, int64_t op, int8_t device) {
   DeviceTimes& all = times();
   std::lock_guard<std::mutex> lock(all.mutex);
-  auto found = all.open.find(ticket);
-  if (found == all.open.end()) return;
-  Timed timed{op, device, std::move(found->second), new_event()};
-  all.open.erase(found);
+  auto start = all.open.find(ticket);
+  if (start == all.open.end()) return;
+  TimedCall call{op, device, std::move(start->second), new_event()};
+  all.open.erase(start);
   try {
-    timed.end.record(stream_of(device).unwrap());
+    call.end.record(stream_of(device).unwrap());
   } catch (const c10::Error&) {
     return;
   }
-  all.running.push_back(std::move(timed));
+  all.running.push_back(std::move(call));
 }
 
 void take_device_times(DeviceTimeColumns& out) {
@@ -133,7 +134,7 @@ void finish_device_times() {
   DeviceTimes& all = times();
   std::lock_guard<std::mutex> lock(all.mutex);
   try {
-    for (const Timed& timed : all.running) timed.end.synchronize();
+    for (const TimedCall& call : all.running) call.end.synchronize();
   } catch (const c10::Error&) {
     all.running.clear();
   }

@@ -6,7 +6,7 @@
 
 namespace memtrace {
 
-// Fills in address, size, device and foreign of the block behind a tensor; false when it has none.
+// Sets address, size, device and foreign of the tensor's block; returns false if the tensor has no memory.
 bool describe_storage(const at::Tensor& tensor, Event& event);
 
 }  // namespace memtrace

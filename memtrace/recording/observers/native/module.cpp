@@ -1,7 +1,6 @@
-// The Python face of the native observer: memtrace.recording.observers.native calls these functions and no other.
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <torch/csrc/autograd/python_variable.h>
+// The Python module of the native observer: start, stop and drain. The functions that mark what the program does are in
+// marks.cpp.
+#include "marks.h"   // first: it includes Python.h
 
 #include <algorithm>
 #include <memory>
@@ -9,23 +8,21 @@
 
 #include "cuda_allocator.h"
 #include "device_time.h"
-#include "dispatch.h"
 #include "state.h"
 #include "tables.h"
 
 namespace memtrace {
 
-void hide_frames_of(PyObject* code);   // stacks.cpp
-
-namespace {
-
-std::unique_ptr<Resolver> resolver;   // of the running recording; used by one draining thread at a time
-
-PyObject* fail(const char* what) {
-  PyErr_SetString(PyExc_RuntimeError, what);
+PyObject* fail(const char* message) {
+  PyErr_SetString(PyExc_RuntimeError, message);
   return nullptr;
 }
 
+namespace {
+
+std::unique_ptr<Resolver> resolver;   // of the current recording; used by one thread at a time
+
+// start(accesses, stacks, stack_min_bytes, device_time_min_bytes, wake_records, limit_records)
 PyObject* start(PyObject*, PyObject* arguments) {
   int accesses = 0, stacks = 0;
   long long stack_min_bytes = 0, device_time_min_bytes = 0;
@@ -44,7 +41,7 @@ PyObject* start(PyObject*, PyObject* arguments) {
       r.ops.clear();
       r.spans.clear();
       r.threads.clear();
-      r.places.clear();
+      r.stream_pools.clear();
     }
     r.names.clear();
     r.next_op = 0;
@@ -76,7 +73,7 @@ PyObject* stop(PyObject*, PyObject*) {
   }
   r.active = false;
   install_cpu_allocator(false);
-  release_foreign();
+  record_foreign_frees();
   release_stacks();
   {
     Lock lock(r.mutex);
@@ -88,21 +85,23 @@ PyObject* stop(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// wait(seconds) -> records waiting; returns early when there is much to write
+PyObject* now(PyObject*, PyObject*) { return PyLong_FromLongLong(recorder().now()); }
+
+// wait(seconds) -> number of records; returns early when there is much to drain
 PyObject* wait(PyObject*, PyObject* argument) {
   const double seconds = PyFloat_AsDouble(argument);
   if (PyErr_Occurred()) return nullptr;
   Recorder& r = recorder();
-  size_t waiting = 0;
+  size_t num_records = 0;
   Py_BEGIN_ALLOW_THREADS {
     std::unique_lock<SpinLock> lock(r.mutex);
     r.wake_writer.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
       return !r.active || r.events.size() + r.ops.size() >= r.options.wake_records;
     });
-    waiting = r.events.size() + r.ops.size();
+    num_records = r.events.size() + r.ops.size();
   }
   Py_END_ALLOW_THREADS
-  return PyLong_FromSize_t(waiting);
+  return PyLong_FromSize_t(num_records);
 }
 
 PyObject* wake(PyObject*, PyObject*) {
@@ -154,7 +153,7 @@ bool put_tables(PyObject* out, Tables& tables) {
          put_columns(out, tables.labels) && put_columns(out, tables.device_times);
 }
 
-// What happened after a time stays for the next drain: events that are told late may belong before it.
+// Moves events after `until_ns` to `later`, for the next drain: events that are still to arrive may be older than they.
 void keep_later(std::vector<Event>& events, int64_t until_ns, std::vector<Event>& later) {
   std::stable_sort(events.begin(), events.end(), [](const Event& a, const Event& b) { return a.time_ns < b.time_ns; });
   const auto first = std::upper_bound(events.begin(), events.end(), until_ns,
@@ -163,7 +162,7 @@ void keep_later(std::vector<Event>& events, int64_t until_ns, std::vector<Event>
   events.erase(first, events.end());
 }
 
-// drain(until_ns) -> {"events.time_ns": bytes, ..., "names": [(id, kind, text, frames)]}; -1: everything
+// drain(until_ns) -> {"events.time_ns": bytes, ..., "names": [(id, kind, text, frames)]}; until_ns -1 drains everything
 PyObject* drain(PyObject*, PyObject* until) {
   if (resolver == nullptr) return fail("no recording was started");
   const int64_t until_ns = PyLong_AsLongLong(until);
@@ -171,11 +170,11 @@ PyObject* drain(PyObject*, PyObject* until) {
   Recorder& r = recorder();
   Tables tables;
   Py_BEGIN_ALLOW_THREADS {
-    if (r.active) release_foreign();
+    if (r.active) record_foreign_frees();
     std::vector<Event> events, later;
     std::vector<OpCall> ops;
     std::vector<Span> spans;
-    std::vector<Place> places;
+    std::vector<StreamPool> stream_pools;
     {
       Lock lock(r.mutex);
       events.swap(r.events);
@@ -183,14 +182,14 @@ PyObject* drain(PyObject*, PyObject* until) {
       spans.swap(r.spans);
       r.events.swap(r.spare_events);
       r.ops.swap(r.spare_ops);
-      places = r.places;
-      resolver->use(r.cuda_settings);
-      r.writer_told = false;
+      stream_pools = r.stream_pools;
+      resolver->set_settings(r.cuda_settings);
+      r.writer_notified = false;
     }
     r.buffer_taken.notify_all();
     if (until_ns != kNone) keep_later(events, until_ns, later);
     take_device_times(tables.device_times);
-    resolver->add(events, places, tables);
+    resolver->add(events, stream_pools, tables);
     resolver->add(ops, tables);
     resolver->add(spans, tables);
     events.clear();
@@ -214,146 +213,8 @@ PyObject* drain(PyObject*, PyObject* until) {
   return out;
 }
 
-PyObject* hide_code(PyObject*, PyObject* code) {
-  if (!PyCode_Check(code)) return fail("hide_frames_of(code)");
-  hide_frames_of(code);
-  Py_RETURN_NONE;
-}
-
-PyObject* name_id(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 2) return fail("name_id(kind, text)");
-  const long kind = PyLong_AsLong(arguments[0]);
-  Py_ssize_t length = 0;
-  const char* text = PyUnicode_AsUTF8AndSize(arguments[1], &length);
-  if (text == nullptr || (kind == -1 && PyErr_Occurred())) return nullptr;
-  return PyLong_FromLong(recorder().names.id(static_cast<NameKind>(kind), {text, static_cast<size_t>(length)}));
-}
-
-// push_module(name) -> depth after it
-PyObject* push_module(PyObject*, PyObject* name) {
-  const long id = PyLong_AsLong(name);
-  if (id == -1 && PyErr_Occurred()) return nullptr;
-  if (!recorder().active) return PyLong_FromLong(0);
-  ThreadState& thread = thread_state();
-  if (!thread_enabled()) enable_thread(true);
-  thread.modules.emplace_back(static_cast<int32_t>(id), recorder().now());
-  return PyLong_FromSize_t(thread.modules.size());
-}
-
-// pop_module(name): ends the innermost call of that module, and calls inside it that an exception cut short
-PyObject* pop_module(PyObject*, PyObject* name) {
-  const long id = PyLong_AsLong(name);
-  if (id == -1 && PyErr_Occurred()) return nullptr;
-  Recorder& r = recorder();
-  ThreadState& thread = thread_state();
-  auto& open = thread.modules;
-  bool is_open = false;
-  for (const auto& module : open) is_open |= module.first == id;
-  if (!is_open || !r.active) Py_RETURN_NONE;   // entered before the recording
-  const int64_t now = r.now();
-  Lock lock(r.mutex);
-  while (true) {
-    const auto [module, began] = open.back();
-    open.pop_back();
-    r.spans.push_back(Span{began, now - began, kNone, module, thread.index, SpanKind::module});
-    if (module == id) break;
-  }
-  Py_RETURN_NONE;
-}
-
-PyObject* begin_backward(PyObject*, PyObject*) {
-  ThreadState& thread = thread_state();
-  if (thread.backward_calls++ == 0) {
-    end_forward(thread);
-    thread.modules_outside = thread.modules.size();
-  }
-  return PyLong_FromLongLong(recorder().now());
-}
-
-// end_backward(start of it, as begin_backward gave it)
-PyObject* end_backward(PyObject*, PyObject* started) {
-  const int64_t start = PyLong_AsLongLong(started);
-  if (start == -1 && PyErr_Occurred()) return nullptr;
-  Recorder& r = recorder();
-  ThreadState& thread = thread_state();
-  if (thread.backward_calls == 0 || --thread.backward_calls > 0) Py_RETURN_NONE;
-  thread.modules_outside = 0;
-  r.add(Span{start, r.now() - start, kNone, r.names.id(NameKind::range, "backward"), thread.index, SpanKind::phase});
-  Py_RETURN_NONE;
-}
-
-// span(kind, name or -1, start_ns, end_ns, index or -1)
-PyObject* span(PyObject*, PyObject* arguments) {
-  int kind = 0, name = 0;
-  long long start = 0, end = 0, index = 0;
-  if (!PyArg_ParseTuple(arguments, "iiLLL", &kind, &name, &start, &end, &index)) return nullptr;
-  if (static_cast<SpanKind>(kind) == SpanKind::step) end_forward(thread_state());
-  recorder().add(Span{start, end - start, index, name, thread_state().index, static_cast<SpanKind>(kind)});
-  Py_RETURN_NONE;
-}
-
-// waiting(on): while on, a DataLoader's own range is part of a wait that is being timed already
-PyObject* waiting(PyObject*, PyObject* on) {
-  thread_state().wait_ranges += PyObject_IsTrue(on) ? 1 : -1;
-  Py_RETURN_NONE;
-}
-
-PyObject* now(PyObject*, PyObject*) { return PyLong_FromLongLong(recorder().now()); }
-
-void add_label(const at::Tensor& tensor, EventKind kind, int category, int32_t name, std::vector<Event>& out) {
-  Event event{};
-  if (!describe_storage(tensor, event)) return;
-  event.kind = kind;
-  event.op = category;
-  event.detail = name;
-  out.push_back(event);
-}
-
-// label(tensors, category, names, category of their gradients or -1): names has an id (or -1) for each tensor
-PyObject* label(PyObject*, PyObject* arguments) {
-  PyObject *tensors = nullptr, *names = nullptr;
-  int category = 0, gradient_category = 0;
-  if (!PyArg_ParseTuple(arguments, "O!iO!i", &PyList_Type, &tensors, &category, &PyList_Type, &names, &gradient_category))
-    return nullptr;
-  std::vector<Event> events;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors) && i < PyList_GET_SIZE(names); ++i) {
-    PyObject* object = PyList_GET_ITEM(tensors, i);
-    if (!THPVariable_Check(object)) continue;
-    const auto name = static_cast<int32_t>(PyLong_AsLong(PyList_GET_ITEM(names, i)));
-    const at::Tensor& tensor = THPVariable_Unpack(object);
-    add_label(tensor, EventKind::label, category, name, events);
-    if (gradient_category >= 0 && tensor.defined() && tensor.grad().defined())
-      add_label(tensor.grad(), EventKind::label, gradient_category, name, events);
-  }
-  Recorder& r = recorder();
-  const int64_t time = r.now();
-  const int16_t thread = thread_state().index;
-  Lock lock(r.mutex);
-  if (!r.active) Py_RETURN_NONE;
-  for (Event& event : events) {
-    event.time_ns = time;
-    event.thread = thread;
-    r.events.push_back(event);
-  }
-  Py_RETURN_NONE;
-}
-
-// baseline(tensors): blocks that are there before the recording
-PyObject* baseline(PyObject*, PyObject* tensors) {
-  if (!PyList_Check(tensors)) return fail("baseline(list of tensors)");
-  std::vector<Event> events;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
-    PyObject* object = PyList_GET_ITEM(tensors, i);
-    if (THPVariable_Check(object)) add_label(THPVariable_Unpack(object), EventKind::baseline, kNone, kNone, events);
-  }
-  Recorder& r = recorder();
-  Lock lock(r.mutex);
-  for (Event& event : events) r.events.push_back(event);
-  Py_RETURN_NONE;
-}
-
-// cuda_events([(kind, device, address, size, stream, pool, extra, time_ns)]): what is told of CUDA's allocator by others
-// than its trace tracker: what is older than the recording, torch's own history, and tests
+// cuda_events([(kind, device, address, size, stream, pool, extra, time_ns)]): events of the CUDA allocator from sources
+// other than its trace tracker: existing blocks and segments, torch's own history, and tests
 PyObject* cuda_events(PyObject*, PyObject* rows) {
   if (!PyList_Check(rows)) return fail("cuda_events(list of tuples)");
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(rows); ++i) {
@@ -367,12 +228,13 @@ PyObject* cuda_events(PyObject*, PyObject* rows) {
   Py_RETURN_NONE;
 }
 
-// attach_cuda(): hear of CUDA's allocator from now on; whether that can be
+// attach_cuda() -> whether the events of the CUDA allocator can be observed; starts to observe them
 PyObject* attach_cuda(PyObject*, PyObject*) {
   attach_cuda_allocator();
   return PyBool_FromLong(cuda_supported());
 }
 
+// cuda_settings(rounds_to_512, max_split_size)
 PyObject* cuda_settings(PyObject*, PyObject* arguments) {
   int rounds_to_512 = 0;
   long long max_split_size = 0;
@@ -382,6 +244,7 @@ PyObject* cuda_settings(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
+// status() -> {"active": bool, ...}
 PyObject* status(PyObject*, PyObject*) {
   Recorder& r = recorder();
   return Py_BuildValue("{s:O,s:O,s:O,s:O,s:O,s:L}", "active", r.active ? Py_True : Py_False, "overrun",
@@ -398,7 +261,7 @@ PyMethodDef methods[] = {
     {"wake", wake, METH_NOARGS, nullptr},
     {"drain", drain, METH_O, nullptr},
     {"name_id", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&name_id)), METH_FASTCALL, nullptr},
-    {"hide_frames_of", hide_code, METH_O, nullptr},
+    {"hide_frames_of", hide_frames_of, METH_O, nullptr},
     {"push_module", push_module, METH_O, nullptr},
     {"pop_module", pop_module, METH_O, nullptr},
     {"begin_backward", begin_backward, METH_NOARGS, nullptr},
@@ -421,14 +284,14 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "memtrace_native", nullptr, -1,
 void wait_for_writer() {
   Recorder& r = recorder();
   const bool holds_gil = PyGILState_Check() != 0;
-  PyThreadState* saved = holds_gil ? PyEval_SaveThread() : nullptr;   // the writer needs the GIL to go on
+  PyThreadState* saved = holds_gil ? PyEval_SaveThread() : nullptr;   // the writer needs the GIL
   {
     std::unique_lock<SpinLock> lock(r.mutex);
     r.wake_writer.notify_one();
-    const bool taken = r.buffer_taken.wait_for(lock, std::chrono::seconds(10), [&] {
+    const bool was_taken = r.buffer_taken.wait_for(lock, std::chrono::seconds(10), [&] {
       return !r.active || r.events.size() + r.ops.size() <= r.options.limit_records;
     });
-    if (!taken) {
+    if (!was_taken) {
       r.overrun = true;
       r.active = false;
       r.wake_writer.notify_all();

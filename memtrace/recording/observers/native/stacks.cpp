@@ -1,6 +1,6 @@
-// The Python stack of the calling thread, interned: one names row for every distinct stack.
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+// Records the Python stack of the calling thread, with one row in `names` for every distinct stack.
+#include "marks.h"   // first: it includes Python.h
+
 #include <frameobject.h>
 
 #include <string>
@@ -16,15 +16,15 @@ constexpr int kMaxDepth = 128;
 
 struct Position {
   PyCodeObject* code;
-  int where;   // instruction offset; the line where Python does not tell the offset
+  int where;   // instruction offset; before Python 3.11 the line number
 };
 
-// All guarded by the GIL. Code objects are kept alive while their address stands for them.
+// Guarded by the GIL. Code objects are kept alive as long as their addresses identify them.
 auto& stacks = *new std::unordered_map<uint64_t, int32_t>;
-auto& hidden_code = *new std::unordered_set<PyCodeObject*>;   // kept alive for ever: a few functions of memtrace
+auto& hidden_code = *new std::unordered_set<PyCodeObject*>;   // never released: a few functions of memtrace
 auto& kept_code = *new std::unordered_set<PyCodeObject*>;
 
-int where_in(PyFrameObject* frame) {
+int position_in(PyFrameObject* frame) {
 #if PY_VERSION_HEX >= 0x030B0000
   return PyFrame_GetLasti(frame);
 #else
@@ -49,7 +49,7 @@ std::string text_of(PyObject* text) {
   }
   std::string clean(bytes, static_cast<size_t>(length));
   for (char& c : clean)
-    if (c == '\t') c = ' ';   // the separator of a frame's text
+    if (c == '\t') c = ' ';   // tabs separate the parts of a frame's name
   return clean;
 }
 
@@ -71,16 +71,16 @@ int32_t intern(const Position* positions, int depth) {
   return recorder().names.add_stack(std::move(frames));
 }
 
-int32_t walk() {
+int32_t walk_stack() {
   Position positions[kMaxDepth];
   int depth = 0;
   uint64_t hash = 1469598103934665603ull;
   PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
   while (frame != nullptr && depth < kMaxDepth) {
     PyCodeObject* code = PyFrame_GetCode(frame);
-    Py_DECREF(code);   // the frame holds it
+    Py_DECREF(code);   // the frame keeps it alive
     if (hidden_code.count(code) == 0) {
-      const Position position{code, where_in(frame)};
+      const Position position{code, position_in(frame)};
       positions[depth++] = position;
       for (uint64_t part : {reinterpret_cast<uint64_t>(code), static_cast<uint64_t>(position.where)}) {
         hash = (hash ^ part) * 1099511628211ull;
@@ -93,9 +93,9 @@ int32_t walk() {
   }
   Py_XDECREF(frame);
   if (depth == 0) return kNone;
-  auto found = stacks.find(hash);
-  if (found != stacks.end()) return found->second;
-  // Looking up names can run no user code, but must not lose an exception that is on its way.
+  auto known = stacks.find(hash);
+  if (known != stacks.end()) return known->second;
+  // Looking up names runs no user code, but must not clear a pending exception.
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);
   const int32_t id = intern(positions, depth);
@@ -107,17 +107,17 @@ int32_t walk() {
 }  // namespace
 
 int32_t python_stack(bool may_wait) {
-  // A thread that Python does not know has no frames, and waiting for the GIL there could wait for ever: the thread
-  // that holds it may be waiting for this one (parallel_for).
+  // A thread that Python does not know has no frames. Waiting for the GIL there could deadlock: the thread that holds
+  // the GIL may be waiting for this one (parallel_for).
   if (!Py_IsInitialized() || PyGILState_GetThisThreadState() == nullptr) return kNone;
   if (!may_wait && !PyGILState_Check()) return kNone;
   const PyGILState_STATE gil = PyGILState_Ensure();
-  const int32_t id = walk();
+  const int32_t id = walk_stack();
   PyGILState_Release(gil);
   return id;
 }
 
-void hide_frames_of(PyObject* code) {
+void hide_code(PyObject* code) {
   if (hidden_code.insert(reinterpret_cast<PyCodeObject*>(code)).second) Py_INCREF(code);
 }
 

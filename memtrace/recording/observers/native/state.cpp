@@ -11,9 +11,9 @@ int32_t Names::id(NameKind kind, std::string_view text) {
   std::string key(1, static_cast<char>('0' + static_cast<int>(kind)));
   key.append(text);
   std::lock_guard<std::mutex> lock(mutex_);
-  auto [found, is_new] = ids_.try_emplace(std::move(key), next_);
+  auto [entry, is_new] = ids_.try_emplace(std::move(key), next_);
   if (is_new) new_rows_.push_back({next_++, kind, std::string(text), {}});
-  return found->second;
+  return entry->second;
 }
 
 int32_t Names::add_stack(std::vector<int32_t> frames) {
@@ -38,7 +38,7 @@ namespace {
 
 void before_fork() { recorder().mutex.lock(); }
 void after_fork_in_parent() { recorder().mutex.unlock(); }
-// A child (a DataLoader worker, say) has no writer: it must not collect.
+// A forked child, such as a DataLoader worker, has no writer thread, so it must not record.
 void after_fork_in_child() {
   recorder().active = false;
   recorder().mutex.unlock();
@@ -51,12 +51,12 @@ Recorder* const the_recorder = [] {
   return new Recorder;
 }();
 
-// Leaked on purpose, a few hundred bytes a thread: blocks are freed while a thread's own storage is torn down.
+// Leaked on purpose, a few hundred bytes per thread: blocks are still freed while a thread's local storage is destroyed.
 thread_local ThreadState* thread_state_or_null = nullptr;
 
-void Recorder::notify_if_due() {
-  if (writer_told || events.size() + ops.size() < options.wake_records) return;
-  writer_told = true;
+void Recorder::notify_writer_if_due() {
+  if (writer_notified || events.size() + ops.size() < options.wake_records) return;
+  writer_notified = true;
   wake_writer.notify_one();
 }
 
@@ -64,7 +64,7 @@ void Recorder::add(const Event& event) {
   Lock lock(mutex);
   if (!active) return;
   events.push_back(event);
-  notify_if_due();
+  notify_writer_if_due();
 }
 
 void Recorder::add(const Span& span) {
@@ -73,7 +73,7 @@ void Recorder::add(const Span& span) {
   spans.push_back(span);
 }
 
-ThreadState& fresh_thread_state() {
+ThreadState& reset_thread_state() {
   Recorder& r = recorder();
   ThreadState*& state = thread_state_or_null;
   if (state == nullptr) state = new ThreadState;
@@ -85,15 +85,15 @@ ThreadState& fresh_thread_state() {
   state->index = static_cast<int16_t>(std::min<size_t>(r.threads.size(), INT16_MAX));
   r.threads.push_back(state);
   r.names.id(NameKind::thread, std::to_string(state->index) + "\t" + name);
-  state->autograd_worker = std::string_view(name).rfind("pt_autograd", 0) == 0;
+  state->is_autograd_worker = std::string_view(name).rfind("pt_autograd", 0) == 0;
   return *state;
 }
 
 Phase current_phase(const ThreadState& thread) {
-  const bool deeper = thread.modules.size() > thread.modules_outside;
-  if (thread.backward_calls > 0 || thread.autograd_worker) return Phase::backward;
-  if (thread.optimizer_ranges > 0 && !deeper) return Phase::optimizer;
-  return deeper ? Phase::forward : Phase::other;
+  const bool in_module = thread.modules.size() > thread.modules_outside;
+  if (thread.backward_calls > 0 || thread.is_autograd_worker) return Phase::backward;
+  if (thread.optimizer_ranges > 0 && !in_module) return Phase::optimizer;
+  return in_module ? Phase::forward : Phase::other;
 }
 
 void end_forward(ThreadState& thread) {

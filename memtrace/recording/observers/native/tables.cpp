@@ -5,96 +5,96 @@
 namespace memtrace {
 namespace {
 
-// Nodes of a forward pass whose backward is still to come: more than any graph seen, and 4 MB at most.
-constexpr size_t kForwardKept = 1 << 17;
+// Number of autograd nodes that are kept for their backward operators: larger than any graph seen so far, at most 4 MB.
+constexpr size_t kMaxForwardCalls = 1 << 17;
 
-// Defined by build.py from memtrace/allocator/rules.py, the home of the allocator's constants.
+// Rules of the CUDA caching allocator, in bytes. build.py defines them from memtrace/allocator/rules.py, their only home.
 constexpr int64_t kRounding = MEMTRACE_MIN_BLOCK_BYTES;
 constexpr int64_t kSmall = MEMTRACE_SMALL_REQUEST_BYTES;
 static_assert(kSmall == MEMTRACE_MAX_SLACK_BYTES, "allocate() uses one constant for both");
 
 bool is_whole_segment(EventKind kind) { return kind == EventKind::segment_alloc || kind == EventKind::older_segment; }
-bool about_no_block(EventKind kind) {
+bool is_segment_event(EventKind kind) {
   return (kind >= EventKind::segment_alloc && kind <= EventKind::snapshot) || kind == EventKind::older_segment;
 }
 
 }  // namespace
 
-void CudaSizes::add_segment(int8_t device, uint64_t address, int64_t size, bool expandable) {
+void CudaBlockSizes::add_segment(int8_t device, uint64_t address, int64_t size, bool expandable) {
   segments_[{device, address}] = {size, expandable};
 }
 
-void CudaSizes::remove_segment(int8_t device, uint64_t address) { segments_.erase({device, address}); }
+void CudaBlockSizes::remove_segment(int8_t device, uint64_t address) { segments_.erase({device, address}); }
 
-int64_t CudaSizes::allocate(int8_t device, uint64_t address, int64_t requested) {
-  const auto next = live_.insert_or_assign({device, address}, true).first;
+int64_t CudaBlockSizes::allocate(int8_t device, uint64_t address, int64_t requested) {
+  const auto block = live_.insert_or_assign({device, address}, true).first;
   if (!settings_.rounds_to_512) return kNone;
   const int64_t rounded = std::max<int64_t>((requested + kRounding - 1) / kRounding, 1) * kRounding;
   if (rounded <= kSmall) return rounded;
   auto segment = segments_.upper_bound({device, address});
   if (segment == segments_.begin()) return kNone;
   --segment;
-  const auto& [place, about] = *segment;
-  const uint64_t segment_end = place.second + static_cast<uint64_t>(about.size);
-  if (place.first != device || address >= segment_end) return kNone;
-  if (about.expandable) return rounded;
-  const auto after = std::next(next);
-  const bool has_neighbour = after != live_.end() && after->first.first == device && after->first.second < segment_end;
-  const uint64_t limit = has_neighbour ? after->first.second : segment_end;
+  const auto& [key, info] = *segment;
+  const uint64_t segment_end = key.second + static_cast<uint64_t>(info.size);
+  if (key.first != device || address >= segment_end) return kNone;
+  if (info.expandable) return rounded;
+  const auto next = std::next(block);
+  const bool has_neighbour = next != live_.end() && next->first.first == device && next->first.second < segment_end;
+  const uint64_t limit = has_neighbour ? next->first.second : segment_end;
   const auto gap = static_cast<int64_t>(limit - address) - rounded;
   const bool never_split = settings_.max_split_size > 0 && rounded >= settings_.max_split_size;
   return gap > 0 && (gap <= kSmall || never_split) ? rounded + gap : rounded;
 }
 
-void Resolver::row(const Event& event, EventKind kind, const Live& block, EventColumns& out) {
-  const bool access = kind == EventKind::read || kind == EventKind::write;
-  const bool failed = kind == EventKind::oom;
-  const Place place = event.kind == EventKind::label || event.detail == kNone ? Place{kNone, kNone}
-                                                                            : places_[static_cast<size_t>(event.detail)];
+void Resolver::add_row(const Event& event, EventKind kind, const Live& block, EventColumns& out) {
+  const bool is_access = kind == EventKind::read || kind == EventKind::write;
+  const bool is_oom = kind == EventKind::oom;
+  const bool has_stream = event.kind != EventKind::label && event.detail != kNone;
+  const StreamPool location = has_stream ? stream_pools_[static_cast<size_t>(event.detail)] : StreamPool{kNone, kNone};
   out.time_ns.push_back(event.time_ns);
   out.kind.push_back(static_cast<int8_t>(kind));
   out.device.push_back(block.device);
   out.has_cuda |= block.device > 0;
   out.block_id.push_back(block.block);
-  out.size.push_back(access ? kNone : block.size);
-  out.allocated_size.push_back(access ? kNone : block.allocated_size);
-  out.address.push_back(access || failed || event.address == 0 ? kNone : static_cast<int64_t>(event.address));
+  out.size.push_back(is_access ? kNone : block.size);
+  out.allocated_size.push_back(is_access ? kNone : block.allocated_size);
+  out.address.push_back(is_access || is_oom || event.address == 0 ? kNone : static_cast<int64_t>(event.address));
   out.op_id.push_back(kind == EventKind::baseline ? kNone : event.op);
-  out.stream.push_back(place.stream);
-  out.pool.push_back(place.pool);
-  out.device_free.push_back(failed ? static_cast<int64_t>(event.address) : kNone);
+  out.stream.push_back(location.stream);
+  out.pool.push_back(location.pool);
+  out.device_free.push_back(is_oom ? static_cast<int64_t>(event.address) : kNone);
   out.thread.push_back(event.thread);
 }
 
 int64_t Resolver::allocated_size(const Event& event, EventKind kind) {
-  if (event.device == 0) return event.size;   // torch's CPU allocator counts what was asked for
+  if (event.device == 0) return event.size;   // torch's CPU allocator allocates exactly the requested size
   if (kind == EventKind::alloc) return cuda_sizes_.allocate(event.device, event.address, event.size);
   cuda_sizes_.add_block(event.device, event.address);
   return event.kind == EventKind::baseline ? event.op : kNone;
 }
 
-Resolver::Live& Resolver::begin(const Event& event, EventKind kind, EventColumns& out) {
-  auto [found, fresh] = live_.try_emplace(event.address);
-  if (!fresh) row(event, EventKind::free, found->second, out);
-  found->second = Live{next_block_++, event.size, allocated_size(event, kind), event.device, event.foreign, 0};
-  row(event, kind, found->second, out);
-  return found->second;
+Resolver::Live& Resolver::begin_block(const Event& event, EventKind kind, EventColumns& out) {
+  auto [entry, is_new] = live_.try_emplace(event.address);
+  if (!is_new) add_row(event, EventKind::free, entry->second, out);
+  entry->second = Live{next_block_++, event.size, allocated_size(event, kind), event.device, event.foreign, 0};
+  add_row(event, kind, entry->second, out);
+  return entry->second;
 }
 
-void Resolver::end(const Event& event, Tables& out) {
-  auto found = live_.find(event.address);
-  if (found == live_.end()) {
-    if (event.size == 0) return;   // older than the recording, and its size was never learned
-    begin(event, EventKind::baseline, out.events);
-    found = live_.find(event.address);
+void Resolver::end_block(const Event& event, Tables& out) {
+  auto entry = live_.find(event.address);
+  if (entry == live_.end()) {
+    if (event.size == 0) return;   // older than the recording and of unknown size
+    begin_block(event, EventKind::baseline, out.events);
+    entry = live_.find(event.address);
   }
-  if (event.foreign && !found->second.foreign) return;   // the address has a new owner since
-  row(event, EventKind::free, found->second, out.events);
+  if (event.foreign && !entry->second.foreign) return;   // the address belongs to a new block by now
+  add_row(event, EventKind::free, entry->second, out.events);
   if (event.device > 0) cuda_sizes_.free(event.device, event.address);
-  live_.erase(found);
+  live_.erase(entry);
 }
 
-void Resolver::add_about_segment(const Event& event, EventColumns& out) {
+void Resolver::add_segment_event(const Event& event, EventColumns& out) {
   if (is_whole_segment(event.kind) || event.kind == EventKind::segment_map) {
     const bool expandable = event.kind == EventKind::older_segment ? event.op == 1 : event.kind == EventKind::segment_map;
     cuda_sizes_.add_segment(event.device, event.address, event.size, expandable);
@@ -102,33 +102,34 @@ void Resolver::add_about_segment(const Event& event, EventColumns& out) {
     cuda_sizes_.remove_segment(event.device, event.address);
   }
   if (event.kind == EventKind::older_segment) return;
-  row(event, event.kind, Live{kNone, event.size, kNone, event.device, false, 0}, out);
+  add_row(event, event.kind, Live{kNone, event.size, kNone, event.device, false, 0}, out);
 }
 
-void Resolver::add(const std::vector<Event>& events, std::vector<Place> places, Tables& out) {
-  places_ = std::move(places);
+void Resolver::add(const std::vector<Event>& events, std::vector<StreamPool> stream_pools, Tables& out) {
+  stream_pools_ = std::move(stream_pools);
   out.events.reserve(events.size() + events.size() / 16);
   for (const Event& event : events) {
     if (event.kind == EventKind::free) {
-      end(event, out);
+      end_block(event, out);
       continue;
     }
     if (event.kind == EventKind::alloc) {
-      begin(event, EventKind::alloc, out.events);
+      begin_block(event, EventKind::alloc, out.events);
       continue;
     }
-    if (about_no_block(event.kind)) {
-      add_about_segment(event, out.events);
+    if (is_segment_event(event.kind)) {
+      add_segment_event(event, out.events);
       continue;
     }
-    auto found = live_.find(event.address);
-    if (found == live_.end()) {
+    auto entry = live_.find(event.address);
+    if (entry == live_.end()) {
       if (event.size == 0) continue;
-      // NumPy's and shared memory begins, for us, when it is first seen.
-      begin(event, event.foreign && event.kind != EventKind::baseline ? EventKind::alloc : EventKind::baseline, out.events);
-      found = live_.find(event.address);
+      // The allocation of NumPy memory or shared memory is not seen: it counts as allocated at the first access.
+      const bool is_alloc = event.foreign && event.kind != EventKind::baseline;
+      begin_block(event, is_alloc ? EventKind::alloc : EventKind::baseline, out.events);
+      entry = live_.find(event.address);
     }
-    Live& block = found->second;
+    Live& block = entry->second;
     if (event.kind == EventKind::label) {
       const auto bit = static_cast<uint16_t>(1u << event.op);
       if (block.labels & bit) continue;
@@ -137,7 +138,7 @@ void Resolver::add(const std::vector<Event>& events, std::vector<Place> places, 
       out.labels.category.push_back(static_cast<int8_t>(event.op));
       out.labels.name.push_back(event.detail);
     } else if (event.kind != EventKind::baseline) {
-      row(event, event.kind, block, out.events);
+      add_row(event, event.kind, block, out.events);
     }
   }
 }
@@ -145,10 +146,10 @@ void Resolver::add(const std::vector<Event>& events, std::vector<Place> places, 
 const Resolver::Forward* Resolver::forward_of(const OpCall& call) const {
   auto thread = forward_.find(call.forward_thread);
   if (thread == forward_.end()) return nullptr;
-  const std::deque<Forward>& made = thread->second;
-  auto after = std::upper_bound(made.begin(), made.end(), call.sequence_nr,
+  const std::deque<Forward>& calls = thread->second;
+  auto after = std::upper_bound(calls.begin(), calls.end(), call.sequence_nr,
                                 [](int64_t number, const Forward& forward) { return number < forward.sequence_nr; });
-  if (after == made.begin()) return nullptr;
+  if (after == calls.begin()) return nullptr;
   const Forward& forward = *(after - 1);
   return call.sequence_nr < forward.sequence_end ? &forward : nullptr;
 }
@@ -159,16 +160,16 @@ void Resolver::add(const std::vector<OpCall>& ops, Tables& out) {
   for (const OpCall& call : ops) {
     int32_t module = call.module, stack = call.stack;
     if (call.num_nodes > 0) {
-      std::deque<Forward>& made = forward_[call.forward_thread];
-      made.push_back({call.sequence_nr, call.sequence_nr + call.num_nodes, call.module, call.stack});
-      if (made.size() > kForwardKept) made.pop_front();
+      std::deque<Forward>& calls = forward_[call.forward_thread];
+      calls.push_back({call.sequence_nr, call.sequence_nr + call.num_nodes, call.module, call.stack});
+      if (calls.size() > kMaxForwardCalls) calls.pop_front();
     } else if (call.phase == Phase::backward && !call.recompute && call.sequence_nr >= 0) {
       if (const Forward* forward = forward_of(call)) {
         module = forward->module;
         if (stack == kNone) stack = forward->stack;
       }
     }
-    if (!call.touched_blocks) continue;
+    if (!call.has_accesses) continue;
     columns.op_id.push_back(call.op);
     columns.name.push_back(call.name);
     columns.start_ns.push_back(call.start_ns);

@@ -1,4 +1,4 @@
-// From what was collected to the columns of the trace's tables.
+// Converts recorded events, calls and spans to the columns of the trace's tables.
 #pragma once
 
 #include <deque>
@@ -27,14 +27,14 @@ struct Tables {
   DeviceTimeColumns device_times;
 };
 
-// How long the CUDA allocator's blocks are, which its events do not say. In the pool for large blocks free memory is
-// always in pieces of more than 1 MiB and free neighbours are merged, so a smaller gap behind a block is its own.
-class CudaSizes {
+// Computes the sizes of CUDA blocks, which the allocator's events do not contain. In the pool of large blocks, free
+// blocks are larger than 1 MiB and free neighbours are merged, so a smaller gap after a block belongs to that block.
+class CudaBlockSizes {
  public:
-  void use(const CudaSettings& settings) { settings_ = settings; }
+  void set_settings(const CudaSettings& settings) { settings_ = settings; }
   void add_segment(int8_t device, uint64_t address, int64_t size, bool expandable);
   void remove_segment(int8_t device, uint64_t address);
-  // The size of a block that is allocated now; kNone where it cannot be told.
+  // The size of a block that is allocated now; kNone if it is unknown.
   int64_t allocate(int8_t device, uint64_t address, int64_t requested);
   void add_block(int8_t device, uint64_t address) { live_[{device, address}] = true; }
   void free(int8_t device, uint64_t address) { live_.erase({device, address}); }
@@ -50,14 +50,14 @@ class CudaSizes {
   CudaSettings settings_;
 };
 
-// Gives blocks their identity and backward operators the module and stack of their forward operators.
-// Used by one thread at a time, in the order in which things happened.
+// Assigns block ids, and gives backward operators the module and stack of their forward operators.
+// Must be used by one thread at a time, with records in the order of time.
 class Resolver {
  public:
-  void add(const std::vector<Event>& events, std::vector<Place> places, Tables& out);
+  void add(const std::vector<Event>& events, std::vector<StreamPool> stream_pools, Tables& out);
   void add(const std::vector<OpCall>& ops, Tables& out);
   void add(const std::vector<Span>& spans, Tables& out);
-  void use(const CudaSettings& settings) { cuda_sizes_.use(settings); }
+  void set_settings(const CudaSettings& settings) { cuda_sizes_.set_settings(settings); }
   int64_t num_blocks() const { return next_block_; }
 
  private:
@@ -65,23 +65,23 @@ class Resolver {
     int64_t block, size, allocated_size;
     int8_t device;
     bool foreign;
-    uint16_t labels;   // a bit for each category already told
+    uint16_t labels;   // one bit for each category that was recorded
   };
   struct Forward {
     int64_t sequence_nr, sequence_end;
     int32_t module, stack;
   };
-  void row(const Event& event, EventKind kind, const Live& block, EventColumns& out);
-  void add_about_segment(const Event& event, EventColumns& out);
+  void add_row(const Event& event, EventKind kind, const Live& block, EventColumns& out);
+  void add_segment_event(const Event& event, EventColumns& out);
   int64_t allocated_size(const Event& event, EventKind kind);
-  Live& begin(const Event& event, EventKind kind, EventColumns& out);
-  void end(const Event& event, Tables& out);
+  Live& begin_block(const Event& event, EventKind kind, EventColumns& out);
+  void end_block(const Event& event, Tables& out);
   const Forward* forward_of(const OpCall& call) const;
 
   std::unordered_map<uint64_t, Live> live_;
   std::unordered_map<uint64_t, std::deque<Forward>> forward_;
-  std::vector<Place> places_;
-  CudaSizes cuda_sizes_;
+  std::vector<StreamPool> stream_pools_;
+  CudaBlockSizes cuda_sizes_;
   int64_t next_block_ = 0;
 };
 

@@ -1,0 +1,127 @@
+"""The live blocks that the dispatch observer knows, identified by their storages."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from memtrace.format.schema import EVENT_KINDS
+from memtrace.recording.observers.dispatch_buffer import RecordBuffer
+
+_EVENT: Final = {kind: code for code, kind in enumerate(EVENT_KINDS)}
+
+
+@dataclass
+class LiveBlock:
+    """A block that has not been freed."""
+
+    number: int
+    """Its ``block_id`` in the trace."""
+    size: int
+    """Requested size in bytes."""
+    device: int
+    """0 for the CPU, 1 + i for cuda:i."""
+    address: int
+    """-1 for a fake tensor."""
+    labels: set[int] = field(default_factory=set)
+    """Categories that were recorded for it."""
+    reference: Any = None
+    """Weak reference to its storage."""
+
+
+class BlockTable:
+    """Records the events of blocks.
+
+    Args:
+        buffer: receives the events.
+        now: the clock of the observer.
+        thread_index: index of the calling thread.
+    """
+
+    def __init__(self, buffer: RecordBuffer, now: Callable[[], int], thread_index: Callable[[], int]) -> None:
+        self._buffer = buffer
+        self._now = now
+        self._thread_index = thread_index
+        self._blocks: dict[int, LiveBlock] = {}
+        self._num_blocks = 0
+        self._is_open = True
+
+    def close(self) -> None:
+        """Forget all blocks and record nothing more."""
+        self._is_open = False
+        self._blocks.clear()
+
+    def block_of(self, tensor: torch.Tensor) -> LiveBlock | None:
+        """The block of a tensor; None without memory. An unknown block is older than the recording."""
+        storage = _storage(tensor)
+        if storage is None:
+            return None
+        return self._blocks.get(storage._cdata) or self._begin(tensor, storage, "baseline", self._now(), -1)
+
+    def allocate(self, tensor: torch.Tensor, time_ns: int, op: int) -> LiveBlock | None:
+        """Record the allocation of a block that operator call ``op`` returned; None if the block is known."""
+        storage = _storage(tensor)
+        if storage is None or storage._cdata in self._blocks:
+            return None
+        return self._begin(tensor, storage, "alloc", time_ns, op)
+
+    def label(self, tensor: torch.Tensor, category: int, name: int) -> None:
+        """Label the block of a tensor, unless it has that category already."""
+        with self._buffer.lock:
+            block = self.block_of(tensor)
+            if block is not None and category not in block.labels:
+                block.labels.add(category)
+                self._buffer.add("labels", (block.number, category, name))
+
+    def add_event(self, kind: str, block: LiveBlock, time_ns: int, op: int) -> None:
+        """Record an event of a block."""
+        is_access = kind in ("read", "write")
+        size, address = (-1, -1) if is_access else (block.size, block.address)
+        # torch's CPU allocator allocates exactly the requested size.
+        allocated_size = size if block.device == 0 else -1
+        row = (time_ns, _EVENT[kind], block.device, block.number, size, allocated_size, address, op, -1,
+               self._thread_index(), -1, -1)  # fmt: skip
+        self._buffer.add("events", row)
+
+    def _begin(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, kind: str, time_ns: int, op: int
+    ) -> LiveBlock:
+        device = 0 if tensor.device.type == "cpu" else 1 + (tensor.device.index or 0)
+        address = -1 if is_fake(tensor) else storage.data_ptr()
+        with self._buffer.lock:
+            block = LiveBlock(self._num_blocks, int(storage.nbytes()), device, address)
+            self._num_blocks += 1
+            key = storage._cdata
+            self._blocks[key] = block
+            block.reference = weakref.ref(storage, lambda _: self._end(key, block))
+            self.add_event(kind, block, time_ns, op)
+        return block
+
+    def _end(self, key: int, block: LiveBlock) -> None:
+        if not self._is_open:
+            return
+        with self._buffer.lock:
+            if self._blocks.get(key) is block:
+                del self._blocks[key]
+            self.add_event("free", block, self._now(), -1)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a fake tensor."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None  # sparse tensors and others without storage
+    if tensor.device.type not in ("cpu", "cuda") or (storage.device.type == "meta" and not is_fake(tensor)):
+        return None
+    return storage if storage.nbytes() > 0 else None

@@ -1,0 +1,36 @@
+// What the schema of an operator says about its arguments and its result.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <string_view>
+#include <vector>
+
+#include "state.h"
+
+namespace memtrace {
+
+enum class Role : uint8_t { plain, view, range_enter, range_exit, no_access };
+
+struct ArgumentAccess {
+  uint16_t index;
+  bool is_list, reads, writes;
+};
+
+struct OperatorInfo {
+  int32_t name = kNone;
+  uint32_t epoch = 0;             // number of the recording that `name` belongs to
+  Role role = Role::plain;
+  bool writes_result = true;      // false: the result is uninitialised memory (empty)
+  bool composite = false;         // implemented by calls of other operators
+  bool autocasts_cpu = false, autocasts_cuda = false;
+  uint16_t num_arguments = 0;
+  std::vector<ArgumentAccess> accesses;   // of the arguments whose memory the operator accesses
+};
+
+inline bool starts_with(std::string_view text, std::string_view prefix) { return text.substr(0, prefix.size()) == prefix; }
+
+// The information about an operator, inspected at the first call and cached.
+const OperatorInfo& operator_info(const c10::OperatorHandle& op);
+
+}  // namespace memtrace

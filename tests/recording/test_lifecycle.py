@@ -1,0 +1,153 @@
+"""Recordings leave the program alone: exceptions, variables, threads, forks, other profilers, kills and full disks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import memtrace
+from memtrace.analysis import compute_coverage
+from memtrace.format.part_writer import PartWriter
+from tests.programs.tasks import make_step, mlp
+from tests.recording.helpers import endless_recording, part_written, record_steps, wait_until
+
+
+def test_an_exception_leaves_the_block_and_the_trace_is_complete(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), memtrace.record(tmp_path / "run.memtrace"):
+        make_step(mlp())()
+        raise ZeroDivisionError
+    trace = memtrace.load(tmp_path / "run.memtrace")
+    assert trace.manifest.finished
+    assert trace.manifest.stop_reason == "ZeroDivisionError left the recorded block"
+
+
+def test_an_exception_ends_the_module_calls_it_leaves(tmp_path: Path) -> None:
+    class Broken(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("broken on purpose")
+
+    with memtrace.record(tmp_path / "run.memtrace"):
+        with pytest.raises(ValueError, match="broken on purpose"):
+            nn.Sequential(nn.Linear(4, 4), Broken())(torch.zeros(1, 4))
+        torch.ones(1000)
+    ops = memtrace.load(tmp_path / "run.memtrace").ops
+    assert ops.iloc[-1].phase == "other"
+
+
+def test_variables_of_the_program_live_no_longer_than_without_a_recording(tmp_path: Path) -> None:
+    def read_locals() -> dict[str, object]:
+        model, variables = nn.Linear(8, 8), locals()
+        model(torch.randn(4, 8))
+        return variables
+
+    def loop() -> list[bool]:
+        model, references = nn.Linear(8, 8), []
+        for _ in range(3):
+            tensor = torch.ones(64)
+            references.append(weakref.ref(tensor))
+            model(torch.randn(4, 8)).sum().backward()
+            del tensor
+        return [reference() is None for reference in references]
+
+    with memtrace.record(tmp_path / "run.memtrace"):
+        assert loop() == [True] * 3
+        assert "model" in read_locals()  # a dictionary that the program keeps is not emptied
+
+
+def test_an_inner_recording_becomes_a_range_of_the_outer_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with memtrace.record(tmp_path / "outer.memtrace") as outer, memtrace.record(tmp_path / "inner.memtrace") as inner:
+        assert (outer.is_recording, inner.is_recording) == (True, False)
+        make_step(mlp())()
+    assert "becomes a range of it" in caplog.text
+    trace = memtrace.load(tmp_path / "outer.memtrace")
+    spans = trace.spans
+    ranges = {trace.name(int(name)) for name in spans[spans.kind == "range"].name.dropna()}
+    assert str(tmp_path / "inner.memtrace") in ranges
+    assert not (tmp_path / "inner.memtrace").exists()
+    assert inner.path == tmp_path / "inner.memtrace"
+
+
+def test_torch_profiler_can_run_at_the_same_time(tmp_path: Path) -> None:
+    with torch.profiler.profile(profile_memory=True, with_stack=True) as profile:
+        trace = record_steps(make_step(mlp()), tmp_path / "run.memtrace", num_steps=1)
+    assert len(profile.events()) > 0
+    assert compute_coverage(trace).num_steps == 1
+
+
+def test_forked_workers_and_threads_of_the_program(tmp_path: Path) -> None:
+    loader = DataLoader(TensorDataset(torch.randn(32, 8)), batch_size=8, num_workers=1)
+    model = nn.Linear(8, 8)
+
+    def work() -> None:
+        for _ in range(20):
+            torch.randn(333).mul(2)
+
+    with memtrace.record(tmp_path / "run.memtrace"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        for (batch,) in loader:
+            model(batch).sum().backward()
+    trace = memtrace.load(tmp_path / "run.memtrace")
+    events, ops = trace.events, trace.ops
+    assert (events[events["size"] == 333 * 4].kind == "alloc").sum() == 40
+    names = ops[ops.thread == 1].name.dropna().map(lambda name: trace.name(int(name)))
+    # The first operator of a thread is not recorded, but its memory is.
+    assert (names == "aten::mul.Tensor").sum() >= 19
+
+
+def test_a_killed_process_leaves_a_trace_that_opens(tmp_path: Path) -> None:
+    with endless_recording(tmp_path / "run.memtrace") as process:
+        os.kill(process.pid, signal.SIGKILL)
+    coverage = compute_coverage(memtrace.load(tmp_path / "run.memtrace"))
+    assert not coverage.finished
+    assert coverage.num_events > 0
+
+
+def test_a_full_disk_ends_the_recording_but_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = make_step(mlp())
+    append = PartWriter.append
+
+    def append_to_full_disk(self: PartWriter, *args: Any) -> None:
+        append(self, *args)
+        raise OSError(28, "No space left on device")
+
+    with memtrace.record(tmp_path / "run.memtrace", flush_seconds=0.02) as recording:
+        with part_written(recording):
+            step()
+        monkeypatch.setattr(PartWriter, "append", append_to_full_disk)
+        step()
+        wait_until(lambda: not recording.is_recording)
+        step()
+    assert caplog.text.count("No space left on device") == 1
+    assert "recording stopped, training continues" in caplog.text
+    coverage = compute_coverage(memtrace.load(tmp_path / "run.memtrace"))
+    assert not coverage.finished
+    assert coverage.num_events > 0
+
+
+def test_parameters_of_a_distributed_data_parallel_model_keep_their_names(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(16, 16))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step() -> None:
+            model(torch.randn(4, 16)).sum().backward()
+            optimizer.step()
+
+        trace = record_steps(step, tmp_path / "run.memtrace", num_steps=2)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert "Linear.weight" in {trace.name(int(name)) for name in trace.labels.name.dropna()}

@@ -1,0 +1,141 @@
+"""Training steps: from optimizer steps, from marks, with limits, and with only the last ones kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import memtrace
+from memtrace.analysis import compute_coverage
+from memtrace.analysis.steps import step_columns
+from tests.programs.tasks import gpt, make_step, mlp
+from tests.recording.helpers import live_bytes, part_written, record_steps
+
+
+def test_steps_are_rounds_of_optimizer_steps(tmp_path: Path) -> None:
+    """With gradient accumulation and two optimizers."""
+    model = nn.Linear(8, 8)
+    first, second = torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam(model.parameters())
+    with memtrace.record(tmp_path / "run.memtrace"):
+        for _ in range(4):
+            for _ in range(3):
+                model(torch.randn(2, 8)).sum().backward()
+            first.step()
+            second.step()
+    assert step_columns(memtrace.load(tmp_path / "run.memtrace")).step.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("observer", ["native", "dispatch"])
+@pytest.mark.parametrize("num_parts", [1, 4])
+def test_a_mark_after_several_optimizer_steps_ends_one_step(observer: str, num_parts: int, tmp_path: Path) -> None:
+    """Also when optimizer steps are on disk as training steps before the first mark."""
+    critic, generator = (torch.optim.SGD(nn.Linear(8, 8).parameters()) for _ in range(2))
+    flush_seconds = 60 if num_parts == 1 else 0.02
+    with memtrace.record(tmp_path / "run.memtrace", observer=observer, flush_seconds=flush_seconds) as recording:
+        for _ in range(3):
+            with part_written(recording) if num_parts > 1 else nullcontext():
+                for _ in range(5):
+                    torch.randn(8)
+                    critic.step()
+            generator.step()
+            recording.step()
+    trace = memtrace.load(tmp_path / "run.memtrace")
+    columns = step_columns(trace)
+    assert columns.step.tolist() == [0, 1, 2]
+    assert columns.num_allocs.tolist() == [5, 5, 5]
+    assert columns.start_ns[0] <= trace.columns("events", "time_ns")["time_ns"][0]
+    spans = trace.spans
+    assert (spans["kind"] == "step").sum() == 3
+    assert (spans["kind"] != "step").sum() >= 18  # the ranges of the optimizers are kept
+
+
+def busy_wait() -> int:
+    """Work for a while, and return for how many nanoseconds."""
+    started_ns = time.perf_counter_ns()
+    torch.randn(1 << 19).sort()
+    return time.perf_counter_ns() - started_ns
+
+
+def test_the_wait_for_each_batch_is_recorded(tmp_path: Path) -> None:
+    waits_ns = []
+
+    class SlowDataset(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            for _ in range(3):
+                waits_ns.append(busy_wait())
+                yield torch.randn(8)
+
+    step = make_step(mlp())
+    with memtrace.record(tmp_path / "run.memtrace") as recording:
+        for _ in recording.steps(DataLoader(SlowDataset(), batch_size=None)):
+            step()
+    columns = step_columns(memtrace.load(tmp_path / "run.memtrace"))
+    assert columns.step.tolist() == [0, 1, 2]
+    assert (columns.data_wait_ns >= waits_ns).all()
+
+
+def test_starting_the_loader_counts_as_waiting_in_the_first_step(tmp_path: Path) -> None:
+    start_ns = []
+
+    class SlowLoader:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            start_ns.append(busy_wait())
+            return iter([torch.randn(8)] * 3)
+
+    step = make_step(mlp())
+    with memtrace.record(tmp_path / "run.memtrace") as recording:
+        for _ in recording.steps(SlowLoader()):
+            step()
+    waits_ns = step_columns(memtrace.load(tmp_path / "run.memtrace")).data_wait_ns
+    assert waits_ns[0] >= start_ns[0] > waits_ns[1:].max()
+
+
+def test_an_exception_of_the_loader_reaches_the_program(tmp_path: Path) -> None:
+    def broken_loader() -> Iterator[torch.Tensor]:
+        yield torch.randn(8)
+        raise ValueError("broken on purpose")
+
+    with memtrace.record(tmp_path / "run.memtrace") as recording, pytest.raises(ValueError, match="broken on purpose"):
+        for _ in recording.steps(broken_loader()):
+            torch.ones(1000)
+    assert len(step_columns(memtrace.load(tmp_path / "run.memtrace")).step) == 1
+
+
+def test_max_steps_ends_the_recording_but_not_the_program(tmp_path: Path) -> None:
+    trace = record_steps(make_step(mlp()), tmp_path / "run.memtrace", num_steps=6, max_steps=2)
+    assert len(step_columns(trace).step) == 2
+    assert trace.manifest.stop_reason == "max_steps reached"
+
+
+@pytest.mark.parametrize("option", ["max_steps", "last_steps"])
+def test_a_number_of_steps_below_one_is_refused(option: str, tmp_path: Path) -> None:
+    with pytest.raises(memtrace.MemtraceError, match=f"{option}=0"):
+        memtrace.record(tmp_path / "run.memtrace", **{option: 0})
+
+
+def test_an_unknown_observer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(memtrace.MemtraceError, match='observer=\'c\' is unknown; pass one of "auto", "native"'):
+        memtrace.record(tmp_path / "run.memtrace", observer="c")  # type: ignore[arg-type]
+
+
+def test_last_steps_keeps_recent_steps_and_live_blocks(tmp_path: Path) -> None:
+    step = make_step(gpt())
+    all_steps = record_steps(step, tmp_path / "all.memtrace")
+    with memtrace.record(tmp_path / "run.memtrace", last_steps=3, flush_seconds=0.01) as recording:
+        for _ in range(15):
+            with part_written(recording):
+                step()
+    trace = memtrace.load(recording.path)
+    numbers = step_columns(trace).step
+    assert numbers[-1] == 14
+    assert 3 <= len(numbers) < 15
+    assert compute_coverage(trace).dropped_events > 0
+    assert live_bytes(trace, "parameter") == live_bytes(all_steps, "parameter")
+    assert live_bytes(trace, "optimizer_state") == live_bytes(all_steps, "optimizer_state")
