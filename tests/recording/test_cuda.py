@@ -153,7 +153,7 @@ def test_without_cuda_headers_events_come_from_torchs_history(
     trace, imported = memtrace.load(tmp_path / "run.memtrace"), memtrace.load(path)
     assert any("CUDA headers not found" in note for note in compute_coverage(trace).notes)
     recorded_peak = find_peak(trace, "cuda:0")
-    assert recorded_peak.requested.bytes == peak(imported, "cuda:0").requested.bytes == 682_735_240
+    assert recorded_peak.requested.bytes == find_peak(imported, "cuda:0").requested.bytes == 682_735_240
     assert recorded_peak.end_bytes == 420_190_612
     assert (blocks(trace).device == trace.devices.index("cuda:0")).sum() == len(blocks(imported).size)
 
