@@ -112,7 +112,7 @@ def test_a_timeline_is_exact_where_it_looks_and_keeps_the_peak(rows, points):
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=300), st.integers(2, 50))
-def test_kept_places_hold_the_maximum_and_rise(values, points):
+def test_plot_points_include_the_maximum_in_order(values, points):
     kept = select_plot_points(np.array(values), points)
     assert max(values) == max(values[place] for place in kept)
     assert (np.diff(kept) > 0).all()
