@@ -1,4 +1,4 @@
-"""``python -m memtrace.cli``: the ``memtrace`` command where only a module can be named, as torchrun's -m does."""
+"""``python -m memtrace.cli``: the ``memtrace`` command, for launchers such as torchrun that start modules."""
 
 from memtrace.cli import main
 

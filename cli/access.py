@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import click
 from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.output import console, escape, plain_table, print_json
-from memtrace.cli.quantities import BYTES_OR_NONE
+from memtrace.cli.quantities import BYTES_OR_ZERO
 from memtrace.cli.tabular import print_csv
 
 from memtrace.analysis.access import AccessAnalysis, analyze_access
@@ -36,7 +36,7 @@ CSV_COLUMNS: Final = ("site", "category", "bytes", "num_intervals", "median_ns",
               help="Bandwidths of this machine: the output of memtrace doctor --bandwidth --json.")  # fmt: skip
 @click.option("--d2h", "d2h_gb_per_s", type=float, metavar="GB/s", help="Device-to-host bandwidth; requires --h2d.")
 @click.option("--h2d", "h2d_gb_per_s", type=float, metavar="GB/s", help="Host-to-device bandwidth; requires --d2h.")
-@click.option("--min-bytes", type=BYTES_OR_NONE, default=MIN_SWAP_BYTES, metavar="SIZE",
+@click.option("--min-bytes", type=BYTES_OR_ZERO, default=MIN_SWAP_BYTES, metavar="SIZE",
               help="Smallest block to swap; default: 1MiB.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV, one row per swap candidate.")

@@ -1,4 +1,4 @@
-"""What every command that reads traces takes: the traces, a rank of them, and a window of steps."""
+"""What every command that reads traces accepts: the traces, a rank of them, and a window of steps."""
 
 from __future__ import annotations
 
@@ -13,49 +13,42 @@ from memtrace.cli.output import open_traces
 if TYPE_CHECKING:
     from memtrace.trace import Trace
 
-RANK: Final = click.option("--rank", type=int, help="Rank to analyze; default: the first.")
+RANK: Final = click.option("--rank", type=int, help="Rank to analyze, for traces of several ranks.")
 WINDOW: Final = (
-    click.option("--from-step", type=click.IntRange(min=0), help="First step to analyze; default: the first recorded."),
-    click.option("--to-step", type=click.IntRange(min=0), help="Last step to analyze; default: the last recorded."),
+    click.option("--from-step", type=click.IntRange(min=0), help="First step to analyze.  [default: first recorded]"),
+    click.option("--to-step", type=click.IntRange(min=0), help="Last step to analyze.  [default: last recorded]"),
 )
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The traces named on the command line, and which rank and steps of them to analyze.
-
-    Attributes:
-        paths: trace folders or files; several are the ranks of one job.
-        rank: the rank asked for; None: not given.
-        from_step: first step of the window; None: the first recorded.
-        to_step: last step of the window, included; None: the last recorded.
-    """
+    """The traces named on the command line, and which rank and steps of them to analyze."""
 
     paths: tuple[str, ...]
+    """Trace folders or files; several are the ranks of one job."""
     rank: int | None = None
+    """None: not given."""
     from_step: int | None = None
+    """First step of the window; None: the first recorded."""
     to_step: int | None = None
+    """Last step of the window, included; None: the last recorded."""
 
     @property
     def name(self) -> str:
         """The traces as the user named them."""
         return " ".join(self.paths)
 
-    def open(self, preload: str | None = None) -> Trace:
-        """Open the traces: all ranks, or the one asked for; of each the window of steps.
-
-        Args:
-            preload: a module to import while a file is being read.
-        """
-        trace = open_traces(self.paths, preload)
+    def open(self) -> Trace:
+        """Open the traces: all ranks or the selected one, and of each rank the window of steps."""
+        trace = open_traces(self.paths)
         return self._window(trace if self.rank is None else trace.rank(self.rank))
 
     def open_rank(self) -> Trace:
-        """Open one rank: the one asked for, else the first, saying so on stderr where there are several."""
+        """Open the selected rank, or the first one with a note on stderr where there are several."""
         trace = open_traces(self.paths)
         if self.rank is None and len(trace.ranks) > 1:
             click.echo(
-                f"memtrace: showing rank {trace.ranks[0]} of {len(trace.ranks)}; choose another with --rank", err=True
+                f"memtrace: showing rank {trace.ranks[0]} of {len(trace.ranks)}; select another with --rank", err=True
             )
         return self._window(trace.rank(trace.ranks[0] if self.rank is None else self.rank))
 
@@ -68,7 +61,7 @@ class Selection:
 
 
 def selects_traces(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the argument TRACE... and the options --rank, --from-step and --to-step, as one ``Selection``."""
+    """Decorate a command: argument TRACE..., options --rank, --from-step and --to-step, passed as one ``Selection``."""
 
     @click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path())
     @RANK
@@ -79,7 +72,7 @@ def selects_traces(command: Callable[..., Any]) -> Callable[..., Any]:
         traces: Sequence[str], rank: int | None, from_step: int | None, to_step: int | None, **options: Any
     ) -> Any:
         if from_step is not None and to_step is not None and from_step > to_step:
-            raise click.UsageError(f"--from-step {from_step} is after --to-step {to_step}")
+            raise click.UsageError(f"--from-step {from_step} is greater than --to-step {to_step}.")
         return command(selection=Selection(tuple(traces), rank, from_step, to_step), **options)
 
     return with_selection

@@ -10,7 +10,7 @@ from typing import Final
 import click
 from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.output import console, escape, plain_table, print_json
-from memtrace.cli.quantities import BYTES_OR_NONE
+from memtrace.cli.quantities import BYTES_OR_ZERO
 from memtrace.cli.tabular import print_csv
 
 from memtrace.analysis.check import LimitCheck, LimitReport, MemoryLimits
@@ -23,8 +23,8 @@ RESULT: Final = LimitReport
 
 @click.command("check")
 @selects_traces
-@click.option("--max-peak", type=BYTES_OR_NONE, help="Maximum peak memory, such as 20GiB, summed over the devices.")
-@click.option("--max-growth", type=BYTES_OR_NONE, help="Maximum growth of live memory per step, such as 1MiB.")
+@click.option("--max-peak", type=BYTES_OR_ZERO, help="Maximum peak memory, such as 20GiB, summed over the devices.")
+@click.option("--max-growth", type=BYTES_OR_ZERO, help="Maximum growth of live memory per step, such as 1MiB.")
 @click.option(
     "--max-category",
     multiple=True,

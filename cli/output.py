@@ -1,4 +1,4 @@
-"""How numbers and tables look on a terminal and in a pipe."""
+"""How results look on a terminal, in a pipe and as JSON."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -21,66 +20,106 @@ if TYPE_CHECKING:
 
     from memtrace.trace import Trace
 
-_SLOW_BYTES = 20 << 20
+PIPE_WIDTH: Final = 110
+"""Columns of the output in a pipe; on a terminal the output has the terminal's width."""
+SLOW_BYTES: Final = 20 << 20
+"""Files from this size on take over a second to read, so a spinner is shown."""
 
 
 def escape(text: str) -> str:
-    """Text without markup of ours in it. rich is imported where something is printed: JSON needs none of it."""
-    from rich.markup import escape as escaped
+    """Return text in which rich finds no markup."""
+    # Imported here because JSON output does not need rich.
+    from rich.markup import escape as escape_markup
 
-    return escaped(text)
+    return escape_markup(text)
+
+
+def shorten(text: str, max_chars: int) -> str:
+    """Return text with its middle replaced by an ellipsis where it is longer than ``max_chars``."""
+    if len(text) <= max_chars:
+        return text
+    num_head = max(0, (max_chars - 1) // 2)
+    return f"{text[:num_head]}…{text[len(text) - (max_chars - 1 - num_head) :]}"
+
+
+def shorten_site(site: str, max_chars: int) -> str:
+    """Return an allocation site in at most ``max_chars``; the number of the line always stays whole.
+
+    Args:
+        site: Such as ``package/module.py:12 Class.method``; text of another form is shortened in the middle.
+        max_chars: Width of the column.
+    """
+    path, colon, rest = site.rpartition(":")
+    line, _, function = rest.partition(" ")
+    if len(site) <= max_chars or not (colon and line.isdigit()):
+        return shorten(site, max_chars)
+    # The path and the function share what the number leaves; a short one leaves its part to the other.
+    room = max_chars - len(line) - 2
+    path_chars = max(room // 2, room - len(function))
+    path = shorten(path, path_chars)
+    return f"{path}:{line} {shorten(function, room - len(path))}"
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Colour and boxes on a terminal, plain text in a pipe; NO_COLOR and COLUMNS are honoured by rich."""
+    """Return a console for stdout or stderr: colors on a terminal, plain text in a pipe.
+
+    rich honours the environment variables NO_COLOR and COLUMNS.
+    """
+    from os import environ
+
     from rich.console import Console
 
     file = sys.stderr if stderr else sys.stdout
-    return Console(file=file, width=None if file.isatty() else 110, highlight=False)
+    width = None if file.isatty() or environ.get("COLUMNS", "").isdigit() else PIPE_WIDTH
+    return Console(file=file, width=width, highlight=False)
 
 
 def plain_table(*headers: str) -> Table:
-    """A table without boxes; columns after the first are aligned to the right, the last to the left."""
+    """Return a table without borders: first and last column aligned to the left, the others to the right."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for place, header in enumerate(headers):
-        last = place == len(headers) - 1
-        table.add_column(header, justify="left" if place == 0 or last else "right", no_wrap=not last, overflow="fold")
+    for index, header in enumerate(headers):
+        is_last = index == len(headers) - 1
+        justify: Any = "left" if index == 0 or is_last else "right"
+        table.add_column(header, justify=justify, no_wrap=not is_last, overflow="fold")
+    return table
+
+
+def fact_table() -> Table:
+    """Return a table of two columns without headers: labels, and texts that wrap below themselves."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     return table
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
-    """A spinner on stderr while something takes its time; nothing where stderr is not a terminal."""
+def working(task: str) -> Iterator[None]:
+    """Show a spinner with the name of a task on stderr; show nothing where stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(what):
+    with Console(stderr=True).status(task):
         yield
 
 
-def open_traces(traces: Sequence[str], preload: str | None = None) -> Trace:
-    """The trace of a folder or of files; with a spinner where reading takes over a second.
-
-    ``preload``: a module that is used next; it is imported while a file is read.
-    """
+def open_traces(traces: Sequence[str]) -> Trace:
+    """Open a trace folder, or files (several are the ranks of one job), with a spinner where reading takes long."""
     from memtrace.trace import load
 
-    def import_module_to_preload() -> None:
-        if preload is not None:
-            import_module(preload)
-
     size_bytes = sum(Path(trace).stat().st_size for trace in traces if Path(trace).is_file())
-    with working(f"reading {' '.join(traces)}") if size_bytes > _SLOW_BYTES else nullcontext():
-        return load(*traces, work_during_read=import_module_to_preload)
+    with working(f"reading {' '.join(traces)}") if size_bytes > SLOW_BYTES else nullcontext():
+        return load(*traces)
 
 
-def cannot_tell(trace: Trace) -> str | None:
-    """Why nothing can be told of the trace's blocks, for a sentence on what cannot be; None where they are there."""
-    return None if trace.has_blocks else f"cannot be told: {NO_BLOCKS}"
+def missing_blocks_reason(trace: Trace) -> str | None:
+    """Return why a trace has no results about its blocks, as the end of a sentence; None where it has blocks."""
+    return None if trace.has_blocks else f"unavailable: {NO_BLOCKS}"
 
 
 def print_json(result: Any) -> None:

@@ -1,36 +1,40 @@
-"""Bytes on the command line, as people write them."""
+"""Option types of the command line for sizes in bytes."""
 
 from __future__ import annotations
 
-import re
 from typing import Any, Final
 
 import click
 
-_BINARY: Final = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_DECIMAL: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_BYTES = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[A-Za-z]*)")
+from memtrace.units import parse_bytes
 
 
 class ByteSize(click.ParamType[int]):
-    """A number of bytes such as ``24GiB``, ``24G`` (the same), ``24GB`` (decimal) or ``25769803776``."""
+    """A size such as ``24GiB``, ``24G`` (the same), ``24GB`` (decimal) or ``25769803776``.
 
-    name = "bytes"
+    Args:
+        allow_zero: Whether 0 is a valid size.
+    """
 
-    def __init__(self, *, zero: bool = False) -> None:
-        self._least = 0 if zero else 1
+    name = "size"
+
+    def __init__(self, *, allow_zero: bool = False) -> None:
+        self._min_bytes = 0 if allow_zero else 1
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The bytes; a usage error where the text is none."""
+        """Return the bytes; fail with a usage error where the text is not a size."""
         if isinstance(value, int):
             return value
-        found = _BYTES.fullmatch(str(value).strip())
-        unit = found["unit"].upper() if found else ""
-        size = _DECIMAL.get(unit, _BINARY.get(unit.removesuffix("IB")))
-        if found is None or size is None or float(found["number"]) * size < self._least:
-            self.fail(f"{value!r} is no number of bytes: write 24GiB, 24GB or 25769803776", param, ctx)
-        return int(float(found["number"]) * size)
+        try:
+            num_bytes = parse_bytes(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if num_bytes < self._min_bytes:
+            self.fail(f"invalid size {value!r}: it must be positive", param, ctx)
+        return num_bytes
 
 
 BYTES: Final = ByteSize()
-BYTES_OR_NONE: Final = ByteSize(zero=True)
+"""A positive size."""
+BYTES_OR_ZERO: Final = ByteSize(allow_zero=True)
+"""A size that may be 0."""

@@ -1,4 +1,4 @@
-"""``memtrace report``: the page."""
+"""``memtrace report``: the HTML page."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.output import working
 
 from memtrace.errors import MemtraceError
+from memtrace.units import format_bytes
 
 if TYPE_CHECKING:
     from memtrace.pipeline.prediction import PipelinePrediction
@@ -18,28 +19,33 @@ if TYPE_CHECKING:
 
 @click.command("report")
 @selects_traces
-@click.option("-o", "--output", type=click.Path(dir_okay=False), default="report.html", show_default=True)
+@click.option("-o", "--output", type=click.Path(dir_okay=False), default="report.html", show_default=True,
+              help="HTML file to write.")  # fmt: skip
 @click.option("--predict", type=click.Path(), metavar="TRACE1",
-              help="Of a pipeline: show beside it what this trace of one process predicts.")  # fmt: skip
+              help="Compare a recorded pipeline with its prediction from TRACE1, the trace of a single process that "
+              "trains the whole model.")  # fmt: skip
 def command(selection: Selection, output: str, predict: str | None) -> None:
-    """Write the page of TRACE: one HTML file that works offline."""
-    opened = selection.open()
-    prediction = None if predict is None else _predict(opened, predict)
+    """Write an HTML page with figures and tables of TRACE. The page is a single file that works offline.
+
+    TRACE is a *.memtrace folder or a memory file of another tool; several are the ranks of one job.
+    """
+    trace = selection.open()
+    prediction = None if predict is None else _predict_pipeline(trace, predict)
     from memtrace.dashboards import report
 
     try:
         Path(output).parent.mkdir(parents=True, exist_ok=True)
-        with working(f"drawing {output}"):
-            written = report(opened, output, prediction=prediction)
+        with working(f"writing {output}"):
+            page = report(trace, output, prediction=prediction)
     except OSError as error:
-        raise MemtraceError(f"cannot write {output}: {error}") from error
-    click.echo(f"wrote {written} ({written.stat().st_size / 2**20:.1f} MiB)")
+        raise MemtraceError(f"{output}: cannot write the page: {error.strerror or error}") from error
+    click.echo(f"Wrote {page} ({format_bytes(page.stat().st_size)}).")
 
 
-def _predict(trace: Trace, predict: str) -> PipelinePrediction:
+def _predict_pipeline(trace: Trace, single_process_path: str) -> PipelinePrediction:
     from memtrace.pipeline.layer_costs import measure_layer_costs
     from memtrace.pipeline.prediction import predict_recorded_pipeline
     from memtrace.trace import load
 
-    single = load(predict)
+    single = load(single_process_path)
     return predict_recorded_pipeline(trace, measure_layer_costs(single.rank(single.ranks[0])))

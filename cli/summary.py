@@ -1,217 +1,222 @@
-"""``memtrace summary``: where the memory went, on one screen."""
+"""``memtrace summary``: peak memory, its allocation sites, steps and findings on one screen."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import shlex
+from typing import TYPE_CHECKING, Final
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.failure import NO_STACK, moment, print_failure
-from memtrace.cli.output import console, escape, plain_table, print_json, working
+from memtrace.cli.failure import print_failure
+from memtrace.cli.output import console, escape, fact_table, plain_table, print_json, shorten_site, working
 
+from memtrace.analysis.summary import (
+    DeviceSummary,
+    JobSummary,
+    PatternSummary,
+    PeakSummary,
+    StepSummary,
+    Summary,
+    describe_peak,
+    summarize_job,
+)
+from memtrace.categories import CATEGORY_LABELS
 from memtrace.format.schema import NO_BLOCKS
 from memtrace.units import UNKNOWN, format_bytes, format_count, format_duration, format_share
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from memtrace.analysis.fragmentation import Fragmentation
+
+RESULT: Final = Summary | JobSummary
+"""What --json prints: ``JobSummary`` where the traces hold several ranks."""
+NUM_ROWS: Final = 6
+"""Most rows of a table of allocation sites or modules."""
+FILE_KINDS: Final = {"cuda_snapshot": "CUDA memory snapshot", "chrome_trace": "Chrome trace"}
+"""Names of file kinds that have proper nouns in them."""
+BAR_CHARS: Final = 30
+NUMBER_CHARS: Final = 28
+"""Width of the numbers in front of an allocation site."""
+
 
 @click.command("summary")
 @selects_traces
-@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; unknown values are null.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON; unknown values are null.")
 def command(selection: Selection, as_json: bool) -> None:
-    """Say on one screen where the memory of TRACE went: what held the peak, and which line put it there.
+    """Summarize TRACE on one screen: peak memory, its allocation sites and modules, steps, and the best fix.
 
-    TRACE is a *.memtrace folder or a file of another tool; several files are the ranks of one job.
+    TRACE is a *.memtrace folder or a memory file of another tool; several are the ranks of one job.
     """
-    opened = selection.open(preload="memtrace.analysis.summary")
-    from memtrace.analysis.summary import summary
-
-    ranks = opened.ranks
-    with working(f"reading {selection.name}"):
-        found = {number: summary(opened.rank(number)) for number in ranks}
+    trace = selection.open()
+    with working(f"analyzing {selection.name}"):
+        job = summarize_job(trace)
     if as_json:
-        print_json(found[ranks[0]] if len(ranks) == 1 else {"ranks": [{"rank": n, **found[n]} for n in ranks]})
+        print_json(job.ranks[0] if len(job.ranks) == 1 else job)
         return
     out = console()
-    if len(ranks) > 1:
-        _print_ranks(out, found)
-    worst = max(
-        found,
-        key=lambda number: max((peak_bytes(device["peak"]) for device in found[number]["devices"]), default=0),
+    if len(job.ranks) > 1:
+        _print_ranks(out, job)
+    print_summary(out, selection.name, job.highest)
+    out.print(
+        f"\nNext: memtrace report {escape(shlex.join(selection.paths))} -o report.html", style="dim", soft_wrap=True
     )
-    print_summary(out, selection.name, found[worst])
 
 
-def _print_ranks(out: Console, found: dict[int, dict[str, Any]]) -> None:
-    table = plain_table("rank", "device", "peak", "at the end", "phase")
-    for number, one in found.items():
-        for device in one["devices"]:
-            peak = device["peak"]
-            table.add_row(str(number), device["device"], format_bytes(peak_bytes(peak)),
-                          format_bytes(device["live_requested_bytes_at_end"]),
-                          str(peak["phase"] or UNKNOWN))  # fmt: skip
+def _print_ranks(out: Console, job: JobSummary) -> None:
+    table = plain_table("rank", "device", "peak", "at the end", "phase of the peak")
+    for rank in job.ranks:
+        for device in rank.devices:
+            end = format_bytes(device.live_requested_bytes_at_end)
+            table.add_row(str(rank.rank), device.device, format_bytes(device.peak.bytes), end,
+                          device.peak.phase or UNKNOWN)  # fmt: skip
     out.print(table)
-    out.print("The rank with the highest peak:\n")
+    out.print(f"\n[bold]Rank {job.highest.rank}[/] has the highest peak:\n")
 
 
-def peak_bytes(peak: dict[str, Any]) -> int:
-    """The requested bytes of a peak; the allocator's where requests are not told."""
-    requested, allocated = peak["requested_bytes"], peak["allocated_bytes"]
-    return int(requested if requested is not None else allocated or 0)
+def print_summary(out: Console, name: str, summary: Summary) -> None:
+    """Print the summary of one rank.
 
-
-def print_summary(out: Console, name: str, found: dict[str, Any]) -> None:
-    """Print the summary of one rank."""
-    _print_coverage(out, name, found)
-    for device in found["devices"]:
+    Args:
+        out: Where to print.
+        name: The trace as the user named it.
+        summary: What to print.
+    """
+    _print_coverage(out, name, summary)
+    for device in summary.devices:
         _print_device(out, device)
-    for failure in found["out_of_memory"]:
+    for failure in summary.out_of_memory:
         print_failure(out, failure, name)
-    if not found["devices"]:
-        out.print("No memory events were recorded.")
-    _print_steps(out, found["steps"])
-    _print_patterns(out, found["patterns"])
-    out.print(f"\nNext: memtrace report {escape(name)} -o report.html", style="dim")
+    if not summary.devices:
+        out.print("The trace has no memory events.")
+    out.print()
+    table = fact_table()
+    for label, text in (*_step_facts(summary.steps), *_pattern_facts(summary.patterns)):
+        table.add_row(f"[bold]{label}[/]", text)
+    out.print(table)
 
 
-def _print_coverage(out: Console, name: str, found: dict[str, Any]) -> None:
-    told, source = found["coverage"], found["source"]
-    first, last = told["first_event_ns"], told["last_event_ns"]
-    span = f" in {format_duration(last - first)}" if first is not None else ""
-    out.print(
-        f"[bold]{escape(name)}[/]  {_origin(source)}: {told['num_events']:,} events{span}, "
-        f"{format_count(told['num_steps'], 'step')}",
-        soft_wrap=True,
-    )
-    lost = UNKNOWN if told["lost_events"] is None else f"{told['lost_events']:,}"
-    out.print(
-        f"coverage: lost events {lost}, older than the recording {format_bytes(told['baseline_bytes'])}, of unknown "
-        f"category "
-        f"at the peak {format_bytes(told['unattributed_bytes'])}, outside the allocator "
-        f"{format_bytes(told['outside_allocator_bytes'])}"
-    )
-    if not told["finished"]:
-        why = told["stop_reason"] or "the process died while recording"
-        out.print(f"[bold]unfinished[/]: {escape(why)}; the trace ends at its last flush")
-    elif told["stop_reason"]:
-        out.print(f"ended early: {escape(told['stop_reason'])}")
-    for note in told["notes"]:
-        out.print(f"note: {escape(note)}")
+def _print_coverage(out: Console, name: str, summary: Summary) -> None:
+    coverage, source = summary.coverage, summary.source
+    first, last = coverage.first_event_ns, coverage.last_event_ns
+    span = f" in {format_duration(last - first)}" if first is not None and last is not None else ""
+    if source.kind == "recording":
+        origin = f"recorded by the {source.observer or UNKNOWN} observer"
+    else:
+        origin = FILE_KINDS.get(source.kind or "", (source.kind or UNKNOWN).replace("_", " "))
+    out.print(f"[bold]{escape(name)}[/]", soft_wrap=True)
+    out.print(f"{coverage.num_events:,} events{span}, {format_count(coverage.num_steps, 'step')}, {origin}")
+    lost = UNKNOWN if coverage.lost_events is None else f"{coverage.lost_events:,}"
+    facts = [f"lost events: {lost}", f"allocated before the recording: {format_bytes(coverage.baseline_bytes)}"]
+    if coverage.unattributed_bytes:
+        facts.append(f"unknown category at the peak: {format_bytes(coverage.unattributed_bytes)}")
+    if coverage.outside_allocator_bytes is not None:
+        facts.append(f"outside the allocator: {format_bytes(coverage.outside_allocator_bytes)}")
+    out.print("Coverage: " + "; ".join(facts))
+    if not coverage.finished:
+        reason = escape(coverage.stop_reason or "the process died while recording")
+        out.print(f"[bold]Unfinished recording[/]: {reason}; the trace ends at the last flush")
+    elif coverage.stop_reason:
+        out.print(f"Recording ended early: {escape(coverage.stop_reason)}")
+    for note in coverage.notes:
+        out.print(f"Note: {escape(note)}")
 
 
-def _origin(source: dict[str, Any]) -> str:
-    if source.get("kind") == "recording":
-        return f"recorded by the {source.get('observer') or UNKNOWN} observer"
-    return str(source.get("kind") or UNKNOWN).replace("_", " ")
-
-
-def _print_device(out: Console, device: dict[str, Any]) -> None:
-    peak = device["peak"]
-    total = peak_bytes(peak)
-    where = ", ".join(
-        part for part in (f"step {peak['step']}" if peak["step"] is not None else "", peak["phase"] or "") if part
-    )
-    on_cpu = device["device"] == "cpu"  # whose allocator keeps no segments
-    reserved = "nothing reserved beyond that" if on_cpu else f"reserved {format_bytes(peak['reserved_bytes'])}"
-    at = "at the start" if peak["event"] < 0 else moment(peak)
-    out.print(f"\n[bold]{device['device']}: peak {format_bytes(total)}[/] {at}{f' ({where})' if where else ''}")
-    out.print(
-        f"allocated {format_bytes(peak['allocated_bytes'])}, {reserved}; "
-        f"live at the end {format_bytes(device['live_requested_bytes_at_end'])}"
-    )
-    if device["fragmentation"]:
-        out.print(_fragmentation_line(device["fragmentation"]))
-    table = plain_table("held at the peak by category", "size", "share", "")
-    for category, held in sorted(peak["by_category"].items(), key=lambda item: -item[1]):
-        table.add_row(
-            category, format_bytes(held), format_share(held, total), "#" * round(30 * held / total) if total else ""
-        )
+def _print_device(out: Console, device: DeviceSummary) -> None:
+    peak = device.peak
+    out.print(f"\n[bold]{device.device}[/]")
+    out.print(f"[bold]{describe_peak(peak)}[/]")
+    out.print("; ".join(_device_facts(device)))
+    if device.fragmentation:
+        out.print(_fragmentation_sentence(device.fragmentation))
+    table = plain_table("Peak by category", "size", "share", "")
+    for category, num_bytes in sorted(peak.by_category.items(), key=lambda item: -item[1]):
+        bar = "#" * round(BAR_CHARS * num_bytes / peak.bytes) if peak.bytes else ""
+        table.add_row(CATEGORY_LABELS[category], format_bytes(num_bytes), format_share(num_bytes, peak.bytes), bar)
     out.print()
     out.print(table)
-    for title, key, field in (
-        ("line that allocated it", "top_sites", "site"),
-        ("module", "top_modules", "module"),
+    _print_group_tables(out, peak)
+
+
+def _device_facts(device: DeviceSummary) -> list[str]:
+    peak, end = device.peak, format_bytes(device.live_requested_bytes_at_end)
+    if device.device == "cpu" and peak.allocated_bytes in (None, peak.bytes):  # an allocator without segments
+        return [f"Live at the end: {end}"]
+    facts = [f"Allocated: {format_bytes(peak.allocated_bytes)}", f"live at the end: {end}"]
+    return facts if device.device == "cpu" else [facts[0], f"reserved: {format_bytes(peak.reserved_bytes)}", facts[1]]
+
+
+def _print_group_tables(out: Console, peak: PeakSummary) -> None:
+    missing = []
+    for noun, groups, absent in (
+        ("allocation site", peak.top_sites, "(no stack recorded)"),
+        ("module", peak.top_modules, "(outside any module)"),
     ):
-        if all(row[field] is None for row in peak[key]):
-            out.print(f"\n{title}: not told")
+        if all(group.name is None for group in groups):
+            missing.append(noun)
             continue
-        table = plain_table("size", "share", "blocks", title)
-        for row in peak[key][:6]:
-            table.add_row(
-                format_bytes(row["bytes"]),
-                format_share(row["bytes"], total),
-                str(row["blocks"]),
-                escape(row[field] or _NOWHERE[field]),
-            )
+        table = plain_table("size", "share", "blocks", f"Peak by {noun}")
+        for group in groups[:NUM_ROWS]:
+            name = escape(shorten_site(group.name or absent, out.width - NUMBER_CHARS))
+            share = format_share(group.bytes, peak.bytes)
+            table.add_row(format_bytes(group.bytes), share, f"{group.num_blocks:,}", name)
         out.print()
         out.print(table)
+    if missing:
+        out.print(f"\nNo {' and no '.join(missing)} is known for the blocks at the peak.")
 
 
-def _fragmentation_line(told: dict[str, Any]) -> str:
+def _fragmentation_sentence(fragmentation: Fragmentation) -> str:
     return (
-        f"fragmentation: of {format_bytes(told['reserved_bytes'])} reserved in {told['num_segments']} segments "
-        f"{format_bytes(told['free_bytes'])} "
-        f"stay free when the most is in use ({format_bytes(told['pinned_bytes'])} kept by live blocks), "
-        f"{format_bytes(told['waste_bytes'])} "
-        f"are rounding; the largest request that fits is {format_bytes(told['largest_fit_bytes'])}"
+        f"Fragmentation: {format_bytes(fragmentation.free_bytes)} of {format_bytes(fragmentation.reserved_bytes)} "
+        f"reserved ({format_count(fragmentation.num_segments, 'segment')}) are free when memory use is highest; "
+        f"{format_bytes(fragmentation.pinned_bytes)} of them share a segment with live blocks. Rounding adds "
+        f"{format_bytes(fragmentation.waste_bytes)}. Largest request that fits: "
+        f"{format_bytes(fragmentation.largest_fit_bytes)}"
     )
 
 
-_NOWHERE = {
-    "site": NO_STACK,
-    "module": "(in no module call, or not told)",
-}
-
-
-def _print_steps(out: Console, steps: dict[str, Any]) -> None:
-    out.print()
-    if steps["count"] is None:
-        out.print(f"steps: cannot be told, {NO_BLOCKS}")
-        return
-    if steps["count"] == 0:
-        out.print(
-            "steps: none were marked and nothing repeats in the events; mark them with rec.step() or rec.steps(loader)"
-        )
-        return
-    wait = steps["data_wait_share"]
-    waits = format_share(wait, 1) if wait is not None else UNKNOWN
-    allocations = steps["median_allocations"]
-    blocks = UNKNOWN if allocations is None else f"{allocations:,}"
-    found = " found in the events alone" if steps["source"] == "events" else ""
-    out.print(
-        f"[bold]steps[/]: {steps['count']}{found}, median {format_duration(steps['median_duration_ns'])}, "
-        f"peak {format_bytes(steps['median_peak_bytes'])} (highest {format_bytes(steps['max_peak_bytes'])}), "
-        f"allocates {format_bytes(steps['median_allocated_bytes'])} in {blocks} blocks, "
-        f"waits for data {waits}"
-    )
-    growth = steps["growth_bytes_per_step"]
+def _step_facts(steps: StepSummary) -> list[tuple[str, str]]:
+    if steps.num_steps is None:
+        return [("Steps", f"unavailable: {NO_BLOCKS}")]
+    if steps.num_steps == 0:
+        return [("Steps", "none marked and none detected; mark them with rec.step() or "
+                 "rec.steps(loader)")]  # fmt: skip
+    source = "detected from the events" if steps.source == "events" else "marked"
+    share = steps.data_wait_share
+    allocations = UNKNOWN if steps.median_num_allocations is None else f"{steps.median_num_allocations:,}"
+    facts = [
+        ("Steps", f"{steps.num_steps:,} {source}; median {format_duration(steps.median_duration_ns)}, "
+         f"waiting for data {format_share(share)}"),
+        ("Peak per step", f"median {format_bytes(steps.median_peak_bytes)}, "
+         f"maximum {format_bytes(steps.max_peak_bytes)}"),
+        ("Allocated per step", f"median {format_bytes(steps.median_allocated_bytes)} in {allocations} blocks"),
+    ]  # fmt: skip
+    growth = steps.growth_bytes_per_step
     if growth is None:
-        out.print("growth: too few steps to tell")
+        facts.append(("Memory growth", "unknown, too few steps"))
     elif growth <= 0:
-        out.print("growth: nothing grows from step to step")
+        facts.append(("Memory growth", "none"))
     else:
-        out.print(f"[bold]growth: {format_bytes(growth)} a step[/] stays live:")
-        for row in steps["growth_sources"]:
-            out.print(f"    {format_bytes(row['bytes_per_step'])} a step  {escape(row['site'])}")
+        sources = [f"{format_bytes(row.bytes_per_step)} per step at {row.site}" for row in steps.growth_sources]
+        facts.append(("Memory growth", escape("\n".join([f"{format_bytes(growth)} per step stay live", *sources]))))
+    return facts
 
 
-def _print_patterns(out: Console, told: dict[str, Any]) -> None:
-    if told["stability_bytes"] is not None:
-        out.print(
-            f"pattern: a usual step matches the others in {format_share(told['stability_bytes'], 1)} of its bytes"
-        )
-    if told["leak_site"]:
-        out.print(
-            f"[bold]leak: {format_bytes(round(told['leak_bytes_per_step']))} a step[/] at {escape(told['leak_site'])}"
-        )
-    best = told["finding"]
+def _pattern_facts(patterns: PatternSummary) -> list[tuple[str, str]]:
+    facts = []
+    if patterns.stability_share is not None:
+        facts.append(("Stability", f"{format_share(patterns.stability_share)} of the bytes of a typical step recur in "
+                      "the other steps"))  # fmt: skip
+    if patterns.leak_site:
+        speed = format_bytes(patterns.leak_bytes_per_step)
+        facts.append(("Leak", escape(f"{speed} per step, most at {patterns.leak_site}")))
+    best = patterns.best_finding
     if best is not None:
-        where = f"{best['pattern']} at {escape(best['site'] or UNKNOWN)}"
-        out.print(
-            f"[bold]finding: {where}[/]; fixing it lowers the peak to {format_bytes(best['peak_if_fixed_bytes'])}"
-        )
-    if told["swappable_bytes_at_peak"]:
-        out.print(
-            f"untouched across the peak, long enough to be swapped: {format_bytes(told['swappable_bytes_at_peak'])}"
-        )
+        what = best.pattern.replace("_", " ")
+        facts.append(("Wasted memory", escape(f"{what} at {best.site or UNKNOWN}; fixing it lowers the peak to "
+                                              f"{format_bytes(best.peak_if_fixed_bytes)}")))  # fmt: skip
+    if patterns.swappable_bytes_at_peak:
+        facts.append(("Swap candidates", f"{format_bytes(patterns.swappable_bytes_at_peak)} are idle across the peak "
+                      "for long enough to be offloaded"))  # fmt: skip
+    return facts

@@ -1,4 +1,4 @@
-"""Rows of a command as CSV on stdout."""
+"""Results of a command as CSV."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from typing import Any
 
 
 def print_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """One line a row under a line of names; unknown is empty."""
+    """Print rows as CSV on stdout under a line of column names; unknown values are empty cells.
+
+    Args:
+        columns: Names of the columns, in order; keys of a row that are not among them are left out.
+        rows: One mapping per line.
+    """
     writer = csv.DictWriter(sys.stdout, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)

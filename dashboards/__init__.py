@@ -1,4 +1,4 @@
-"""The HTML page of a trace."""
+"""The HTML page of a trace: ``report`` writes it."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import plotly.graph_objects as go
-from memtrace.dashboards.palette import CATEGORY_COLORS, CATEGORY_LABELS, STACK_ORDER
+from memtrace.dashboards.palette import CATEGORY_COLORS, STACK_ORDER
 from plotly.subplots import make_subplots
 
 from memtrace.analysis.access import SIZE_CLASSES, size_classes
@@ -14,6 +14,7 @@ from memtrace.analysis.bandwidth import TITAN_XP
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.intervals import access_intervals, device_intervals
 from memtrace.analysis.swap import IntervalSample, max_swappable_bytes, sample_intervals
+from memtrace.categories import CATEGORY_LABELS
 from memtrace.format.schema import CATEGORIES
 from memtrace.units import format_bytes, format_count, format_duration
 

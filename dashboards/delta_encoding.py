@@ -1,8 +1,9 @@
-"""Columns of integers packed small enough to travel inside a page, for zooming to full resolution.
+"""Delta encoding: compresses columns of integers so that a page can hold a curve at full resolution.
 
-Every column becomes differences (the first value counts from 0), zigzag-coded so that small steps down are small
-numbers too, and split into byte planes; all planes together are deflated and written as base64. A browser undoes
-this with ``atob``, ``DecompressionStream`` and a running sum (``unpack`` in ``templates/report.js``).
+Each column becomes differences (the first value is a difference from 0). The differences are zigzag-coded, so that
+small negative numbers are small too, and split into byte planes. All planes together are deflated and written as
+base64. The browser decodes them with ``atob``, ``DecompressionStream`` and a running sum (``memtraceDecode`` in
+``templates/timeline.js``).
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def pack(columns: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
-    """Pack integer ``columns`` of one length, each within 2**53 of 0, in the order given.
+def encode_columns(columns: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    """Encode columns of integers.
 
-    Returns ``{"length": n, "columns": [[name, number of byte planes], ...], "data": base64}``; plain JSON.
+    Args:
+        columns: Columns of one length; the absolute values are below 2**53, so that a browser holds them exactly.
+
+    Returns:
+        A JSON object: ``{"length": n, "columns": [[name, number of byte planes], ...], "data": base64}``.
     """
     length = len(next(iter(columns.values()), ()))
     layout: list[tuple[str, int]] = []
     planes: list[bytes] = []
     for name, values in columns.items():
         if len(values) != length:
-            raise ValueError(f"column {name!r} has {len(values)} values, the first column {length}")
+            raise ValueError(f"column {name!r} has {len(values)} values and the first column {length}")
         coded = _zigzag(np.ediff1d(np.asarray(values, dtype=np.int64), to_begin=np.asarray(values[:1], dtype=np.int64)))
         width = max(1, (int(coded.max(initial=0)).bit_length() + 7) // 8)
         layout.append((name, width))
@@ -38,5 +43,5 @@ def pack(columns: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
 
 
 def _zigzag(values: NDArray[Any]) -> NDArray[np.uint64]:
-    """0, -1, 1, -2, ... as 0, 1, 2, 3, ..."""
+    """Map 0, -1, 1, -2, ... to 0, 1, 2, 3, ..."""
     return ((values << 1) ^ (values >> 63)).view(np.uint64)

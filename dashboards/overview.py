@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from memtrace.dashboards.palette import CATEGORY_LABELS
 from memtrace.dashboards.text import name_text
 
 from memtrace.analysis.coverage import Coverage, compute_coverage
 from memtrace.analysis.growth import measure_growth
 from memtrace.analysis.hints import Hint, find_hints
-from memtrace.analysis.peak import Peak, by_category, by_module_pattern, by_site, peak
+from memtrace.analysis.peak import Peak, find_peak, peak_by_category, peak_by_module, peak_by_site
 from memtrace.analysis.steps import step_columns
+from memtrace.categories import CATEGORY_LABELS
 from memtrace.units import UNKNOWN, format_bytes, format_count, format_duration, format_share
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Overview:
 
 def build_overview(trace: Trace, device: str) -> Overview:
     """Return the head of the page for one device of a single-rank trace."""
-    top = peak(trace, device)
+    top = find_peak(trace, device)
     return Overview(
         coverage=_coverage_box(trace),
         cards=tuple(_cards(trace, top)),
@@ -123,9 +123,9 @@ def _cards(trace: Trace, top: Peak) -> Iterator[Card]:
     yield Card("Peak requested", format_bytes(peak_bytes), _moment(top))
     if top.reserved is not None:
         yield Card("Peak reserved", format_bytes(top.reserved.bytes), "held by the allocator")
-    categories = by_category(trace, top.live)
+    categories = peak_by_category(trace, top.device)
     if categories:
-        category, num_bytes, _ = categories[0]
+        category, num_bytes = categories[0].name, categories[0].bytes
         share = f"{format_bytes(num_bytes)}, {format_share(num_bytes, peak_bytes)} of the peak"
         category = category or "unknown"
         yield Card("Largest category", CATEGORY_LABELS[category], share, category)
@@ -152,10 +152,11 @@ def _moment(top: Peak) -> str:
 
 def _sentences(trace: Trace, top: Peak) -> Iterator[str]:
     peak_bytes = top.requested.bytes
-    for what, rows in (
-        ("allocation site", by_site(trace, top.live)),
-        ("module", by_module_pattern(trace, top.live)),
+    for what, groups in (
+        ("allocation site", peak_by_site(trace, top.device)),
+        ("module", peak_by_module(trace, top.device)),
     ):
-        for name, num_bytes, num_blocks in [row for row in rows if row[0]][:1]:
-            share = f"{format_bytes(num_bytes)} ({format_share(num_bytes, peak_bytes)})"
-            yield f"Largest {what} at the peak: {name_text(name)}, {share} in {format_count(num_blocks, 'block')}."
+        for group in [group for group in groups if group.name][:1]:
+            share = f"{format_bytes(group.bytes)} ({format_share(group.bytes, peak_bytes)})"
+            num_blocks = format_count(group.num_blocks, "block")
+            yield f"Largest {what} at the peak: {name_text(group.name)}, {share} in {num_blocks}."

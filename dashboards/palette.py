@@ -1,15 +1,13 @@
-"""Colours and themes of every figure and of the page, defined once.
+"""Colors and themes of the page and its figures.
 
-Categories use the eight colours of Okabe and Ito's palette ("Color Universal Design", 2008), which stay apart
-under the common colour-vision deficiencies, with a grey in place of its black so that they show on dark paper.
-Phases are greys of rising weight: they can never be taken for a category.
+Categories have the colors of Okabe and Ito's palette ("Color Universal Design", 2008), which people with a color
+vision deficiency can distinguish, with gray in place of black so that they show on a dark background. Phases have
+grays of increasing weight so that nobody confuses them with categories.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
-
-from memtrace.format.schema import CATEGORIES
 
 CATEGORY_COLORS: Final[dict[str, str]] = {
     "parameter": "#0072b2",
@@ -21,17 +19,6 @@ CATEGORY_COLORS: Final[dict[str, str]] = {
     "workspace": "#f0e442",
     "unknown": "#8c9299",
 }
-CATEGORY_LABELS: Final[dict[str, str]] = {name: name.replace("_", " ") for name in CATEGORIES}
-CATEGORY_MEANINGS: Final[dict[str, str]] = {
-    "parameter": "weights and buffers of the model",
-    "gradient": "what backward leaves in .grad",
-    "optimizer_state": "what the optimizer keeps from step to step, such as Adam's two moments",
-    "activation": "made in forward and kept because backward reads it",
-    "input": "the batch",
-    "temporary": "born and dead within one phase",
-    "workspace": "born and dead within one operator call",
-    "unknown": "nothing in the trace tells what it is",
-}
 STACK_ORDER: Final = (
     "parameter",
     "optimizer_state",
@@ -42,7 +29,7 @@ STACK_ORDER: Final = (
     "workspace",
     "unknown",
 )
-"""Bottom to top: what stays through a step first, so that what comes and goes moves on a calm base."""
+"""Categories of a stacked figure, bottom to top: those that stay live across steps are the base of the others."""
 
 THEMES: Final[dict[str, dict[str, str]]] = {
     "light": {
@@ -83,7 +70,7 @@ THEMES: Final[dict[str, dict[str, str]]] = {
 
 
 def plotly_template(theme: str) -> dict[str, Any]:
-    """The plotly template (a plain dict) of one of ``THEMES``; the page puts it under every figure."""
+    """Return the plotly template of one of ``THEMES``; the page applies it to every figure."""
     colors = THEMES[theme]
     axis = {
         "gridcolor": colors["rule"],

@@ -1,4 +1,4 @@
-"""What holds the peak: by module, by category, by line, block by block."""
+"""The peak by module, category, allocation site and block."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import plotly.graph_objects as go
-from memtrace.dashboards.palette import CATEGORY_COLORS, CATEGORY_LABELS
+from memtrace.dashboards.palette import CATEGORY_COLORS
 from memtrace.dashboards.sections import Column, Row, Table
-from memtrace.dashboards.text import figure_text, name_text
+from memtrace.dashboards.text import NO_VALUE, figure_text, name_text
 
-from memtrace.analysis.allocation_sites import allocation_site
+from memtrace.analysis.block_groups import ModuleTreeNode, build_module_tree
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.peak import by_category, by_owner, by_site, peak
-from memtrace.format.schema import CATEGORIES
+from memtrace.analysis.peak import find_peak, largest_peak_blocks, peak_by_category, peak_by_site
+from memtrace.analysis.summary import summarize_block
+from memtrace.categories import CATEGORY_LABELS
 from memtrace.frames import innermost_user_frame
-from memtrace.units import format_bytes
+from memtrace.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from memtrace.trace import Trace
@@ -23,34 +24,24 @@ if TYPE_CHECKING:
 MAX_NODES: Final = 3000
 MAX_ROWS: Final = 25
 MAX_FRAMES: Final = 40
-_OUTSIDE: Final = "in no module call, or not told"
+OUTSIDE_MODULES: Final = "Outside any module"
+NO_STACK: Final = "No call stack (allocated before the recording, below the minimum size, or stacks off)"
 
 
 def modules_figure(trace: Trace, device: str) -> go.Figure | None:
-    """An icicle of the qualified module names; its leaves are the categories. None where no module is told."""
-    rows = by_owner(trace, peak(trace, device).live)
-    if all(name is None for name, *_ in rows):
+    """Draw an icicle of the qualified module names whose leaves are the categories; None without modules."""
+    tree = build_module_tree(trace, find_peak(trace, device).live, outside=OUTSIDE_MODULES, max_groups=MAX_NODES)
+    if all(not node.path or node.path[0] == OUTSIDE_MODULES for node in tree.nodes):
         return None
-    shown, rest = rows[:MAX_NODES], rows[MAX_NODES:]
-    values: dict[tuple[str, ...], int] = {}
-    colors: dict[tuple[str, ...], str] = {}
-    for name, category, size, _ in shown:
-        path = ("peak", *(name.split(".") if name else [_OUTSIDE]))
-        for depth in range(1, len(path) + 1):
-            values[path[:depth]] = values.get(path[:depth], 0) + size
-        leaf = (*path, f" {category}")
-        values[leaf] = values.get(leaf, 0) + size
-        colors[leaf] = CATEGORY_COLORS[category]
-    paths = list(values)
     figure = go.Figure(
         go.Icicle(
-            ids=["\x1f".join(path) for path in paths],
-            parents=["\x1f".join(path[:-1]) for path in paths],
-            labels=[figure_text(CATEGORY_LABELS.get(path[-1].strip(), path[-1])) for path in paths],
-            values=np.array([values[path] for path in paths], np.int64),
-            text=[format_bytes(values[path]) for path in paths],
+            ids=[_node_id(node.path, node.category) for node in tree.nodes],
+            parents=[_node_id(node.path[:-1], None) if node.path else "" for node in tree.nodes],
+            labels=[_node_label(node) for node in tree.nodes],
+            values=np.array([node.bytes for node in tree.nodes], np.int64),
+            text=[format_bytes(node.bytes) for node in tree.nodes],
             marker={
-                "colors": [colors.get(path, "#5f6b77") for path in paths],
+                "colors": [CATEGORY_COLORS[node.largest_category] for node in tree.nodes],
                 "line": {"width": 1.5, "color": "#8c9299"},
             },
             branchvalues="total",
@@ -60,69 +51,82 @@ def modules_figure(trace: Trace, device: str) -> go.Figure | None:
             hovertemplate="%{label}<br>%{text}, %{percentRoot} of the peak<extra></extra>",
         )
     )
-    note = "Click a module to look inside it, and its parent to go back."
-    if rest:
-        note += f" {len(rest):,} of {len(rows):,} smallest entries are left out."
+    note = "Click a module to zoom in, and its parent to zoom out."
+    if tree.num_left_out:
+        note += f" The {tree.num_left_out:,} smallest of {tree.num_groups:,} entries are left out."
     figure.update_layout(meta={"note": note}, margin={"l": 5, "r": 5, "t": 5, "b": 5})
     return figure
 
 
+def _node_id(path: tuple[str, ...], category: str | None) -> str:
+    # A module may have the name of a category.
+    return "\x1f".join(("peak", *path, *(("category",) if category else ())))
+
+
+def _node_label(node: ModuleTreeNode) -> str:
+    if node.category:
+        return CATEGORY_LABELS[node.category]
+    return figure_text(node.path[-1]) if node.path else "peak"
+
+
 def categories_table(trace: Trace, device: str) -> Table | None:
-    """The categories live at the peak: bytes, share, blocks."""
-    found = peak(trace, device)
-    rows = by_category(trace, found.live)
+    """List the categories that are live at the peak: bytes, share, number of blocks."""
+    total = max(find_peak(trace, device).requested.bytes, 1)
     columns = (
         Column("category", "category"),
-        Column("bytes", "number"),
-        Column("of the peak", "share"),
+        Column("size", "number"),
+        Column("share of peak", "share"),
         Column("blocks", "number"),
     )
-    total = max(found.requested.bytes, 1)
-    cells = tuple(
-        Row((name or "unknown", format_bytes(size), size / total, f"{number:,}")) for name, size, number in rows
+    rows = tuple(
+        Row((group.name or "unknown", format_bytes(group.bytes), group.bytes / total, f"{group.num_blocks:,}"))
+        for group in peak_by_category(trace, device)
     )
-    return Table(columns, cells) if rows else None
+    return Table(columns, rows) if rows else None
 
 
 def sites_table(trace: Trace, device: str) -> Table | None:
-    """The lines of the user's own code that allocated what is live at the peak."""
-    found = peak(trace, device)
-    rows = by_site(trace, found.live)
-    total = max(found.requested.bytes, 1)
+    """List the allocation sites of the blocks that are live at the peak; None without any stack."""
+    groups, total = peak_by_site(trace, device), max(find_peak(trace, device).requested.bytes, 1)
+    if all(group.name is None for group in groups):
+        return None
     columns = (
-        Column("line", "code"),
-        Column("bytes", "number"),
-        Column("of the peak", "share"),
+        Column("allocation site", "code"),
+        Column("size", "number"),
+        Column("share of peak", "share"),
         Column("blocks", "number"),
     )
-    cells = tuple(
-        Row((name_text(name or "no stack (older than the recording, small, or stacks were off)"), format_bytes(size),
-             size / total, f"{number:,}"))
-        for name, size, number in rows[:MAX_ROWS]
+    rows = tuple(
+        Row((name_text(group.name or NO_STACK), format_bytes(group.bytes), group.bytes / total,
+             f"{group.num_blocks:,}"))
+        for group in groups[:MAX_ROWS]
     )  # fmt: skip
-    return Table(columns, cells, note=f"{len(cells)} of {len(rows)} lines.") if rows else None
+    note = (
+        f"The {len(rows)} largest of {format_count(len(groups), 'allocation site')}." if len(groups) > len(rows) else ""
+    )
+    return Table(columns, rows, note=note)
 
 
 def blocks_table(trace: Trace, device: str) -> Table | None:
-    """The largest blocks live at the peak, each with its stack."""
-    live, found = peak(trace, device).live, blocks(trace)
-    if not len(live):
+    """List the largest blocks that are live at the peak, each with its call stack."""
+    num_live = len(find_peak(trace, device).live)
+    if not num_live:
         return None
-    largest = live[np.argsort(-found.size[live], kind="stable")][:MAX_ROWS]
-    columns = (Column("bytes", "number"), Column("category", "category"), Column("name or module", "code"),
-               Column("operator", "code"), Column("line", "code"))  # fmt: skip
+    columns = (Column("size", "number"), Column("category", "category"), Column("tensor or module", "code"),
+               Column("operator", "code"), Column("allocation site", "code"))  # fmt: skip
     rows = []
-    for block in largest.tolist():
-        name = trace.name(int(found.name[block])) or trace.name(int(found.module[block])) or "–"  # noqa: RUF001
-        stack = trace.frames(int(found.stack[block]))
-        own = innermost_user_frame(stack)
-        lines = [
-            f"{frame.file}:{frame.line} {frame.function}{'   <- yours' if frame is own else ''}" for frame in stack
-        ]
-        rows.append(
-            Row((format_bytes(int(found.size[block])), CATEGORIES[found.category[block]], name_text(name),
-                 name_text(trace.name(int(found.op_name[block])) or "–"),  # noqa: RUF001
-                 name_text(allocation_site(trace, int(found.stack[block])) or "–")),  # noqa: RUF001
-                tuple(name_text(line) for line in lines[:MAX_FRAMES]))
-        )  # fmt: skip
-    return Table(columns, tuple(rows), note=f"The {len(rows)} largest of {len(live):,} blocks.")
+    for block_id in largest_peak_blocks(trace, device, MAX_ROWS).tolist():
+        block = summarize_block(trace, block_id)
+        texts = [name_text(text or NO_VALUE) for text in (block.name or block.module, block.operator, block.site)]
+        rows.append(Row((format_bytes(block.bytes), block.category, *texts), _stack_lines(trace, block_id)))
+    return Table(columns, tuple(rows), note=f"The {len(rows)} largest of {format_count(num_live, 'live block')}.")
+
+
+def _stack_lines(trace: Trace, block_id: int) -> tuple[str, ...]:
+    """Return the frames of the stack that allocated a block, with a mark at the allocation site."""
+    frames = trace.frames(int(blocks(trace).stack[block_id]))
+    own = innermost_user_frame(frames)
+    return tuple(
+        name_text(f"{frame.file}:{frame.line} {frame.function}{'   <- your code' if frame is own else ''}")
+        for frame in frames[:MAX_FRAMES]
+    )

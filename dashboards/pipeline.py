@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import plotly.graph_objects as go
-from memtrace.dashboards.palette import CATEGORY_COLORS, CATEGORY_LABELS
+from memtrace.dashboards.palette import CATEGORY_COLORS
 from memtrace.dashboards.sections import Section
 
-from memtrace.analysis.timeline import kept_places
+from memtrace.analysis.timeline import select_plot_points
+from memtrace.categories import CATEGORY_LABELS
 from memtrace.errors import TraceError
 from memtrace.pipeline.measured import MeasuredPipeline, measure_pipeline, rank_memories
 from memtrace.pipeline.recorded import recorded_actions, step_interval_ns
@@ -157,7 +158,7 @@ def rank_memory_figure(trace: Trace, device: str = "") -> go.Figure | None:
     nanoseconds, time_name = choose_time_unit(end - begin)
     figure = go.Figure()
     for place, memory in enumerate(rank_memories(trace)[:MAX_WORKERS]):
-        kept = kept_places(memory.live_bytes, MAX_POINTS)
+        kept = select_plot_points(memory.live_bytes, MAX_POINTS)
         figure.add_trace(
             go.Scatter(
                 x=memory.time_ns[kept] / nanoseconds,

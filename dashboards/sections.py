@@ -1,84 +1,83 @@
-"""What the page is made of: one list of sections, each a function from a trace to a figure or a table.
+"""What a section of the page consists of.
 
-To add to the page, write ``build(trace, device)`` in a module of its own and add a :class:`Section` to
-``SECTIONS`` in :mod:`memtrace.dashboards.page`. ``build`` gets a trace of one rank and the name of one of its
-devices, and returns
+To extend the page, write a build function in a module of its own and add a :class:`Section` to
+:mod:`memtrace.dashboards.contents`. A build function returns
 
-- a plotly ``Figure`` (colours from :mod:`memtrace.dashboards.palette`, no template, names passed through
-  :func:`memtrace.dashboards.text.figure_text`, arrays as numpy); ``layout.meta["note"]``, when given, is printed
-  under it and says what of the data is shown;
+- a plotly ``Figure`` (colors from :mod:`memtrace.dashboards.palette`, no template, names passed through
+  :func:`memtrace.dashboards.text.figure_text`, arrays as NumPy arrays); the page prints ``layout.meta["note"]``, if
+  any, below the figure: it states which part of the data the figure shows;
 - a :class:`Table`;
-- or None when the trace lacks the data.
+- or None where the trace lacks the data.
+
+A build function computes nothing: it draws what :mod:`memtrace.analysis` returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    pass
+from typing import Any, Literal
 
 CellKind = Literal["text", "code", "number", "category", "share"]
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a table.
-
-    ``kind`` says how its cells are set: ``number`` to the right, ``code`` in a fixed-width face, ``category`` with
-    the colour of the category, ``share`` as a bar (the cell is then a number from 0 to 1).
-    """
+    """One column of a table."""
 
     title: str
     kind: CellKind = "text"
+    """``number``: aligned to the right; ``code``: fixed-width font; ``category``: with the color of the category;
+    ``share``: as a bar, for a cell that is a number from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The cells of a row, one a column, and the lines that open under it (a stack, innermost line first)."""
+    """One row of a table."""
 
     cells: tuple[str | float, ...]
+    """One cell per column."""
     detail: tuple[str, ...] = ()
+    """Lines that unfold below the row, such as a call stack, innermost frame first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows ready to print. ``note`` says what of the data is shown; ``detail`` names what opens under a row."""
+    """A table with formatted cells."""
 
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     note: str = ""
+    """Which part of the data the table shows."""
     detail: str = "stack"
+    """Label of the button that unfolds the details of a row."""
 
     @property
     def has_details(self) -> bool:
-        """Whether any row opens."""
+        """Whether any row has details."""
         return any(row.detail for row in self.rows)
 
 
 Build = Callable[..., Any]
-"""``(trace of one rank, device) -> plotly Figure | Table | None``; plotly ships no types, hence Any.
+"""``(single-rank trace, device) -> plotly Figure | Table | None``; plotly ships no types, hence Any.
 
-Sections of all ranks get the whole trace or a ``PipelinePrediction`` instead.
+Sections of a whole job get the trace of all ranks, and sections of a prediction get the prediction.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One part of the page.
-
-    ``anchor`` is its place in the address (``report.html#anchor``), unique on the page; ``explanation`` tells a
-    newcomer how to read it; ``absent`` is printed in its place when ``build`` returns None, and when it is empty
-    the section is left out; ``columns`` is how many of the page's three columns it takes on a wide screen and
-    ``height`` that of its figure in pixels.
-    """
+    """A section of the page."""
 
     anchor: str
+    """Unique part of the address: ``report.html#anchor``."""
     title: str
     explanation: str
+    """How to read the section, for a newcomer."""
     build: Build
     absent: str = ""
+    """Text for a section without content; the page leaves out the section where the text is empty."""
     columns: int = 3
+    """Number of the page's three columns that the section takes on a wide screen."""
     height: int = 420
+    """Height of the figure in pixels."""

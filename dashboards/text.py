@@ -1,25 +1,27 @@
-"""Numbers and names as the page writes them: binary units, times, shares; names that cannot do harm."""
+"""Names from a trace as the page prints them: bounded in length, on one line, without markup."""
 
 from __future__ import annotations
 
 from typing import Final
 
-MAX_NAME: Final = 200
-"""Longest name, in characters, that goes on the page: a trace may hold names of any length."""
+MAX_NAME_CHARS: Final = 200
+"""Longest name on the page; the names of a trace can have any length."""
+NO_VALUE: Final = "\N{EN DASH}"
+"""Text of a table cell without a value."""
 
 
-def name_text(text: object, limit: int = MAX_NAME) -> str:
-    """A name from a trace, made safe to lay out: one line, no invisible characters, the middle cut when long.
+def name_text(text: object, max_chars: int = MAX_NAME_CHARS) -> str:
+    """Return a name on one line, without invisible characters, with an ellipsis in the middle where it is too long.
 
-    Markup stays in it as it is: the template and :func:`figure_text` escape, each for its own reader.
+    Markup stays as it is: the template escapes it for HTML, and :func:`figure_text` for plotly.
     """
-    kept = "".join(character if character.isprintable() else "\ufffd" for character in str(text)[: 20 * limit])
-    if len(kept) <= limit:
-        return kept
-    head = (limit - 1) // 2
-    return f"{kept[:head]}…{kept[-(limit - 1 - head) :]}"
+    printable = "".join(character if character.isprintable() else "\ufffd" for character in str(text)[: 20 * max_chars])
+    if len(printable) <= max_chars:
+        return printable
+    num_head = (max_chars - 1) // 2
+    return f"{printable[:num_head]}…{printable[-(max_chars - 1 - num_head) :]}"
 
 
-def figure_text(text: object, limit: int = MAX_NAME) -> str:
-    """A name for a label or hover text of a figure, where plotly.js would read ``<b>`` or ``<a>`` as markup."""
-    return name_text(text, limit).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+def figure_text(text: object, max_chars: int = MAX_NAME_CHARS) -> str:
+    """Return a name for a label or hover text of a figure, where plotly.js would interpret ``<b>`` as markup."""
+    return name_text(text, max_chars).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

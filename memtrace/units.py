@@ -1,4 +1,4 @@
-"""Bytes, times, shares and counts as text, and sizes as people write them: one home for every output of memtrace."""
+"""Formats bytes, durations, shares and counts for every output of memtrace, and parses sizes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _SIZE: Final = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[A-Za-z]*)")
 
 
 def choose_byte_unit(largest: float) -> tuple[int, str]:
-    """Return ``(divisor, name)`` of the binary unit that suits numbers up to ``largest`` bytes."""
+    """Return the binary unit for numbers up to ``largest`` bytes, as ``(bytes per unit, name)``."""
     power = 0
-    # 1023.96 KiB would be printed as 1,024 KiB: it is a MiB.
+    # 1023.96 KiB would round to 1,024 KiB.
     while power + 1 < len(_BYTE_UNITS) and round(abs(largest) / 1024**power, 1) >= 1024:
         power += 1
     return 1024**power, _BYTE_UNITS[power]
 
 
 def choose_time_unit(longest_ns: float) -> tuple[int, str]:
-    """Return ``(nanoseconds, name)`` of the unit that suits times up to ``longest_ns`` nanoseconds."""
+    """Return the unit for times up to ``longest_ns`` nanoseconds, as ``(nanoseconds per unit, name)``."""
     for nanoseconds, unit in _TIME_UNITS:
         if abs(longest_ns) >= nanoseconds:
             return nanoseconds, unit
@@ -32,37 +32,49 @@ def choose_time_unit(longest_ns: float) -> tuple[int, str]:
 
 
 def format_bytes(num_bytes: float | None, *, unknown: str = UNKNOWN) -> str:
-    """Format bytes in binary units with three significant digits, such as ``12.4 MiB``; ``unknown`` for None or NaN."""
+    """Format bytes in binary units with three significant digits, such as ``12.4 MiB``; None and NaN: ``unknown``."""
     if num_bytes is None or num_bytes != num_bytes:
         return unknown
     return _scaled(num_bytes, *choose_byte_unit(num_bytes))
 
 
 def format_duration(duration_ns: float | None, *, unknown: str = UNKNOWN) -> str:
-    """Format nanoseconds with three significant digits, such as ``4.31 ms``; ``unknown`` for None or NaN."""
+    """Format nanoseconds with three significant digits, such as ``4.31 ms``; None and NaN: ``unknown``."""
     if duration_ns is None or duration_ns != duration_ns:
         return unknown
     return _scaled(duration_ns, *choose_time_unit(duration_ns))
 
 
 def format_share(part: float | None, whole: float | None = 1, *, unknown: str = UNKNOWN) -> str:
-    """Format ``part`` of ``whole`` as a percentage, such as ``81 %``; ``< 1 %`` for a small part that is not zero."""
+    """Format ``part`` of ``whole`` as a percentage such as ``81 %``.
+
+    ``< 1 %`` stands for a small part that is not zero, ``> 99 %`` for a part that rounds to 100 % but is not the whole,
+    and ``unknown`` for a share of None, of NaN or of zero.
+    """
     if part is None or not whole or part != part or whole != whole:
         return unknown
     percent = 100 * part / whole
-    return "< 1 %" if 0 < percent < 1 else f"{percent:.0f} %"
+    if 0 < percent < 1:
+        return "< 1 %"
+    return "> 99 %" if 99.5 <= percent < 100 else f"{percent:.0f} %"
 
 
 def format_count(number: int, noun: str, plural: str | None = None) -> str:
-    """Format a number of things, such as ``1 block`` or ``1,204 blocks``; ``plural`` where an s does not make it."""
+    """Format a count such as ``1 block`` or ``1,204 blocks``.
+
+    Args:
+        number: The count.
+        noun: Its noun in the singular.
+        plural: Its noun in the plural, where that is not ``noun`` with an s.
+    """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that ``24GiB``, ``24G`` (the same), ``24GB`` (decimal) or ``25769803776`` stand for.
+    """Parse a size: ``24GiB``, ``24G`` (the same), ``24GB`` (decimal) or ``25769803776``.
 
     Raises:
-        ValueError: ``text`` is not a size.
+        ValueError: ``text`` is not a size, or negative.
     """
     match = _SIZE.fullmatch(text.strip())
     unit = match["unit"].upper() if match else ""

@@ -12,11 +12,20 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = {"memtrace": ROOT / "memtrace", "memtrace.cli": ROOT / "cli", "memtrace.dashboards": ROOT / "dashboards"}
 
 # What each part of the package may import beside itself: nothing else does the work of keeping the layers apart.
-BASE = {"memtrace", "memtrace.errors", "memtrace.units", "memtrace.frames", "memtrace.interpreter", "memtrace.format"}
+BASE = {
+    "memtrace",
+    "memtrace.errors",
+    "memtrace.units",
+    "memtrace.categories",
+    "memtrace.frames",
+    "memtrace.interpreter",
+    "memtrace.format",
+}
 ALLOWED = {
     "memtrace": set(),
     "memtrace.errors": set(),
     "memtrace.units": set(),
+    "memtrace.categories": set(),
     "memtrace.frames": {"memtrace.format"},
     "memtrace.interpreter": set(),
     "memtrace.format": {"memtrace", "memtrace.errors", "memtrace.units"},

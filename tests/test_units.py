@@ -17,7 +17,7 @@ from memtrace.units import format_bytes, format_count, format_duration, format_s
         (math.nan, "unknown"), (5 << 60, "5,120 PiB"),
     ],
 )  # fmt: skip
-def test_bytes_have_three_digits_and_the_unit_that_suits_them(num_bytes: float | None, text: str) -> None:
+def test_bytes_have_three_significant_digits_and_a_binary_unit(num_bytes: float | None, text: str) -> None:
     assert format_bytes(num_bytes) == text
 
 
@@ -25,13 +25,17 @@ def test_bytes_have_three_digits_and_the_unit_that_suits_them(num_bytes: float |
     ("duration_ns", "text"),
     [(0, "0 ns"), (999, "999 ns"), (1500, "1.50 µs"), (4_310_000, "4.31 ms"), (61_000_000_000, "61.0 s"), (None, "-")],
 )
-def test_durations_have_three_digits_and_the_unit_that_suits_them(duration_ns: float | None, text: str) -> None:
+def test_durations_have_three_significant_digits_and_a_decimal_unit(duration_ns: float | None, text: str) -> None:
     assert format_duration(duration_ns, unknown="-") == text
 
 
-def test_shares_and_counts() -> None:
+def test_shares_are_whole_percentages_and_extremes_are_exact() -> None:
     assert [format_share(1, 3), format_share(1, 300), format_share(0, 3)] == ["33 %", "< 1 %", "0 %"]
+    assert [format_share(996, 1000), format_share(1), format_share(994, 1000)] == ["> 99 %", "100 %", "99 %"]
     assert [format_share(1, 0), format_share(None)] == ["unknown", "unknown"]
+
+
+def test_counts_have_a_noun_in_the_right_number() -> None:
     assert [format_count(1, "block"), format_count(1204, "block")] == ["1 block", "1,204 blocks"]
     assert format_count(2, "micro-batch", "micro-batches") == "2 micro-batches"
 
@@ -40,17 +44,17 @@ def test_shares_and_counts() -> None:
     ("text", "num_bytes"),
     [("24GiB", 24 << 30), ("24g", 24 << 30), ("24GB", 24 * 10**9), (" 1.5 MiB ", 3 << 19), ("0", 0), ("512 B", 512)],
 )
-def test_sizes_are_read_as_people_write_them(text: str, num_bytes: int) -> None:
+def test_sizes_are_parsed_in_binary_and_decimal_units(text: str, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "much", "-1", "1 XiB", "1e9", "nan"])
-def test_what_is_not_a_size_is_refused_by_name(text: str) -> None:
+def test_text_that_is_not_a_size_is_an_error_that_names_it(text: str) -> None:
     with pytest.raises(ValueError, match="invalid size"):
         parse_bytes(text)
 
 
 @given(st.integers(0, 1 << 49))
-def test_what_is_printed_reads_back_within_half_a_digit(num_bytes: int) -> None:
+def test_a_formatted_size_parses_back_within_half_a_digit(num_bytes: int) -> None:
     printed = format_bytes(num_bytes).replace(",", "")
     assert parse_bytes(printed) == pytest.approx(num_bytes, rel=6e-3, abs=1)

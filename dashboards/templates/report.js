@@ -1,5 +1,6 @@
-// The page's own behaviour: themes, lazy drawing, the choice of rank and device, rows that open.
-// Text from a trace reaches this script only inside the figures' JSON, and the page only through textContent.
+// Behavior of the page: themes, lazy drawing, selection of rank and device, rows that unfold.
+// Numbers arrive as text, formatted by memtrace.units; only timeline.js formats bytes, for its hover texts.
+// Text from a trace is only in the JSON of the figures, and enters the document only through textContent.
 (() => {
   "use strict";
   const themes = JSON.parse(document.getElementById("themes").textContent);
@@ -7,14 +8,14 @@
     responsive: true, displaylogo: false, displayModeBar: "hover", plotlyServerURL: "",
     modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
   };
-  const drawn = new Map(); // figure element -> { timeline: controller or null }
+  const drawn = new Map(); // figure element -> { timeline: its controller, or null }
 
-  const recall = () => { try { return localStorage.getItem("memtrace-theme"); } catch { return null; } };
-  const remember = (name) => { try { localStorage.setItem("memtrace-theme", name); } catch { /* file:// may refuse */ } };
+  const storedTheme = () => { try { return localStorage.getItem("memtrace-theme"); } catch { return null; } };
+  const storeTheme = (name) => { try { localStorage.setItem("memtrace-theme", name); } catch { /* browsers may refuse storage for file:// */ } };
   const system = matchMedia("(prefers-color-scheme: dark)");
-  let theme = recall() ?? (system.matches ? "dark" : "light");
+  let theme = storedTheme() ?? (system.matches ? "dark" : "light");
 
-  function inked(data) { // lines that must stand out from the paper, whatever the theme
+  function setInkColor(data) { // lines whose color follows the theme
     for (const trace of data) if (trace.meta?.ink && trace.line) trace.line.color = themes[theme].colors.ink;
     return data;
   }
@@ -23,9 +24,9 @@
     document.documentElement.dataset.theme = theme;
     const button = document.getElementById("theme");
     button.textContent = theme === "dark" ? "Light" : "Dark";
-    button.title = `Show this page on ${theme === "dark" ? "light" : "dark"} paper`;
+    button.title = `Switch to the ${theme === "dark" ? "light" : "dark"} theme`;
     for (const [figure, state] of drawn) {
-      await Plotly.react(figure, inked(figure.data), { ...figure.layout, template: themes[theme].template }, config);
+      await Plotly.react(figure, setInkColor(figure.data), { ...figure.layout, template: themes[theme].template }, config);
       state.timeline?.redraw();
     }
   }
@@ -40,7 +41,7 @@
     layout.template = themes[theme].template;
     layout.margin ??= { l: 60, r: 20, t: 30, b: 45 };
     layout.height = Number(figure.dataset.height);
-    await Plotly.newPlot(figure, inked(data), layout, config);
+    await Plotly.newPlot(figure, setInkColor(data), layout, config);
     if (meta.kind === "timeline") {
       state.timeline = await memtraceTimeline(figure, meta, () => themes[theme].colors);
       state.timeline.onZoom((range) => zoomOthers(figure, range));
@@ -50,7 +51,7 @@
     figure.dataset.drawn = "true";
   }
 
-  function zoomOthers(timeline, range) { // range in nanoseconds, null for everything
+  function zoomOthers(timeline, range) { // range in nanoseconds; null: the whole recording
     for (const figure of timeline.closest(".view").querySelectorAll(".figure[data-drawn]")) {
       const unit = figure.memtraceNsPerUnit;
       if (!unit) continue;
@@ -62,11 +63,11 @@
     for (const entry of entries) if (entry.isIntersecting) { observer.unobserve(entry.target); draw(entry.target); }
   }, { rootMargin: "600px" });
 
-  const inView = () => [...document.querySelectorAll(".figure")].filter((figure) => !figure.closest("[hidden]"));
+  const visibleFigures = () => [...document.querySelectorAll(".figure")].filter((figure) => !figure.closest("[hidden]"));
 
-  function chooseView(id) {
+  function selectView(id) {
     for (const view of document.querySelectorAll(".view")) view.hidden = view.id !== `view-${id}`;
-    for (const figure of inView()) if (!drawn.has(figure)) observer.observe(figure);
+    for (const figure of visibleFigures()) if (!drawn.has(figure)) observer.observe(figure);
   }
 
   function toggleRow(button) {
@@ -81,11 +82,11 @@
   });
   document.getElementById("theme").addEventListener("click", () => {
     theme = theme === "dark" ? "light" : "dark";
-    remember(theme);
+    storeTheme(theme);
     applyTheme();
   });
-  document.getElementById("view")?.addEventListener("change", (event) => chooseView(event.target.value));
-  addEventListener("beforeprint", () => inView().forEach(draw));
+  document.getElementById("view")?.addEventListener("change", (event) => selectView(event.target.value));
+  addEventListener("beforeprint", () => visibleFigures().forEach(draw));
   applyTheme();
-  for (const figure of inView()) observer.observe(figure);
+  for (const figure of visibleFigures()) observer.observe(figure);
 })();

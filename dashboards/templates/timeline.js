@@ -1,7 +1,18 @@
-// The timeline: unpacks the full-resolution curve, and at every zoom draws what the window holds.
-// Time columns are in microseconds since the recording began, curves in bytes.
+// The timeline: decodes the fine curve, and at every zoom draws the visible window in the resolution of the screen.
+// Times are microseconds since the start of the recording, curves are bytes.
 
-async function memtraceUnpack({ length, columns, data }) { // the inverse of memtrace.dashboards.packed.pack
+// The twin of memtrace.units.format_bytes, for hover texts at every zoom; tests/dashboards/test_page.py compares them.
+function memtraceFormatBytes(bytes) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  let power = 0;
+  // 1023.96 KiB would round to 1,024 KiB.
+  while (power + 1 < units.length && Number((Math.abs(bytes) / 1024 ** power).toFixed(1)) >= 1024) power++;
+  const scaled = bytes / 1024 ** power, size = Math.abs(scaled);
+  const digits = power === 0 || size >= 99.95 ? 0 : size >= 9.995 ? 1 : 2;
+  return `${scaled.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })} ${units[power]}`;
+}
+
+async function memtraceDecode({ length, columns, data }) { // inverse of memtrace.dashboards.delta_encoding.encode_columns
   const deflated = Uint8Array.from(atob(data), (character) => character.charCodeAt(0));
   const stream = new Blob([deflated]).stream().pipeThrough(new DecompressionStream("deflate"));
   const planes = new Uint8Array(await new Response(stream).arrayBuffer());
@@ -22,7 +33,7 @@ async function memtraceUnpack({ length, columns, data }) { // the inverse of mem
   return unpacked;
 }
 
-function memtraceLowerBound(sorted, value) { // the first place whose entry is not below value
+function memtraceLowerBound(sorted, value) { // index of the first entry that is not below value
   let low = 0, high = sorted.length;
   while (low < high) {
     const middle = (low + high) >> 1;
@@ -31,8 +42,8 @@ function memtraceLowerBound(sorted, value) { // the first place whose entry is n
   return low;
 }
 
-// Places to draw of low..high (inclusive): of every bin its lowest, highest and last, in order, so that no peak
-// is lost and the level between bins is right.
+// Indices to draw among low..high (inclusive): the lowest, highest and last value of every bin, in order, so that
+// every peak shows and the level between bins is right.
 function memtraceDecimate(x, total, low, high, bins) {
   const all = high - low + 1;
   if (all <= 3 * bins) return Uint32Array.from({ length: all }, (_, i) => low + i);
@@ -56,15 +67,15 @@ async function memtraceTimeline(figure, meta, colors) {
   "use strict";
   const PHASES = ["forward", "backward", "optimizer"];
   const [curve, steps, phases] = await Promise.all(
-    [meta.packed, meta.bands.steps, meta.bands.phases].map(memtraceUnpack));
+    [meta.curve, meta.lanes.steps, meta.lanes.phases].map(memtraceDecode));
   const count = curve.time_us.length;
   const categories = figure.data.map((trace) => trace.meta.column);
   const total = new Float64Array(count), top = new Float64Array(count);
   for (const name of meta.stacked) for (let i = 0; i < count; i++) total[i] += curve[name][i];
   for (let i = 0; i < count; i++) top[i] = Math.max(total[i], curve.allocated?.[i] ?? 0, curve.reserved?.[i] ?? 0);
 
-  let byEvent = false, fitHeight = false, zoomed = null; // zoomed: the window in x units; null: everything
-  let tellZoom = () => {};
+  let byEvent = false, fitHeight = false, zoomed = null; // zoomed: the window in units of x; null: the whole recording
+  let notifyZoom = () => {};
   const usPerUnit = meta.ns_per_unit / 1000;
   const source = () => (byEvent ? curve.event : curve.time_us);
   const scale = () => (byEvent ? 1 : usPerUnit);
@@ -73,7 +84,7 @@ async function memtraceTimeline(figure, meta, colors) {
   const xOf = (us) => (byEvent ? curve.event[placeAt(us)] : us / usPerUnit);
   const pixels = () => figure._fullLayout?._size?.w || 1000;
 
-  function lane(spans, y0, y1, window, named, tone) { // rectangles and labels of one lane under the curve
+  function lane(spans, y0, y1, window, named, tone) { // rectangles and labels of one lane below the curve
     const shapes = [], annotations = [], perUnit = pixels() / (window[1] - window[0]);
     let hidden = 0, lastLabel = -Infinity;
     const length = spans.start_us.length;
@@ -88,14 +99,14 @@ async function memtraceTimeline(figure, meta, colors) {
       const text = named(spans.index[i]).find((name) => name.length * 7.2 + 6 < width);
       const middle = (x0 + x1) / 2;
       if (text && (middle - lastLabel) * perUnit > text.length * 7.2) {
-        annotations.push({ x: middle, y: (y0 + y1) / 2, xref: "x", yref: "paper", text, showarrow: false,
+        annotations.push({ x: middle, y: (y0 + y1) / 2, xref: "x", yref: "paper", yanchor: "middle", text, showarrow: false,
           font: { size: 11, color: paint.ink } });
         lastLabel = middle;
       }
     }
     if (hidden && hidden > shapes.length) {
-      annotations.push({ x: 0.5, y: (y0 + y1) / 2, xref: "paper", yref: "paper", showarrow: false,
-        text: "too many to draw here: zoom in", font: { size: 11, color: colors().muted } });
+      annotations.push({ x: 0.5, y: (y0 + y1) / 2, xref: "paper", yref: "paper", yanchor: "middle", showarrow: false,
+        text: "too many to show: zoom in", font: { size: 11, color: colors().muted } });
     }
     return { shapes, annotations };
   }
@@ -114,7 +125,7 @@ async function memtraceTimeline(figure, meta, colors) {
     return {
       shapes: [...stripes, ...stepLane.shapes, ...phaseLane.shapes],
       annotations: [...stepLane.annotations, ...phaseLane.annotations, ...names.map(([text, y]) => ({
-        x: 0, y, xref: "paper", yref: "paper", xanchor: "right", xshift: -6, text, showarrow: false,
+        x: 0, y, xref: "paper", yref: "paper", xanchor: "right", yanchor: "middle", xshift: -6, text, showarrow: false,
         font: { size: 11, color: paint.muted } }))],
     };
   }
@@ -143,12 +154,14 @@ async function memtraceTimeline(figure, meta, colors) {
     const places = memtraceDecimate(x, total, low, high, Math.max(200, Math.round(pixels() / 1.5)));
     const xs = Float64Array.from(places, (i) => x[i] / unit);
     const ys = categories.map((name) => Float64Array.from(places, (i) => curve[name][i] / meta.bytes_per_unit));
+    const texts = categories.map((name) => Array.from(places, (i) => memtraceFormatBytes(curve[name][i])));
     const drawnBands = bands(window);
     figure.dataset.points = String(places.length);
-    return Plotly.update(figure, { x: categories.map(() => xs), y: ys }, {
+    return Plotly.update(figure, { x: categories.map(() => xs), y: ys, customdata: texts, hovertemplate: "%{customdata}" }, {
       "xaxis.range": [...window],
       "xaxis.autorange": false,
-      "xaxis.title.text": byEvent ? "event number" : `time since the recording began (${meta.time_unit})`,
+      "xaxis.unifiedhovertitle.text": byEvent ? "event %{x:,.0f}" : `%{x:,.4~f} ${meta.time_unit}`,
+      "xaxis.title.text": byEvent ? "event number" : `time since the start of the recording (${meta.time_unit})`,
       "yaxis.range": heights(places),
       shapes: drawnBands.shapes,
       annotations: [...drawnBands.annotations, ...peakMark(window)],
@@ -163,7 +176,7 @@ async function memtraceTimeline(figure, meta, colors) {
       window = span >= last - first ? null : [start, start + span];
     }
     zoomed = window;
-    if (!byEvent) tellZoom(zoomed?.map((x) => x * meta.ns_per_unit) ?? null);
+    if (!byEvent) notifyZoom(zoomed?.map((x) => x * meta.ns_per_unit) ?? null);
     return redraw();
   }
 
@@ -197,17 +210,17 @@ async function memtraceTimeline(figure, meta, colors) {
   }
   const gap = () => tools.append(Object.assign(document.createElement("span"), { className: "gap" }));
   const press = (made, on) => made.setAttribute("aria-pressed", String(on));
-  button("Everything", "Show the whole recording (key 0)", () => zoom(null));
-  button(steps.start_us.length ? "Step of the peak" : "Around the peak", "Zoom to where memory was highest (key P)", toPeak);
+  button("Full range", "Show the whole recording (key 0)", () => zoom(null));
+  button(steps.start_us.length ? "Peak step" : "Peak", "Zoom in on the peak (key P)", toPeak);
   button("◀", "Earlier (left arrow)", () => pan(-0.25));
   button("▶", "Later (right arrow)", () => pan(0.25));
   button("+", "Zoom in (key +)", () => magnify(0.5));
   button("−", "Zoom out (key -)", () => magnify(2));
   gap();
-  const byTime = button("by time", "Horizontal axis: time", () => setAxis(false));
-  const byNumber = button("by event", "Horizontal axis: event number, which spreads busy moments out", () => setAxis(true));
+  const byTime = button("By time", "Horizontal axis: time", () => setAxis(false));
+  const byNumber = button("By event", "Horizontal axis: event number, which spreads out moments with many events", () => setAxis(true));
   gap();
-  press(button("Fit height", "Let the vertical axis follow the window instead of starting at 0", (made) => {
+  press(button("Fit height", "Scale the vertical axis to the visible curve instead of starting at 0", (made) => {
     fitHeight = !fitHeight;
     press(made, fitHeight);
     redraw();
@@ -229,5 +242,5 @@ async function memtraceTimeline(figure, meta, colors) {
   press(byTime, true);
   press(byNumber, false);
   await redraw();
-  return { redraw, zoom, onZoom: (listener) => { tellZoom = listener; }, curve, total };
+  return { redraw, zoom, onZoom: (listener) => { notifyZoom = listener; }, curve, total };
 }

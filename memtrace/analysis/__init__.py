@@ -15,6 +15,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from memtrace.analysis.access import AccessAnalysis, analyze_access
     from memtrace.analysis.bandwidth import CopyBandwidths, CopyCost, measure_bandwidths
+    from memtrace.analysis.block_groups import (
+        BlockGroup,
+        ModuleCategoryGroup,
+        find_owning_modules,
+        group_by_category,
+        group_by_module_and_category,
+        group_by_module_pattern,
+        group_by_site,
+    )
+    from memtrace.analysis.block_lifetimes import BlockLifetimes, compute_block_lifetimes
     from memtrace.analysis.block_signatures import BlockSignatures, assign_signatures, signatures_table
     from memtrace.analysis.blocks import Blocks, blocks_table
     from memtrace.analysis.check import LimitCheck, LimitReport, MemoryLimits, check_limits, read_limits
@@ -44,18 +54,23 @@ if TYPE_CHECKING:
     from memtrace.analysis.intervals import AccessIntervals, access_intervals, access_intervals_table
     from memtrace.analysis.leaks import LeakAnalysis, find_leaks
     from memtrace.analysis.oom import MemoryHolder, OutOfMemory, RequestRoom, explain_out_of_memory
+    from memtrace.analysis.peak import Peak, find_peak, live_blocks_at, peak_by_category, peak_by_module, peak_by_site
     from memtrace.analysis.ranks import RankComparison, RankSummary, compare_ranks, ranks_table
     from memtrace.analysis.stability import AllocationFit, Stability, fit_allocations, measure_stability
     from memtrace.analysis.stalls import DataStalls, StallBreakdown, StepWait, measure_stalls
     from memtrace.analysis.step_analysis import StepAnalysis, analyze_steps
     from memtrace.analysis.steps import StepColumns, step_columns, steps_table
+    from memtrace.analysis.summary import JobSummary, Summary, describe_peak, summarize, summarize_job
     from memtrace.analysis.swap import SwapCandidate, find_swap_candidates
+    from memtrace.analysis.timeline import compute_timeline
     from memtrace.analysis.windows import step_window
 
 __all__ = [
     "AccessAnalysis",
     "AccessIntervals",
     "AllocationFit",
+    "BlockGroup",
+    "BlockLifetimes",
     "BlockSignatures",
     "Blocks",
     "CopyBandwidths",
@@ -67,6 +82,7 @@ __all__ = [
     "Finding",
     "Fragmentation",
     "Hint",
+    "JobSummary",
     "LeakAnalysis",
     "LimitCheck",
     "LimitReport",
@@ -74,7 +90,9 @@ __all__ = [
     "MemoryGrowth",
     "MemoryHolder",
     "MemoryLimits",
+    "ModuleCategoryGroup",
     "OutOfMemory",
+    "Peak",
     "RankComparison",
     "RankSummary",
     "RequestRoom",
@@ -85,6 +103,7 @@ __all__ = [
     "StepColumns",
     "StepPeaks",
     "StepWait",
+    "Summary",
     "SwapCandidate",
     "TraceComparison",
     "TraceTotals",
@@ -99,21 +118,34 @@ __all__ = [
     "check_limits",
     "compare_ranks",
     "compare_traces",
+    "compute_block_lifetimes",
     "compute_coverage",
     "compute_fragmentation",
+    "compute_timeline",
+    "describe_peak",
     "detect_steps",
     "explain_out_of_memory",
     "find_device_waste",
     "find_hints",
     "find_leaks",
+    "find_owning_modules",
+    "find_peak",
     "find_swap_candidates",
     "find_wasted_memory",
     "findings_table",
     "fit_allocations",
+    "group_by_category",
+    "group_by_module_and_category",
+    "group_by_module_pattern",
+    "group_by_site",
+    "live_blocks_at",
     "measure_bandwidths",
     "measure_growth",
     "measure_stability",
     "measure_stalls",
+    "peak_by_category",
+    "peak_by_module",
+    "peak_by_site",
     "pinned_segments_table",
     "predict_peak_with_fixes",
     "ranks_table",
@@ -122,12 +154,16 @@ __all__ = [
     "step_columns",
     "step_window",
     "steps_table",
+    "summarize",
+    "summarize_job",
 ]
 
 _HOMES = {
     "AccessAnalysis": "memtrace.analysis.access",
     "AccessIntervals": "memtrace.analysis.intervals",
     "AllocationFit": "memtrace.analysis.stability",
+    "BlockGroup": "memtrace.analysis.block_groups",
+    "BlockLifetimes": "memtrace.analysis.block_lifetimes",
     "BlockSignatures": "memtrace.analysis.block_signatures",
     "Blocks": "memtrace.analysis.blocks",
     "CopyBandwidths": "memtrace.analysis.bandwidth",
@@ -139,6 +175,7 @@ _HOMES = {
     "Finding": "memtrace.analysis.findings",
     "Fragmentation": "memtrace.analysis.fragmentation",
     "Hint": "memtrace.analysis.hints",
+    "JobSummary": "memtrace.analysis.summary",
     "LeakAnalysis": "memtrace.analysis.leaks",
     "LimitCheck": "memtrace.analysis.check",
     "LimitReport": "memtrace.analysis.check",
@@ -146,7 +183,9 @@ _HOMES = {
     "MemoryGrowth": "memtrace.analysis.growth",
     "MemoryHolder": "memtrace.analysis.oom",
     "MemoryLimits": "memtrace.analysis.check",
+    "ModuleCategoryGroup": "memtrace.analysis.block_groups",
     "OutOfMemory": "memtrace.analysis.oom",
+    "Peak": "memtrace.analysis.peak",
     "RankComparison": "memtrace.analysis.ranks",
     "RankSummary": "memtrace.analysis.ranks",
     "RequestRoom": "memtrace.analysis.oom",
@@ -157,6 +196,7 @@ _HOMES = {
     "StepColumns": "memtrace.analysis.steps",
     "StepPeaks": "memtrace.analysis.diff",
     "StepWait": "memtrace.analysis.stalls",
+    "Summary": "memtrace.analysis.summary",
     "SwapCandidate": "memtrace.analysis.swap",
     "TraceComparison": "memtrace.analysis.diff",
     "TraceTotals": "memtrace.analysis.diff",
@@ -171,21 +211,34 @@ _HOMES = {
     "check_limits": "memtrace.analysis.check",
     "compare_ranks": "memtrace.analysis.ranks",
     "compare_traces": "memtrace.analysis.diff",
+    "compute_block_lifetimes": "memtrace.analysis.block_lifetimes",
     "compute_coverage": "memtrace.analysis.coverage",
     "compute_fragmentation": "memtrace.analysis.fragmentation",
+    "compute_timeline": "memtrace.analysis.timeline",
+    "describe_peak": "memtrace.analysis.summary",
     "detect_steps": "memtrace.analysis.detection",
     "explain_out_of_memory": "memtrace.analysis.oom",
     "find_device_waste": "memtrace.analysis.findings",
     "find_hints": "memtrace.analysis.hints",
     "find_leaks": "memtrace.analysis.leaks",
+    "find_owning_modules": "memtrace.analysis.block_groups",
+    "find_peak": "memtrace.analysis.peak",
     "find_swap_candidates": "memtrace.analysis.swap",
     "find_wasted_memory": "memtrace.analysis.findings",
     "findings_table": "memtrace.analysis.findings",
     "fit_allocations": "memtrace.analysis.stability",
+    "group_by_category": "memtrace.analysis.block_groups",
+    "group_by_module_and_category": "memtrace.analysis.block_groups",
+    "group_by_module_pattern": "memtrace.analysis.block_groups",
+    "group_by_site": "memtrace.analysis.block_groups",
+    "live_blocks_at": "memtrace.analysis.peak",
     "measure_bandwidths": "memtrace.analysis.bandwidth",
     "measure_growth": "memtrace.analysis.growth",
     "measure_stability": "memtrace.analysis.stability",
     "measure_stalls": "memtrace.analysis.stalls",
+    "peak_by_category": "memtrace.analysis.peak",
+    "peak_by_module": "memtrace.analysis.peak",
+    "peak_by_site": "memtrace.analysis.peak",
     "pinned_segments_table": "memtrace.analysis.fragmentation",
     "predict_peak_with_fixes": "memtrace.analysis.findings",
     "ranks_table": "memtrace.analysis.ranks",
@@ -194,6 +247,8 @@ _HOMES = {
     "step_columns": "memtrace.analysis.steps",
     "step_window": "memtrace.analysis.windows",
     "steps_table": "memtrace.analysis.steps",
+    "summarize": "memtrace.analysis.summary",
+    "summarize_job": "memtrace.analysis.summary",
 }
 
 

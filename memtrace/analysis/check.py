@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from memtrace.analysis.block_groups import find_owning_modules, group_by_site
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.growth import measure_growth
-from memtrace.analysis.peak import by_site, owners, peak
+from memtrace.analysis.peak import find_peak
 from memtrace.errors import MemtraceError
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
@@ -134,10 +135,10 @@ def check_limits(trace: Trace, limits: MemoryLimits, *, rank: int | None = None)
 
 
 def _check_rank(rank: int, trace: Trace, limits: MemoryLimits) -> list[LimitCheck]:
-    live = [peak(trace, device).live for device in trace.devices]
+    live = [find_peak(trace, device).live for device in trace.devices]
     checks = []
     if limits.peak_bytes is not None:
-        peak_bytes = sum(peak(trace, device).requested.bytes for device in trace.devices)
+        peak_bytes = sum(find_peak(trace, device).requested.bytes for device in trace.devices)
         checks.append(_compare(rank, "peak", limits.peak_bytes, peak_bytes, _largest_site(trace, live)))
     if limits.growth_bytes_per_step is not None:
         grows = measure_growth(trace)
@@ -166,7 +167,7 @@ def _compare(rank: int, name: str, limit_bytes: int, actual_bytes: int | None, s
 
 def _blocks_of_module(trace: Trace, module: str, live: list[Array]) -> list[Array]:
     """Return those of the live blocks of each device that belong to a module or its submodules."""
-    modules, owner = owners(trace, np.arange(len(blocks(trace))))
+    modules, owner = find_owning_modules(trace, np.arange(len(blocks(trace))))
     is_inside = np.array([name is not None and (name == module or name.startswith(f"{module}.")) for name in modules])
     if not is_inside.any():
         known = ", ".join(sorted({name.split(".")[0] for name in modules if name})) or "none"
@@ -178,6 +179,6 @@ def _largest_site(trace: Trace, live: list[Array]) -> str | None:
     """Return the allocation site that holds most bytes of ``live``, the blocks of each device."""
     totals: dict[str | None, int] = {}
     for part in live:
-        for site, num_bytes, _ in by_site(trace, part):
-            totals[site] = totals.get(site, 0) + num_bytes
+        for group in group_by_site(trace, part):
+            totals[group.name] = totals.get(group.name, 0) + group.bytes
     return max(totals, key=lambda site: totals[site], default=None)

@@ -8,7 +8,7 @@ import numpy as np
 
 from memtrace.analysis.attribution import KIND, step_rows
 from memtrace.analysis.blocks import CATEGORY, blocks
-from memtrace.analysis.peak import peak
+from memtrace.analysis.peak import find_peak
 from memtrace.format.schema import COUNTERS
 from memtrace.trace import Trace
 
@@ -69,7 +69,7 @@ def _compute_coverage(trace: Trace) -> Coverage:
     has_times = len(time) > 0 and trace.has_times
     unattributed_bytes = 0
     for device in trace.devices:
-        live = peak(trace, device).live
+        live = find_peak(trace, device).live
         unattributed_bytes += int(columns.size[live[columns.category[live] == CATEGORY["unknown"]]].sum())
     return Coverage(
         first_event_ns=int(time[0]) if has_times else None,

@@ -15,8 +15,9 @@ import numpy as np
 
 from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.attribution import step_rows
+from memtrace.analysis.block_groups import group_by_category, group_by_module_pattern, group_by_site
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.peak import by_category, by_module_pattern, by_site, peak
+from memtrace.analysis.peak import find_peak
 from memtrace.analysis.steps import step_columns
 from memtrace.analysis.warm_up import has_warm_up, steps_after_warm_up
 from memtrace.format.arrays import Array
@@ -152,14 +153,14 @@ def _compared_steps(before: Trace, after: Trace) -> tuple[Array, Array]:
 def _live_at_peak(trace: Trace) -> _Totals:
     totals: _Totals = {grouping: {} for grouping in GROUPINGS}
     for device in trace.devices:
-        live = peak(trace, device).live
-        rows_by_grouping = (by_category(trace, live), by_module_pattern(trace, live), by_site(trace, live))
-        for grouping, rows in zip(GROUPINGS, rows_by_grouping, strict=True):
-            for name, num_bytes, num_blocks in rows:
-                other = totals[grouping].get(name)
-                total_bytes = num_bytes + (other.num_bytes if other else 0)
-                total_blocks = num_blocks + ((other.num_blocks or 0.0) if other else 0.0)
-                totals[grouping][name] = _GroupTotal(total_bytes, total_blocks if trace.has_blocks else None)
+        live = find_peak(trace, device).live
+        group_functions = (group_by_category, group_by_module_pattern, group_by_site)
+        for grouping, group_blocks in zip(GROUPINGS, group_functions, strict=True):
+            for group in group_blocks(trace, live):
+                other = totals[grouping].get(group.name)
+                total_bytes = group.bytes + (other.num_bytes if other else 0)
+                total_blocks = group.num_blocks + ((other.num_blocks or 0.0) if other else 0.0)
+                totals[grouping][group.name] = _GroupTotal(total_bytes, total_blocks if trace.has_blocks else None)
     return totals
 
 
@@ -270,7 +271,7 @@ def _trace_totals(trace: Trace, steps: Array) -> TraceTotals:
         return round(float(np.median(getattr(columns, name)[is_compared]))) if is_compared.any() else None
 
     return TraceTotals(
-        peak_bytes=sum(peak(trace, device).requested.bytes for device in trace.devices),
+        peak_bytes=sum(find_peak(trace, device).requested.bytes for device in trace.devices),
         num_steps=len(columns) if trace.has_blocks else None,
         median_step_peak_bytes=median("peak_bytes"),
         median_step_allocated_bytes=median("allocated_bytes"),

@@ -20,7 +20,7 @@ from memtrace.analysis.block_accesses import compute_peak_lower_bound, has_acces
 from memtrace.analysis.blocks import CATEGORY, blocks
 from memtrace.analysis.counterfactual import IdleIntervals, max_simultaneous_bytes, peak_without_intervals
 from memtrace.analysis.pattern_catalog import ALL_PATTERNS, WastePattern
-from memtrace.analysis.peak import peak
+from memtrace.analysis.peak import find_peak
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES, NO_BLOCKS
 from memtrace.trace import Trace
@@ -143,11 +143,11 @@ def findings_table(trace: Trace) -> pd.DataFrame:
 
 
 def _min_bytes(trace: Trace, device: str, min_bytes: int | None) -> int:
-    return int(MIN_PEAK_SHARE * peak(trace, device).requested.bytes) if min_bytes is None else min_bytes
+    return int(MIN_PEAK_SHARE * find_peak(trace, device).requested.bytes) if min_bytes is None else min_bytes
 
 
 def _find_device_waste(trace: Trace, device: str, min_bytes: int) -> DeviceWaste:
-    peak_bytes = peak(trace, device).requested.bytes
+    peak_bytes = find_peak(trace, device).requested.bytes
     if not trace.has_blocks:
         skipped = SkippedPatterns(tuple(pattern.name for pattern in ALL_PATTERNS), NO_BLOCKS)
         return DeviceWaste(device, peak_bytes, None, None, min_bytes, (), (skipped,))
@@ -244,7 +244,7 @@ def _group_by_site(
         stack, category = divmod(stack_and_category, len(CATEGORIES))
         # Several call stacks can share an allocation site.
         groups.setdefault((allocation_site(trace, stack), category), []).append(members)
-    peak_row = peak(trace, device).requested.event
+    peak_row = find_peak(trace, device).requested.event
     bytes_at_peak = columns.size[intervals.block] * ((intervals.begin <= peak_row) & (intervals.end > peak_row))
     merged = [(site, np.concatenate(members)) for (site, _), members in groups.items()]
     merged.sort(key=lambda group: -int(bytes_at_peak[group[1]].sum()))
@@ -267,7 +267,7 @@ def _evaluate(
     trace: Trace, device: str, pattern: WastePattern, site: str | None, intervals: IdleIntervals, *, replay: bool
 ) -> Finding:
     """Return the finding that ``intervals`` make; without ``replay``, its saving is not computed and counts as 0."""
-    columns, peak_of_requests = blocks(trace), peak(trace, device).requested
+    columns, peak_of_requests = blocks(trace), find_peak(trace, device).requested
     time_ns = trace.columns("events", "time_ns")["time_ns"]
     size = columns.size[intervals.block]
     begin, end = np.maximum(intervals.begin, 0), np.minimum(intervals.end, max(len(time_ns) - 1, 0))

@@ -8,7 +8,7 @@ from typing import Final
 
 from memtrace.analysis.findings import Finding, find_device_waste
 from memtrace.analysis.growth import measure_growth
-from memtrace.analysis.peak import by_category, peak
+from memtrace.analysis.peak import find_peak, peak_by_category
 from memtrace.analysis.steps import step_columns
 from memtrace.trace import Trace
 from memtrace.units import UNKNOWN, format_bytes, format_count, format_share
@@ -154,9 +154,10 @@ def _finding_hint(device: str, finding: Finding) -> Hint:
 def _large_categories(trace: Trace) -> Iterator[Hint]:
     is_recording = trace.manifest.source.kind == "recording"
     for device in trace.devices:
-        top = peak(trace, device)
+        top = find_peak(trace, device)
         peak_bytes = top.requested.bytes
-        for category, num_bytes, _ in by_category(trace, top.live)[:MAX_CATEGORIES]:
+        for group in peak_by_category(trace, device)[:MAX_CATEGORIES]:
+            category, num_bytes = group.name, group.bytes
             if num_bytes < max(MIN_CATEGORY_SHARE * peak_bytes, 1):
                 continue
             advice = _ADVICE[category or "unknown"]

@@ -13,7 +13,7 @@ import numpy as np
 from memtrace.analysis.allocation_sites import allocation_sites
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.event_codes import KIND
-from memtrace.analysis.peak import peak
+from memtrace.analysis.peak import find_peak
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
@@ -77,7 +77,7 @@ def spans_peak(trace: Trace, rows: Array) -> Array:
         rows: positions in ``access_intervals(trace)``.
     """
     intervals, device = access_intervals(trace), blocks(trace).device
-    peak_events = np.array([peak(trace, name).requested.event for name in trace.devices], np.int64)
+    peak_events = np.array([find_peak(trace, name).requested.event for name in trace.devices], np.int64)
     event = peak_events[device[intervals.block[rows]]]
     return (intervals.first_event[rows] < event) & (event < intervals.second_event[rows])
 

@@ -11,7 +11,7 @@ from memtrace.analysis.allocation_sites import allocation_sites
 from memtrace.analysis.attribution import SPAN, rows_at, step_rows
 from memtrace.analysis.block_signatures import assign_signatures, describe_signature, median_by_group
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.peak import peak
+from memtrace.analysis.peak import find_peak
 from memtrace.analysis.steps import step_columns
 from memtrace.analysis.thresholds import (
     MAX_LOST_SHARE,
@@ -151,7 +151,7 @@ def _find_leaks(
 def _steps_to_capacity(trace: Trace, capacity_bytes: int | None, bytes_per_step: float) -> int | None:
     if capacity_bytes is None or bytes_per_step <= 0:
         return None
-    highest = max((peak(trace, device).requested.bytes for device in trace.devices), default=0)
+    highest = max((find_peak(trace, device).requested.bytes for device in trace.devices), default=0)
     # Memory that grows by copying is allocated twice at the peak, which then grows faster than what is retained. Peaks
     # that rise until the garbage collector runs do not count.
     peaks = step_columns(trace).peak_bytes[WARM_UP_STEPS:]

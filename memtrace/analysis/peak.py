@@ -1,18 +1,17 @@
-"""Peaks: how much was live at most, when, and what held it."""
+"""Peak memory of a device: how much was live or reserved at most, when, and in which blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.attribution import KIND, op_column, phase_rows, rows_at, step_rows
+from memtrace.analysis.block_groups import BlockGroup, group_by_category, group_by_module_pattern, group_by_site
 from memtrace.analysis.blocks import Blocks, blocks, blocks_table
 from memtrace.format.arrays import Array
-from memtrace.format.schema import CATEGORIES, COUNTERS, PHASES
+from memtrace.format.schema import COUNTERS, PHASES
 from memtrace.trace import Trace
 
 if TYPE_CHECKING:
@@ -21,52 +20,73 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Maximum:
-    """The maximum over time of one way to count: bytes, and the event after which it was reached (-1: the start)."""
+    """The highest level of one byte count over time."""
 
     bytes: int
     event: int
+    """Row of the events table after which the level was reached; -1: at the start of the recording."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The peaks of one device. ``allocated`` and ``reserved`` are None where the trace cannot tell them.
+    """The peaks of one device.
 
-    ``requested``, ``baseline_bytes`` and ``end_bytes`` are of requested bytes, or, where ``is_requested`` is False, of
-    the allocator's.
+    ``requested``, ``baseline_bytes`` and ``end_bytes`` count requested bytes; where ``is_requested`` is False, the
+    trace has only the sizes that the allocator rounded up, and they count those.
     """
 
     device: str
     is_requested: bool
     requested: Maximum
     allocated: Maximum | None
+    """Peak of the bytes that the allocator counts for the blocks; None: unknown."""
     reserved: Maximum | None
+    """Peak of the bytes reserved in segments; None: unknown, or an allocator without segments (the CPU)."""
     time_ns: int | None
+    """Time of the requested peak since the start of the recording; None: unknown, or at the start."""
     step: int | None
+    """Step of the requested peak; None: outside every step."""
     phase: str | None
+    """Phase of the requested peak, one of ``schema.PHASES``; None: unknown."""
     live: Array
-    """The blocks live at the requested peak, by number."""
+    """Ids of the blocks that are live at the requested peak."""
     baseline_bytes: int
+    """Bytes that were allocated before the recording."""
     end_bytes: int
-    reserved_end: int | None
+    """Bytes that are live at the end of the recording."""
+    reserved_end_bytes: int | None
+    """Bytes that are reserved at the end of the recording; None: unknown."""
 
 
 @dataclass(frozen=True)
 class LiveBytes:
-    """The running sum of one device: ``start``, and after each of ``rows`` of events ``bytes`` are live."""
+    """A byte count of one device over time: a step function of the rows of the events table."""
 
     rows: Array
+    """Rows of the events table after which the level changes."""
     bytes: Array
+    """Level after each of ``rows``."""
     start: int
+    """Level at the start of the recording."""
 
 
 def live_bytes(trace: Trace, device: str, sizes: Array) -> LiveBytes:
-    """The bytes live on a device over its allocations and frees, counted in ``sizes`` (a column of ``Blocks``)."""
-    found = blocks(trace)
+    """Return the bytes live on a device over time.
+
+    Args:
+        trace: A single-rank trace.
+        device: One of ``trace.devices``.
+        sizes: Bytes of every block of the trace, such as a size column of ``Blocks``.
+    """
+    table = blocks(trace)
     events = trace.columns("events", "kind", "block_id")
-    here = found.device == trace.devices.index(device)
-    start = int(sizes[here & (found.alloc_event < 0)].sum())
+    on_device = table.device == trace.devices.index(device)
+    start = int(sizes[on_device & (table.alloc_event < 0)].sum())
     rows = np.concatenate(
-        [found.alloc_event[here & (found.alloc_event >= 0)], found.free_event[here & (found.free_event >= 0)]]
+        [
+            table.alloc_event[on_device & (table.alloc_event >= 0)],
+            table.free_event[on_device & (table.free_event >= 0)],
+        ]
     )
     rows.sort()
     change = sizes[events["block_id"][rows]]
@@ -75,7 +95,7 @@ def live_bytes(trace: Trace, device: str, sizes: Array) -> LiveBytes:
 
 
 def requested_bytes(trace: Trace, device: str) -> LiveBytes:
-    """The running sum of requested bytes, worked out once."""
+    """Return the requested bytes live on a device over time (cached)."""
     return trace.cached(_requested_bytes, device)
 
 
@@ -84,7 +104,11 @@ def _requested_bytes(trace: Trace, device: str) -> LiveBytes:
 
 
 def reserved_bytes(trace: Trace, device: str) -> LiveBytes | None:
-    """The running sum of the device's segments, or the file's own count; None where it tells neither (the CPU)."""
+    """Return the bytes reserved on a device over time (cached).
+
+    The source is the segment events, or else the totals that the file itself holds. None where the trace has neither,
+    as for the CPU.
+    """
     return trace.cached(_reserved_bytes, device)
 
 
@@ -99,92 +123,137 @@ def _reserved_bytes(trace: Trace, device: str) -> LiveBytes | None:
     if not len(rows) and not final.any():
         return counted_bytes(trace, device, "reserved")
     change = np.where(grows[rows], events["size"][rows], -events["size"][rows])
-    # The segments at the end, where they are told, give what there was at the start.
+    # The segments at the end, where the file has them, minus all changes give those at the start.
     start = int(segments["size"][final].sum()) - int(change.sum()) if trace.num_rows("segments") else 0
     return LiveBytes(rows, start + np.cumsum(change), start)
 
 
 def counted_bytes(trace: Trace, device: str, counter: str) -> LiveBytes | None:
-    """A total of the file's own count over time; None where it has none. ``start`` is the first that was read."""
+    """Return a total that the file itself holds, over time; None where the file has no such total.
+
+    Args:
+        trace: A single-rank trace.
+        device: One of ``trace.devices``.
+        counter: One of ``schema.COUNTERS``. The level at the start is the first value that the file holds.
+    """
     counters = trace.columns("counters", "time_ns", "device", "name", "value")
-    mine = (counters["device"] == trace.devices.index(device)) & (counters["name"] == COUNTERS.index(counter))
-    if not mine.any():
+    selected = (counters["device"] == trace.devices.index(device)) & (counters["name"] == COUNTERS.index(counter))
+    if not selected.any():
         return None
-    value = counters["value"][mine]
-    return LiveBytes(rows_at(trace, counters["time_ns"][mine] + 1) - 1, value, int(value[0]))
+    value = counters["value"][selected]
+    return LiveBytes(rows_at(trace, counters["time_ns"][selected] + 1) - 1, value, int(value[0]))
 
 
 def level_at(live: LiveBytes, rows: Array) -> Array:
-    """What is live once each of ``rows`` of events has happened; row -1 is the start."""
+    """Return the level after each of ``rows`` of the events table; row -1 is the start of the recording."""
     level = np.concatenate([[live.start], live.bytes])
     return level[np.searchsorted(live.rows, rows, side="right")]
 
 
-def _maximum(live: LiveBytes) -> Maximum:
-    if not len(live.rows) or int(live.bytes.max()) <= live.start:
-        return Maximum(live.start, -1)
-    place = int(live.bytes.argmax())
-    return Maximum(int(live.bytes[place]), int(live.rows[place]))
-
-
-def _allocated(trace: Trace, device: str, found: Blocks) -> Maximum | None:
-    counted = counted_bytes(trace, device, "allocated")
-    if counted is not None:
-        return _maximum(counted)
-    here = found.device == trace.devices.index(device)
-    if (found.allocated_size[here] < 0).any():
-        return None
-    same = np.array_equal(found.allocated_size[here], found.size[here])
-    return _maximum(requested_bytes(trace, device) if same else live_bytes(trace, device, found.allocated_size))
-
-
-def live_after(found: Blocks, device: int, event: int) -> Array:
-    """The blocks of a device that are live once a row of events has happened (-1: at the start)."""
+def live_after(table: Blocks, device: int, event: int) -> Array:
+    """Return the ids of the blocks of a device that are live after a row of the events table (-1: at the start)."""
     live = (
-        (found.device == device) & (found.alloc_event <= event) & ((found.free_event < 0) | (found.free_event > event))
+        (table.device == device) & (table.alloc_event <= event) & ((table.free_event < 0) | (table.free_event > event))
     )
     return np.flatnonzero(live)
 
 
-def peak(trace: Trace, device: str) -> Peak:
-    """The peaks of one device and what was live at the requested one; worked out once."""
-    return trace.cached(_peak, device)
+def live_blocks_at(trace: Trace, device: str, time_ns: int) -> pd.DataFrame:
+    """Return the blocks that are live on a device at a time, largest first: rows of ``blocks_table``.
+
+    Args:
+        trace: A single-rank trace.
+        device: One of ``trace.devices``.
+        time_ns: Nanoseconds since the start of the recording.
+    """
+    row = int(rows_at(trace, np.array([time_ns + 1]))[0]) - 1
+    live = live_after(blocks(trace), trace.devices.index(device), row)
+    frame: pd.DataFrame = blocks_table(trace).iloc[live].sort_values("size", ascending=False, kind="stable")
+    return frame
 
 
-def _peak(trace: Trace, device: str) -> Peak:
-    found, live = blocks(trace), requested_bytes(trace, device)
+def find_peak(trace: Trace, device: str) -> Peak:
+    """Find the peaks of one device of a single-rank trace and the blocks live at the requested peak (cached)."""
+    return trace.cached(_find_peak, device)
+
+
+def _find_peak(trace: Trace, device: str) -> Peak:
+    table, live = blocks(trace), requested_bytes(trace, device)
     top, reserved = _maximum(live), reserved_bytes(trace, device)
     row = np.array([max(top.event, 0)])
     step = int(step_rows(trace).of_rows(row)[0])
     return Peak(
         device=device,
-        is_requested=bool(found.size_is_requested[found.device == trace.devices.index(device)].all()),
+        is_requested=bool(table.size_is_requested[table.device == trace.devices.index(device)].all()),
         requested=top,
-        allocated=_allocated(trace, device, found),
+        allocated=_allocated_maximum(trace, device),
         reserved=_maximum(reserved) if reserved is not None else None,
-        time_ns=_time_of(trace, top.event),
+        time_ns=_event_time(trace, top.event),
         step=step if step >= 0 else None,
         phase=_phase_at(trace, row) if top.event >= 0 else None,
-        live=live_after(found, trace.devices.index(device), top.event),
+        live=live_after(table, trace.devices.index(device), top.event),
         baseline_bytes=live.start,
         end_bytes=_end_bytes(trace, device, live),
-        reserved_end=_last(reserved) if reserved is not None else None,
+        reserved_end_bytes=_last_level(reserved) if reserved is not None else None,
     )
 
 
-def _time_of(trace: Trace, event: int) -> int | None:
+def peak_by_category(trace: Trace, device: str) -> list[BlockGroup]:
+    """Return the bytes at the requested peak of a device by category, largest first."""
+    return group_by_category(trace, find_peak(trace, device).live)
+
+
+def peak_by_module(trace: Trace, device: str) -> list[BlockGroup]:
+    """Return the bytes at the requested peak of a device by module pattern (``GPT.blocks.*.mlp``), largest first."""
+    return group_by_module_pattern(trace, find_peak(trace, device).live)
+
+
+def peak_by_site(trace: Trace, device: str) -> list[BlockGroup]:
+    """Return the bytes at the requested peak of a device by allocation site, largest first."""
+    return group_by_site(trace, find_peak(trace, device).live)
+
+
+def largest_peak_blocks(trace: Trace, device: str, count: int) -> Array:
+    """Return the ids of the ``count`` largest blocks live at the requested peak of a device, largest first."""
+    live = find_peak(trace, device).live
+    return live[np.argsort(-blocks(trace).size[live], kind="stable")][:count]
+
+
+def _maximum(live: LiveBytes) -> Maximum:
+    if not len(live.rows) or int(live.bytes.max()) <= live.start:
+        return Maximum(live.start, -1)
+    index = int(live.bytes.argmax())
+    return Maximum(int(live.bytes[index]), int(live.rows[index]))
+
+
+def _allocated_maximum(trace: Trace, device: str) -> Maximum | None:
+    counted = counted_bytes(trace, device, "allocated")
+    if counted is not None:
+        return _maximum(counted)
+    table = blocks(trace)
+    on_device = table.device == trace.devices.index(device)
+    if (table.allocated_size[on_device] < 0).any():
+        return None
+    same = np.array_equal(table.allocated_size[on_device], table.size[on_device])
+    return _maximum(requested_bytes(trace, device) if same else live_bytes(trace, device, table.allocated_size))
+
+
+def _event_time(trace: Trace, event: int) -> int | None:
     return int(trace.columns("events", "time_ns")["time_ns"][event]) if event >= 0 and trace.has_times else None
 
 
-def _last(live: LiveBytes) -> int:
+def _last_level(live: LiveBytes) -> int:
     return int(live.bytes[-1]) if len(live.bytes) else live.start
 
 
 def _end_bytes(trace: Trace, device: str, live: LiveBytes) -> int:
-    """What the segments say is live at the end, where they do: a history that was edited may say otherwise."""
+    """Return the live bytes at the end by the final segments, where the file has them, else by the events.
+
+    The two differ in a file whose history was edited.
+    """
     segments = trace.columns("segments", "device", "requested_size")
-    told = segments["requested_size"][segments["device"] == trace.devices.index(device)]
-    return int(told.sum()) if len(told) and (told >= 0).all() else _last(live)
+    requested = segments["requested_size"][segments["device"] == trace.devices.index(device)]
+    return int(requested.sum()) if len(requested) and (requested >= 0).all() else _last_level(live)
 
 
 def _phase_at(trace: Trace, row: Array) -> str | None:
@@ -193,104 +262,3 @@ def _phase_at(trace: Trace, row: Array) -> str | None:
     if code < 0 and spans is not None:
         code = int(spans.phase[spans.pieces(row)][0])
     return PHASES[code] if code >= 0 else None
-
-
-def sums(keys: Array, sizes: Array) -> list[tuple[int, int, int]]:
-    """(key, bytes, number of blocks) for every key, the most bytes first."""
-    values, inverse = np.unique(keys, return_inverse=True)
-    # Exact in float64 up to 2**53 bytes.
-    total = np.bincount(inverse, weights=sizes, minlength=len(values)).astype(np.int64)
-    number = np.bincount(inverse, minlength=len(values))
-    order = np.argsort(-total, kind="stable")
-    return [(int(values[i]), int(total[i]), int(number[i])) for i in order]
-
-
-def _grouped(
-    trace: Trace, live: Array, column: str, text: Callable[[int], str | None]
-) -> list[tuple[str | None, int, int]]:
-    found = blocks(trace)
-    merged: dict[str | None, tuple[int, int]] = {}
-    for key, size, number in sums(getattr(found, column)[live], found.size[live]):
-        name = text(key)
-        before = merged.get(name, (0, 0))
-        merged[name] = (before[0] + size, before[1] + number)
-    return sorted(((name, *both) for name, both in merged.items()), key=lambda row: -row[1])
-
-
-def by_category(trace: Trace, live: Array) -> list[tuple[str | None, int, int]]:
-    """(category, requested bytes, blocks) of some blocks, the most bytes first."""
-    return _grouped(trace, live, "category", lambda code: CATEGORIES[code])
-
-
-def owners(trace: Trace, chosen: Array) -> tuple[list[str | None], Array]:
-    """The distinct modules that own some blocks (None: unknown), and for each block the place of its own.
-
-    The module is the one that allocated the block; parameters, gradients and optimizer state belong to the module
-    that owns the parameter, which their names tell.
-    """
-    found = blocks(trace)
-    codes = [CATEGORIES.index(name) for name in ("parameter", "gradient", "optimizer_state")]
-    named = np.isin(found.category[chosen], codes) & (found.name[chosen] >= 0)
-    name = np.where(named, found.name[chosen], found.module[chosen]).astype(np.int64)
-    keys, place = np.unique(2 * name + named, return_inverse=True)
-    texts = [_owner(trace.name(key // 2)) if key % 2 else trace.name(key // 2) for key in keys.tolist()]
-    modules = list(dict.fromkeys(texts))
-    at = {text: number for number, text in enumerate(modules)}
-    return modules, np.array([at[text] for text in texts], np.int64)[place]
-
-
-def by_owner(trace: Trace, live: Array) -> list[tuple[str | None, str, int, int]]:
-    """(module or None, category, requested bytes, blocks) of some blocks, the most bytes first; see ``owners``."""
-    found, (modules, owner) = blocks(trace), owners(trace, live)
-    rows = sums(owner * len(CATEGORIES) + found.category[live], found.size[live])
-    return [
-        (modules[key // len(CATEGORIES)], CATEGORIES[key % len(CATEGORIES)], size, number) for key, size, number in rows
-    ]
-
-
-def by_module_pattern(trace: Trace, live: Array) -> list[tuple[str | None, int, int]]:
-    """As ``by_owner`` without the category, the like modules of a stack of layers as one: ``GPT.blocks.*.mlp``."""
-    merged: dict[str | None, tuple[int, int]] = {}
-    for name, _, size, number in by_owner(trace, live):
-        before = merged.get(_pattern(name), (0, 0))
-        merged[_pattern(name)] = (before[0] + size, before[1] + number)
-    return sorted(((name, *both) for name, both in merged.items()), key=lambda row: -row[1])
-
-
-def _owner(name: str | None) -> str | None:
-    """The module in a name such as blocks.0.weight or, of optimizer state, blocks.0.weight.exp_avg."""
-    if name is None:
-        return None
-    parts = name.split(".")
-    if parts[-1] in _STATE_NAMES:
-        parts.pop()
-    return ".".join(parts[:-1]) or None
-
-
-_STATE_NAMES = (
-    "step",
-    "exp_avg",
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "momentum_buffer",
-    "square_avg",
-    "sum",
-    "acc_delta",
-)
-
-
-def _pattern(name: str | None) -> str | None:
-    return name and ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def by_site(trace: Trace, live: Array) -> list[tuple[str | None, int, int]]:
-    """(the user's own line or None, requested bytes, blocks) of some blocks, the most bytes first."""
-    return _grouped(trace, live, "stack", lambda stack: allocation_site(trace, stack))
-
-
-def live_at(trace: Trace, device: str, time_ns: int) -> pd.DataFrame:
-    """The blocks live on a device at a time (ns), the largest first: rows of ``Trace.blocks``."""
-    row = int(rows_at(trace, np.array([time_ns + 1]))[0]) - 1
-    live = live_after(blocks(trace), trace.devices.index(device), row)
-    frame: pd.DataFrame = blocks_table(trace).iloc[live].sort_values("size", ascending=False, kind="stable")
-    return frame

@@ -11,7 +11,7 @@ import numpy as np
 
 from memtrace.analysis.attribution import KIND
 from memtrace.analysis.coverage import compute_coverage
-from memtrace.analysis.peak import Peak, by_category, peak
+from memtrace.analysis.peak import Peak, find_peak, peak_by_category
 from memtrace.analysis.steps import step_columns
 from memtrace.errors import TraceError
 from memtrace.format.arrays import Array
@@ -121,7 +121,7 @@ def ranks_table(trace: Trace) -> pd.DataFrame:
 def fullest_device_peak(trace: Trace) -> Peak | None:
     """The highest peak of any device of a single-rank trace, accelerators before the CPU; None without events."""
     devices = [device for device in trace.devices if device != "cpu"] or list(trace.devices)
-    peaks = (peak(trace, device) for device in devices)
+    peaks = (find_peak(trace, device) for device in devices)
     return max(peaks, key=lambda device_peak: device_peak.requested.bytes, default=None)
 
 
@@ -179,7 +179,9 @@ def _summarize_readable(trace: Trace, number: int) -> RankSummary:
         device=top.device,
         peak_bytes=top.requested.bytes,
         peak_phase=top.phase,
-        bytes_by_category={name: size for name, size, _ in by_category(trace, top.live) if name is not None},
+        bytes_by_category={
+            group.name: group.bytes for group in peak_by_category(trace, top.device) if group.name is not None
+        },
         end_bytes=top.end_bytes,
         step_ns=int(np.median(duration)) if len(duration) and trace.has_times else None,
         compute_ns=int(np.median(compute)) if compute is not None and len(compute) else None,

@@ -1,4 +1,4 @@
-"""The live bytes of a device over time, by category."""
+"""Live bytes of a device over time, by category, at a bounded number of instants."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def kept_places(values: Array, max_points: int) -> Array:
-    """Which of many values to keep: in each of ``max_points`` / 2 equal bins the first and the largest."""
+def select_plot_points(values: Array, max_points: int) -> Array:
+    """Return the sorted indices of at most ``max_points`` values: the first and the largest of equal bins."""
     if len(values) <= max_points:
         return np.arange(len(values))
     edges = np.linspace(0, len(values), max_points // 2 + 1).astype(np.int64)[:-1]
@@ -28,29 +28,30 @@ def kept_places(values: Array, max_points: int) -> Array:
     return np.unique(np.concatenate([edges, largest]))
 
 
-def timeline(trace: Trace, device: str, max_points: int = 2000) -> pd.DataFrame:
-    """The live bytes of a device at up to ``max_points`` instants, exact at each; the peak is always among them.
+def compute_timeline(trace: Trace, device: str, max_points: int = 2000) -> pd.DataFrame:
+    """Return the live bytes of a device at up to ``max_points`` instants; the values are exact at each of them.
 
-    Columns: time_ns, event (row of events after which it holds), requested, allocated and reserved (bytes; NA where
-    the trace cannot tell), and one column of requested bytes for each of ``schema.CATEGORIES``.
+    The peak is always one of the instants. Columns: time_ns, event (row of the events table after which the values
+    hold), requested, allocated and reserved (bytes; NA where the trace has no such sizes), and one column of requested
+    bytes for each of ``schema.CATEGORIES``.
     """
     import pandas as pd
 
-    found, live = blocks(trace), requested_bytes(trace, device)
-    places = kept_places(live.bytes, max_points)
-    rows = live.rows[places]
-    table: dict[str, object] = {
+    table, live = blocks(trace), requested_bytes(trace, device)
+    indices = select_plot_points(live.bytes, max_points)
+    rows = live.rows[indices]
+    columns: dict[str, object] = {
         "time_ns": trace.columns("events", "time_ns")["time_ns"][rows],
         "event": rows,
-        "requested": live.bytes[places],
+        "requested": live.bytes[indices],
     }
-    here = found.device == trace.devices.index(device)
-    known = not (found.allocated_size[here] < 0).any()
-    table["allocated"] = level_at(live_bytes(trace, device, found.allocated_size), rows) if known else pd.NA
+    on_device = table.device == trace.devices.index(device)
+    is_known = not (table.allocated_size[on_device] < 0).any()
+    columns["allocated"] = level_at(live_bytes(trace, device, table.allocated_size), rows) if is_known else pd.NA
     reserved = reserved_bytes(trace, device)
-    table["reserved"] = level_at(reserved, rows) if reserved is not None else pd.NA
+    columns["reserved"] = level_at(reserved, rows) if reserved is not None else pd.NA
     for code, category in enumerate(CATEGORIES):
-        sizes = np.where(found.category == code, found.size, 0)
-        table[category] = level_at(live_bytes(trace, device, sizes), rows)
-    frame: pd.DataFrame = pd.DataFrame(table)
+        sizes = np.where(table.category == code, table.size, 0)
+        columns[category] = level_at(live_bytes(trace, device, sizes), rows)
+    frame: pd.DataFrame = pd.DataFrame(columns)
     return frame

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtrace.analysis.counterfactual import END_OF_TRACE, IdleIntervals, merge_intervals, peak_without_intervals
-from memtrace.analysis.peak import peak
+from memtrace.analysis.peak import find_peak
 from tests.analysis.short_traces import trace_of_acts
 from tests.builders import event, trace_of
 
@@ -73,5 +73,5 @@ def test_merged_intervals_cover_the_same_rows_without_overlaps(cuts: list[tuple[
 
 def test_interval_without_an_end_lasts_to_the_end_of_the_trace() -> None:
     trace = trace_of_acts([("alloc", 0, 0), ("alloc", 1, 1), ("alloc", 3, 2)])
-    assert peak(trace, "cpu").requested.bytes == 3004
+    assert find_peak(trace, "cpu").requested.bytes == 3004
     assert peak_without_intervals(trace, "cpu", idle_intervals([(0, 1, END_OF_TRACE)])) == 2004

@@ -16,7 +16,7 @@ from torch import nn
 import memtrace
 from memtrace.analysis.findings import Finding, find_device_waste, findings_table, predict_peak_with_fixes
 from memtrace.analysis.pattern_catalog import ALL_PATTERNS
-from memtrace.analysis.peak import peak
+from memtrace.analysis.peak import find_peak
 from memtrace.analysis.windows import step_window
 from tests.analysis.short_traces import Act, find_waste, findings_of, trace_of_acts, trace_of_steps
 from tests.builders import op, step
@@ -171,7 +171,7 @@ def test_defects_come_first_and_their_predicted_savings_are_those_of_the_fixed_p
     first_three = waste.findings[:3]
     assert {finding.pattern for finding in first_three} == THREE_DEFECTS
     assert all(finding.site is not None and "defects.py" in finding.site for finding in first_three)
-    measured = peak(fixed, "cpu").requested.bytes
+    measured = find_peak(fixed, "cpu").requested.bytes
     assert predict_peak_with_fixes(trace, waste, first_three) == pytest.approx(measured, rel=0.02)
     assert waste.peak_bytes > 1.5 * measured
 

@@ -21,7 +21,7 @@ from memtrace.analysis import blocks_table
 from memtrace.analysis.device_state import DeviceState, device_state_at
 from memtrace.analysis.fragmentation import compute_fragmentation, largest_fit_bytes, pinned_segments_table
 from memtrace.analysis.oom import MemoryHolder, explain_out_of_memory
-from memtrace.analysis.summary import summary
+from memtrace.analysis.summary import summarize
 from memtrace.errors import TraceError
 from tests.readers.snapshot_maker import MIB, START_US, Block, SnapshotMaker, frame, random_history, read_in_process
 
@@ -250,11 +250,12 @@ def test_room_is_limited_to_the_pool_and_size_class_of_the_request(tmp_path: Pat
 
 
 def test_summary_has_fragmentation_and_out_of_memory_errors(tmp_path: Path) -> None:
-    result = summary(_failing(tmp_path))
-    (failure,) = result["out_of_memory"]
+    result = summarize(_failing(tmp_path))
+    (failure,) = result.out_of_memory
     assert failure.site == "me/model.py:9 forward"
     assert failure.holders == (MemoryHolder("me/train.py:3 step", 4 * MIB, 1),)
-    assert result["devices"][0]["fragmentation"]["reserved_bytes"] == 20 * MIB
+    state = result.devices[0].fragmentation
+    assert state is not None and state.reserved_bytes == 20 * MIB
 
 
 def test_mappings_of_expandable_segments_are_walked_back(tmp_path: Path) -> None:
@@ -300,4 +301,4 @@ def test_mappings_of_expandable_segments_are_walked_back(tmp_path: Path) -> None
 def test_page_has_fragmentation_and_out_of_memory_errors(tmp_path: Path) -> None:
     page = render(_failing(tmp_path))
     assert "The largest request that fits without" in page
-    assert "Out of memory" in page and "expandable_segments:True" in page
+    assert "Out-of-memory errors" in page and "expandable_segments:True" in page

@@ -1,47 +1,30 @@
-"""The command line as its users meet it, over one recorded trace."""
+"""The command line, run as a user runs it, on one recorded trace."""
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from memtrace.cli import COMMANDS
+from memtrace.cli.output import shorten_site
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = """
-import sys, torch
-model = torch.nn.Linear(32, 32)
-optimizer = torch.optim.Adam(model.parameters())
-for _ in range(3):
-    model(torch.randn(8, 32)).sum().backward()
-    optimizer.step()
-print("arguments", sys.argv[1:], __name__)
-sys.exit(int(sys.argv[1]))
-"""
+from tests.cli.conftest import SCRIPT
+from tests.cli.runner import run_memtrace
 
 
-def memtrace(*arguments: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from memtrace.cli import main; main()", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
-
-
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cli")
-    (folder / "train.py").write_text(SCRIPT)
-    done = memtrace("record", "-o", folder / "run.memtrace", folder / "train.py", "0", "--flag")
-    assert done.returncode == 0, done.stderr
-    assert "arguments ['0', '--flag'] __main__" in done.stdout
-    return folder / "run.memtrace"
-
-
-def test_help_is_quick_and_lists_the_commands():
-    done = memtrace("--help")
-    assert done.returncode == 0
-    assert all(command in done.stdout for command in ("record", "summary", "report", "doctor"))
+def test_help_lists_every_command_without_importing_torch_or_pandas() -> None:
+    result = run_memtrace("--help", columns=80)
+    assert result.returncode == 0
+    lines = result.stdout.splitlines()
+    assert all(any(line.split()[:1] == [command] for line in lines) for command in COMMANDS)
+    assert max(map(len, lines)) <= 80
     program = (
         "import sys; from memtrace.cli import cli; cli(['--help'], standalone_mode=False); "
         "sys.exit(bool({'torch', 'pandas'} & set(sys.modules)))"
@@ -49,135 +32,198 @@ def test_help_is_quick_and_lists_the_commands():
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
 
 
-def test_summary_says_the_peak_and_the_line(trace):
-    done = memtrace("summary", trace)
-    assert done.returncode == 0, done.stderr
-    assert "3 steps" in done.stdout
-    assert "peak" in done.stdout
-    assert "train.py:" in done.stdout
-    assert "\x1b[" not in done.stdout
-    assert len(done.stdout.splitlines()) <= 50
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_one_line_help_of_a_command_is_an_imperative_sentence(command: str) -> None:
+    text = COMMANDS[command][1]
+    first_word = text.split()[0]
+    assert first_word[0].isupper() and not first_word.endswith("s") and text.endswith(".")
+    assert len(text) + len("  findings  ") <= 80
 
 
-def test_summary_json(trace):
-    found = json.loads(memtrace("summary", trace, "--json").stdout)
-    assert found["steps"]["count"] == 3
-    device = found["devices"][0]
+def test_summary_shows_the_peak_and_its_allocation_sites_in_80_columns(recorded_trace: Path) -> None:
+    result = run_memtrace("summary", recorded_trace, columns=80)
+    assert result.returncode == 0, result.stderr
+    text = " ".join(result.stdout.split())
+    assert "3 steps" in text
+    assert "Peak by allocation site" in text and "/train.py:" in text
+    assert re.search(r"Peak [\d.]+ [KM]iB at [\d.]+ m?s \(step \d, \w+\); [a-z ]+ holds? \d+ %", text)
+    assert "\x1b[" not in result.stdout
+    lines = result.stdout.splitlines()
+    assert len(lines) <= 50
+    # Only a path or a command to copy may be longer than the terminal.
+    assert [line for line in lines if len(line) > 80 and not line.startswith((str(recorded_trace), "Next: "))] == []
+
+
+def test_the_json_of_summary_has_the_fields_of_the_result(recorded_trace: Path) -> None:
+    summary = json.loads(run_memtrace("summary", recorded_trace, "--json").stdout)
+    assert summary["steps"]["num_steps"] == 3 and summary["rank"] == 0
+    (device,) = summary["devices"]
     weights = 4 * (32 * 32 + 32)
     assert device["device"] == "cpu"
     assert device["peak"]["by_category"]["parameter"] == weights
     assert device["peak"]["by_category"]["gradient"] == weights
     assert device["peak"]["by_category"]["optimizer_state"] == 2 * weights + 8
     assert sum(device["peak"]["by_category"].values()) == device["peak"]["requested_bytes"]
+    assert set(device["peak"]["top_sites"][0]) == {"name", "bytes", "num_blocks"}
 
 
 @pytest.mark.parametrize("code", ["3", "text"])
-def test_record_keeps_the_exit_code_and_the_traceback_of_the_program(code, tmp_path):
+def test_record_keeps_the_exit_code_and_the_traceback_of_the_program(code: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = memtrace("record", "-o", tmp_path / "run.memtrace", tmp_path / "train.py", code)
-    assert done.returncode == (3 if code == "3" else 1)
+    result = run_memtrace("record", "-o", tmp_path / "run.memtrace", tmp_path / "train.py", code)
+    assert result.returncode == (3 if code == "3" else 1)
     if code == "text":
-        assert "ValueError" in done.stderr
-        assert "record.py" not in done.stderr
-    assert memtrace("summary", tmp_path / "run.memtrace").returncode == 0
+        assert "ValueError" in result.stderr
+        assert "record.py" not in result.stderr
+    assert run_memtrace("summary", tmp_path / "run.memtrace").returncode == 0
 
 
-def test_record_runs_a_module(tmp_path):
+def test_record_runs_a_module(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     (tmp_path / "package" / "__main__.py").write_text("import torch; torch.ones(1000); print('module ran')")
-    done = memtrace("record", "-o", tmp_path / "run.memtrace", "-m", "package", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "module ran" in done.stdout
+    result = run_memtrace("record", "-o", tmp_path / "run.memtrace", "-m", "package", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "module ran" in result.stdout
 
 
-def test_doctor_names_the_observer():
-    found = json.loads(memtrace("doctor", "--json").stdout)
-    assert found["environment"]["observer"] in ("native", "dispatch")
-    assert found["environment"]["versions"]["torch"]
+def test_doctor_names_the_observer() -> None:
+    result = json.loads(run_memtrace("doctor", "--json").stdout)
+    assert result["environment"]["observer"] in ("native", "dispatch")
+    assert result["environment"]["versions"]["torch"]
 
 
-def _rewritten(trace: Path, folder: Path, change) -> Path:
-    import shutil
-
-    copy = folder / "copy.memtrace"
-    shutil.copytree(trace, copy)
-    change(copy / "rank=0")
-    return copy
-
-
-def _newer(rank: Path) -> None:
+def _set_newer_version(rank: Path) -> None:
     manifest = json.loads((rank / "manifest.json").read_text())
     (rank / "manifest.json").write_text(json.dumps(manifest | {"format_version": 99}))
 
 
-def _truncated(rank: Path) -> None:
+def _truncate_part(rank: Path) -> None:
     part = next(rank.glob("events-*.parquet"))
     part.write_bytes(part.read_bytes()[:-20])
 
 
-def _without_column(rank: Path) -> None:
+def _drop_column(rank: Path) -> None:
     part = next(rank.glob("events-*.parquet"))
     pq.write_table(pq.read_table(part).drop(["kind"]), part)
 
 
-DAMAGE = {
-    "format version 99": _newer,
-    "is damaged": _truncated,
-    "lacks the column kind": _without_column,
-    "is missing": lambda rank: next(rank.glob("events-*.parquet")).unlink(),
-    "cannot be read": lambda rank: (rank / "manifest.json").write_text("{"),
-    "is not the manifest of a memtrace trace": lambda rank: (rank / "manifest.json").write_text("{}"),
+def _delete_part(rank: Path) -> None:
+    next(rank.glob("events-*.parquet")).unlink()
+
+
+def _cut_manifest(rank: Path) -> None:
+    (rank / "manifest.json").write_text("{")
+
+
+def _empty_manifest(rank: Path) -> None:
+    (rank / "manifest.json").write_text("{}")
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "format version 99": _set_newer_version,
+    "is damaged": _truncate_part,
+    "lacks the column kind": _drop_column,
+    "is missing": _delete_part,
+    "cannot be read": _cut_manifest,
+    "is not the manifest of a memtrace trace": _empty_manifest,
 }
+"""Part of the error message, and the damage that causes it."""
 
 
-@pytest.mark.parametrize("sentence", DAMAGE)
-def test_damaged_traces_get_one_sentence_and_exit_code_2(sentence, trace, tmp_path):
-    done = memtrace("summary", _rewritten(trace, tmp_path, DAMAGE[sentence]))
-    assert done.returncode == 2
-    assert sentence in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+@pytest.mark.parametrize("message", DAMAGE)
+def test_a_damaged_trace_is_an_error_message_and_exit_code_2(
+    message: str, recorded_trace: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy.memtrace"
+    shutil.copytree(recorded_trace, copy)
+    DAMAGE[message](copy / "rank=0")
+    result = run_memtrace("summary", copy)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [("summary", "/nowhere"), ("report", "/nowhere"), ("record", "/nowhere.py"), ("summary", "--nope", "x")],
+    ("arguments", "message"),
+    [
+        (("summary", "/nowhere"), "/nowhere"),
+        (("report", "/nowhere"), "/nowhere"),
+        (("record", "/nowhere.py"), "/nowhere.py"),
+        (("summary", "--nope", "x"), "No such option '--nope'"),
+        (("sumary", "x"), "No such command 'sumary'"),
+        (("summary",), "Missing argument 'TRACE...'"),
+        (("summary", "x", "--from-step", "5", "--to-step", "2"), "--from-step 5 is greater than --to-step 2"),
+        (("leaks", "x", "--capacity", "many"), "invalid size 'many'"),
+        (("leaks", "x", "--capacity", "0"), "it must be positive"),
+    ],
 )
-def test_what_is_not_there_is_exit_code_2(arguments):
-    done = memtrace(*arguments)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+def test_wrong_arguments_are_an_error_message_and_exit_code_2(arguments: tuple[str, ...], message: str) -> None:
+    result = run_memtrace(*arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
 
 
-def test_a_folder_that_is_not_a_trace_and_a_file(tmp_path):
+def test_a_page_that_cannot_be_written_is_an_error_message_and_exit_code_2(
+    recorded_trace: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    result = run_memtrace("report", recorded_trace, "-o", tmp_path / "file" / "report.html")
+    assert result.returncode == 2
+    assert "cannot write the page" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_files_and_folders_that_are_not_traces_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("hello")
-    for path, sentence in (
-        (tmp_path, "is not a memtrace trace"),
-        (tmp_path / "file", "unrecognised file format"),
-    ):
-        done = memtrace("summary", path)
-        assert done.returncode == 2
-        assert sentence in done.stderr
+    for path, message in ((tmp_path, "is not a memtrace trace"), (tmp_path / "file", "unrecognised file format")):
+        result = run_memtrace("summary", path)
+        assert result.returncode == 2
+        assert str(path) in result.stderr and message in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(
     "command",
     ["steps", "access", "leaks", "findings", "stalls", "plan allocator", "check --max-peak 1GiB", "summary", "ranks"],
 )
-def test_several_traces_are_the_ranks_of_a_job(command, trace, tmp_path):
-    (tmp_path / "rank1.memtrace").symlink_to(trace)
-    (tmp_path / "rank0.memtrace").symlink_to(trace)
-    done = memtrace(*command.split(), tmp_path / "rank1.memtrace", tmp_path / "rank0.memtrace", "--json")
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+def test_several_traces_are_the_ranks_of_one_job(command: str, recorded_trace: Path, tmp_path: Path) -> None:
+    paths = [tmp_path / "rank1.memtrace", tmp_path / "rank0.memtrace"]
+    for path in paths:
+        path.symlink_to(recorded_trace)
+    result = run_memtrace(*command.split(), *paths, "--json")
+    assert result.returncode == 0, result.stderr
+    output = json.loads(result.stdout)
     if command == "summary":
-        assert [one["rank"] for one in told["ranks"]] == [0, 1]
+        assert [rank["rank"] for rank in output["ranks"]] == [0, 1]
     elif command == "ranks":
-        assert len(told["ranks"]) == 2
+        assert len(output["ranks"]) == 2
     elif command.startswith("check"):
-        assert [one["rank"] for one in told["limits"]] == [0, 1]
+        assert [limit["rank"] for limit in output["limits"]] == [0, 1]
     else:
-        assert "rank 0 of 2" in done.stderr
-        second = memtrace(*command.split(), tmp_path / "rank1.memtrace", tmp_path / "rank0.memtrace", "--rank", "1")
+        assert "rank 0 of 2" in result.stderr
+        second = run_memtrace(*command.split(), *paths, "--rank", "1")
         assert second.returncode == 0 and "rank 0 of 2" not in second.stderr
+
+
+def test_summary_of_a_job_shows_every_rank_and_the_one_with_the_highest_peak(
+    recorded_trace: Path, tmp_path: Path
+) -> None:
+    paths = [tmp_path / "rank0.memtrace", tmp_path / "rank1.memtrace"]
+    for path in paths:
+        path.symlink_to(recorded_trace)
+    result = run_memtrace("summary", *paths)
+    assert result.returncode == 0, result.stderr
+    assert "Rank 0 has the highest peak" in result.stdout
+
+
+def test_a_long_allocation_site_keeps_its_line_and_function() -> None:
+    site = "compiled/cnqtho2nij4af6swya42kmd2tvb2py3brmcdj3mike6uxkmojqam.py:420 call"
+    short = shorten_site(site, 40)
+    assert len(short) == 40 and short.startswith("compiled/") and short.endswith("ojqam.py:420 call")
+    long_function = "gradients/adam.py:265 generate_perturbation_norm_paramwise"
+    assert shorten_site(long_function, 40) == "gradients/adam.py:265 generate…paramwise"
+    both = shorten_site(f"{'p' * 100}.py:1234 {'f' * 100}", 40)
+    assert len(both) == 40 and ".py:1234 f" in both
+    assert shorten_site("train.py:1 f", 40) == "train.py:1 f"
+    assert len(shorten_site("AccumulateGrad (autograd) " * 5, 40)) == 40

@@ -1,24 +1,47 @@
-"""The page: offline, bounded, safe with hostile names, and alive in a browser."""
+"""The page: offline, bounded in size, safe against hostile names, and working in a browser."""
 
 from __future__ import annotations
 
+import base64
+import json
 import re
 import shutil
+import subprocess
+import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
-from memtrace.dashboards.delta_encoding import pack
-from memtrace.dashboards.lifetimes import packed_addresses
+from memtrace.dashboards.contents import DEVICE_SECTIONS
+from memtrace.dashboards.delta_encoding import encode_columns
 from memtrace.dashboards.page import render, report
+from memtrace.dashboards.pipeline import PREDICTION_SECTIONS, SECTIONS
 
+from memtrace.analysis.block_lifetimes import close_address_gaps
+from memtrace.analysis.summary import describe_peak, summarize_peak
+from memtrace.trace import Trace
+from memtrace.units import format_bytes
 from tests.builders import event, op, step, trace_of
 
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>\u2028'\"`<b>x</b>"
-CHROMIUM = next((found for name in ("chromium-headless-shell", "chromium") if (found := shutil.which(name))), None)
+TEMPLATES = Path(__file__).parents[2] / "dashboards" / "templates"
+CHROMIUM = next(
+    (path for name in ("chromium-headless-shell", "chromium") if (path := shutil.which(name)) is not None), None
+)
+CHROMIUM_FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-sync",
+    "--no-first-run",
+]
+
+VISIBLE_RANGE = "document.querySelector('#timeline .figure').layout.xaxis.range"
 
 
-def hostile_trace(blocks: int = 60):
-    frames = [
+def hostile_trace(num_blocks: int = 60) -> Trace:
+    """A trace whose names are all ``HOSTILE``."""
+    names = [
         {"id": 0, "kind": "operator", "text": HOSTILE},
         {"id": 1, "kind": "module", "text": f"A.{HOSTILE}"},
         {"id": 2, "kind": "frame", "text": f"/x/{HOSTILE}.py\t3\t{HOSTILE}"},
@@ -26,86 +49,119 @@ def hostile_trace(blocks: int = 60):
         {"id": 4, "kind": "tensor", "text": f"{HOSTILE}.weight"},
     ]
     events = []
-    for number in range(blocks):
-        events.append(event("alloc", number, 10 * number, 1000 + number, address=4096 * (1 + number % 7), op_id=number))
+    for number in range(num_blocks):
+        events.append(
+            event("alloc", number, 10_000 * number, 1000 + number, address=4096 * (1 + number % 7), op_id=number)
+        )
         if number % 3:
-            events.append(event("free", number, 10 * number + 9, 1000 + number))
-    ops = [op(number, "forward", name=0, module=1, stack=3) for number in range(blocks)]
-    return trace_of(events=events, ops=ops, names=frames, labels=[{"block_id": 0, "category": "parameter", "name": 4}],
-                    spans=[step(n, n * 100, 100) for n in range(6)])  # fmt: skip
+            events.append(event("free", number, 10_000 * number + 9000, 1000 + number))
+    ops = [op(number, "forward", name=0, module=1, stack=3) for number in range(num_blocks)]
+    labels = [{"block_id": 0, "category": "parameter", "name": 4}]
+    return trace_of(
+        events=events, ops=ops, names=names, labels=labels, spans=[step(n, n * 100_000, 100_000) for n in range(6)]
+    )
 
 
-def test_the_page_loads_nothing_and_carries_no_markup_of_a_trace():
-    page = render(hostile_trace())
-    own = page[: page.index("plotly.js v")] + page[page.rindex("themes") :]
-    assert not re.findall(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", own)
+@pytest.fixture(scope="module")
+def page() -> str:
+    return render(hostile_trace())
+
+
+def test_the_page_fetches_nothing_and_contains_no_markup_of_a_trace(page: str) -> None:
+    without_plotly = page[: page.index("plotly.js v")] + page[page.rindex("themes") :]
+    assert not re.findall(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", without_plotly)
     assert "<script>window.hacked" not in page
     assert "<img src=x" not in page
     assert "default-src &#39;none&#39;" in page
 
 
-def test_the_page_leaves_out_what_there_is_nothing_of():
-    page = render(hostile_trace())
+def test_the_page_leaves_out_sections_without_content(page: str) -> None:
     assert "Largest blocks at the peak" in page
-    assert "Reserved without use" not in page and "Out of memory" not in page
+    assert "Reserved but unused" not in page and "Out-of-memory errors" not in page
 
 
-def test_the_page_is_bounded_and_written_whole(tmp_path):
+def test_the_headline_of_the_page_is_the_sentence_of_the_summary(page: str) -> None:
+    sentence = describe_peak(summarize_peak(hostile_trace(), "cpu"))
+    assert sentence == "Peak 21.1 KiB at 590 µs (step 5, forward); blocks of unknown category hold 95 %"
+    assert f">{sentence}</h2>" in page
+
+
+def test_the_page_explains_every_category_and_term(page: str) -> None:
+    glossary = page[page.index('id="glossary-title"') :]
+    assert all(f">{term}</dt>" in glossary for term in ("segment", "allocation site", "optimizer state", "workspaces"))
+
+
+def test_sections_have_unique_anchors_and_explanations_in_sentences() -> None:
+    sections = [*DEVICE_SECTIONS, *SECTIONS, *PREDICTION_SECTIONS]
+    assert len({section.anchor for section in sections}) == len(sections)
+    for section in sections:
+        assert section.title[0].isupper() and section.title[-1] not in ".?"
+        assert section.explanation[0].isupper() and section.explanation.endswith(".")
+
+
+def test_the_size_of_the_page_is_bounded_and_the_file_is_replaced_whole(tmp_path: Path) -> None:
     small, large = (report(hostile_trace(count), tmp_path / f"{count}.html").stat().st_size for count in (60, 20_000))
     assert large - small < 4_000_000
     assert not list(tmp_path.glob(".*"))
 
 
-def test_packed_columns_are_undone_by_running_sums():
-    import base64
-    import zlib
-
-    values = {"a": np.array([5, 3, 2**40, -7]), "b": np.array([0, 0, 1, 1])}
-    packed = pack(values)
-    planes = np.frombuffer(zlib.decompress(base64.b64decode(packed["data"])), np.uint8).astype(object)
+def test_encoded_columns_are_decoded_by_running_sums() -> None:
+    columns = {"a": np.array([5, 3, 2**40, -7]), "b": np.array([0, 0, 1, 1])}
+    encoded = encode_columns(columns)
+    planes = np.frombuffer(zlib.decompress(base64.b64decode(encoded["data"])), np.uint8).astype(object)
     start = 0
-    for name, width in packed["columns"]:
+    for name, width in encoded["columns"]:
         coded = sum(planes[start + 4 * plane : start + 4 * plane + 4] * 256**plane for plane in range(width))
         start += 4 * width
-        assert np.cumsum([c // 2 if c % 2 == 0 else -(c + 1) // 2 for c in coded]).tolist() == values[name].tolist()
+        differences = [value // 2 if value % 2 == 0 else -(value + 1) // 2 for value in coded]
+        assert np.cumsum(differences).tolist() == columns[name].tolist()
 
 
-def test_packed_addresses_keep_order_sizes_and_overlaps():
+def test_columns_of_different_lengths_cannot_be_encoded() -> None:
+    with pytest.raises(ValueError, match="column 'b' has 1 values and the first column 2"):
+        encode_columns({"a": np.array([1, 2]), "b": np.array([1])})
+
+
+def test_closing_address_gaps_keeps_order_sizes_and_overlaps() -> None:
     address, size = np.array([10_000, 100, 120, 50_000]), np.array([10, 50, 10, 5])
-    packed, height = packed_addresses(address, size)
-    assert packed.tolist() == [50, 0, 20, 60]
-    assert height == 65
+    assert close_address_gaps(address, size).tolist() == [50, 0, 20, 60]
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium-headless-shell")
-def test_the_page_draws_offline_and_runs_no_script_of_a_trace(tmp_path):
+@pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is missing")
+def test_the_page_formats_bytes_as_the_terminal_does() -> None:
+    sizes = [0, 1, 999, 1023, 1024, 1536, 10_234, 102_348, (1 << 20) - 1, 12_999_999, 123 << 20, (1 << 30) - 1,
+             1022 << 30, (1 << 40) - 60 * (1 << 20), 5 << 60]  # fmt: skip
+    script = (
+        TEMPLATES / "timeline.js"
+    ).read_text() + f"\nconsole.log(JSON.stringify({sizes}.map(memtraceFormatBytes)))"
+    result = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True)
+    assert json.loads(result.stdout) == [format_bytes(size) for size in sizes]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is missing: apt-get install chromium-headless-shell")
+def test_the_page_draws_offline_and_runs_no_script_of_a_trace(tmp_path: Path) -> None:
     from playwright.sync_api import sync_playwright
 
-    page_path = report(hostile_trace(), tmp_path / "page.html")
-    asked, errors = [], []
+    path = report(hostile_trace(), tmp_path / "page.html")
+    requests: list[str] = []
+    errors: list[str] = []
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=CHROMIUM,
-            args=[
-                "--no-sandbox",
-                "--disable-gpu",
-                "--disable-background-networking",
-                "--disable-sync",
-                "--no-first-run",
-            ],
-        )
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_FLAGS)
         page = browser.new_context(offline=True).new_page()
-        page.on("request", lambda request: asked.append(request.url))
+        page.on("request", lambda request: requests.append(request.url))
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(page_path.as_uri())
+        page.goto(path.as_uri())
         for figure in page.query_selector_all(".figure"):
             figure.scroll_into_view_if_needed()
             page.wait_for_function("element => element.dataset.drawn === 'true'", arg=figure, timeout=20_000)
         page.click("button[aria-controls]")
         page.click("#theme")
-        page.click("text=Step of the peak")
+        page.get_by_role("button", name="Peak step").click()
+        page.wait_for_function(f"() => {VISIBLE_RANGE}[0] > 0", timeout=20_000)
+        page.get_by_role("button", name="Full range").click()
+        page.wait_for_function(f"() => {VISIBLE_RANGE}[0] === 0", timeout=20_000)
         assert page.evaluate("window.hacked") is None
         assert page.evaluate("document.querySelectorAll('.figure .main-svg').length") >= 4
         browser.close()
     assert errors == []
-    assert [url for url in asked if not url.startswith(("file:", "blob:", "data:"))] == []
+    assert [url for url in requests if not url.startswith(("file:", "blob:", "data:"))] == []

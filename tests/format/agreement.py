@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.peak import level_at, live_after, peak, requested_bytes, reserved_bytes
+from memtrace.analysis.peak import find_peak, level_at, live_after, requested_bytes, reserved_bytes
 from memtrace.trace import Trace
 
 JUDGED = ("category", "phase", "module", "stack", "op_name", "name", "size", "allocated_size", "address", "alloc_ns")
@@ -41,7 +41,7 @@ def assert_agrees(window: Trace, whole: Trace, first: int, end: int) -> None:
         expected = level_at(requested_bytes(whole, device), rows)
         assert level_at(requested_bytes(window, device), rows - first + head).tolist() == expected.tolist()
         before = level_at(requested_bytes(whole, device), np.array([first - 1]))
-        assert peak(window, device).requested.bytes == max([*before, *expected])
+        assert find_peak(window, device).requested.bytes == max([*before, *expected])
         reserved = reserved_bytes(whole, device)
         if reserved is not None and (window_reserved := reserved_bytes(window, device)) is not None:
             assert level_at(window_reserved, rows - first + head).tolist() == level_at(reserved, rows).tolist()

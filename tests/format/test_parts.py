@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import memtrace
 from memtrace.analysis.coverage import compute_coverage
-from memtrace.analysis.summary import summary
+from memtrace.analysis.summary import summarize
 from memtrace.errors import TraceError
 from memtrace.format.manifest import RecordingOptions, read_manifest, write_manifest
 from memtrace.format.part_files import part_name
@@ -108,7 +108,7 @@ def test_a_ring_trace_begins_with_the_live_set(tmp_path: Path) -> None:
     trace, whole = memtrace.load(tmp_path / "x"), in_memory(rows)
     assert_agrees(trace, whole, 12, len(rows["events"]))
     assert compute_coverage(trace).num_events == len(rows["events"]) - 12
-    assert summary(trace)["devices"]
+    assert summarize(trace).devices
     window = trace.window(start_ns=rows["events"][20]["time_ns"])
     first = next(i for i, row in enumerate(rows["events"]) if row["time_ns"] >= rows["events"][20]["time_ns"])
     assert_agrees(window, in_memory(rows, end_of_part(starts, len(rows["events"]), 10**9)), first, len(rows["events"]))

@@ -11,7 +11,7 @@ import pytest
 from memtrace.cli.output import json_value
 
 import memtrace
-from memtrace.analysis.summary import summary
+from memtrace.analysis.summary import summarize as summarize_trace
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,7 @@ def summarize_real_file(load_real_file: Callable[[str], memtrace.Trace]) -> Call
 
     @cache
     def summarize(name: str) -> dict[str, Any]:
-        summary_json: dict[str, Any] = json_value(summary(load_real_file(name)))
+        summary_json: dict[str, Any] = json_value(summarize_trace(load_real_file(name)))
         return summary_json
 
     return summarize

@@ -162,7 +162,7 @@ def check_rank(rank: ReadRank) -> None:
     """Check what must be true of every trace, and that it can be summarised."""
     from memtrace.cli.output import json_value
 
-    from memtrace.analysis.summary import summary
+    from memtrace.analysis.summary import summarize
     from memtrace.format.schema import arrow_schema
     from memtrace.trace import Trace
 
@@ -174,7 +174,7 @@ def check_rank(rank: ReadRank) -> None:
     events = trace.columns("events", "time_ns", "kind", "device", "block_id", "size", "op_id")
     assert (events["device"] >= 0).all()
     assert int(events["op_id"].max(initial=-1)) < rank.tables["ops"].num_rows
-    json.dumps(json_value(summary(trace)), allow_nan=False)
+    json.dumps(json_value(summarize(trace)), allow_nan=False)
 
 
 def run_batch(jobs: list[tuple[str, bytes, bool]], folder: Path, results: Path) -> None:

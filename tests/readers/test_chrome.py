@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import memtrace
 from memtrace.analysis import blocks_table, compute_coverage, steps_table
 from memtrace.analysis.peak import requested_bytes
-from memtrace.analysis.summary import summary
+from memtrace.analysis.summary import summarize
 from memtrace.errors import TraceError
 from memtrace.readers.chrome_trace.nesting import Nesting
 
@@ -97,9 +97,9 @@ def test_memory_older_than_the_trace_becomes_baseline_blocks(tmp_path: Path) -> 
     older = trace.events[trace.events["kind"] == "baseline"]
     assert older["allocated_size"].tolist() == [300, 700] and older["address"].isna().tolist() == [False, True]
     assert requested_bytes(trace, "cuda:0").bytes.tolist() == [1100, 800, 850]
-    device = summary(trace)["devices"][0]
-    assert device["peak"]["allocated_bytes"] == 1100 and device["peak"]["reserved_bytes"] == 6000
-    assert device["peak"]["requested_bytes"] is None and device["reserved_bytes_at_end"] == 6000
+    device = summarize(trace).devices[0]
+    assert device.peak.allocated_bytes == 1100 and device.peak.reserved_bytes == 6000
+    assert device.peak.requested_bytes is None and device.reserved_bytes_at_end == 6000
 
 
 def test_events_are_sorted_by_time_and_keep_their_order_at_equal_times(tmp_path: Path) -> None:
@@ -208,14 +208,14 @@ def test_a_profile_of_the_installed_torch_is_read(profiled: Path) -> None:
 
 def test_raw_rows_and_totals_of_the_same_profile_agree(profiled: Path) -> None:
     raw, totals = (memtrace.load(profiled / f"timeline{ending}") for ending in (".raw.json.gz", ".json"))
-    raw_device, totals_device = (summary(trace)["devices"][0] for trace in (raw, totals))
+    raw_device, totals_device = (summarize(trace).devices[0] for trace in (raw, totals))
     # Totals have a resolution of one microsecond, so they can miss a peak but never exceed it.
-    raw_peak, totals_peak = (device["peak"]["requested_bytes"] for device in (raw_device, totals_device))
+    raw_peak, totals_peak = (device.peak.bytes for device in (raw_device, totals_device))
     assert 0.9 * raw_peak <= totals_peak <= raw_peak
-    assert raw_device["live_requested_bytes_at_end"] == totals_device["live_requested_bytes_at_end"]
+    assert raw_device.live_requested_bytes_at_end == totals_device.live_requested_bytes_at_end
     times, rows = json.loads((profiled / "timeline.json").read_text())
     assert totals_peak == max(sum(row[1:]) for row in rows) and len(times) == len(rows)
-    assert totals_device["live_requested_bytes_at_end"] == sum(rows[-1][1:])
+    assert totals_device.live_requested_bytes_at_end == sum(rows[-1][1:])
 
 
 @pytest.mark.parametrize("number", ["NaN", "nan", "-nan", "Infinity", "-inf", "inf"])

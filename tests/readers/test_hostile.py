@@ -24,7 +24,7 @@ from _pytest.mark import ParameterSet
 
 import memtrace
 from memtrace import readers
-from memtrace.analysis.summary import summary
+from memtrace.analysis.summary import summarize as summarize_trace
 from memtrace.errors import TraceError
 from memtrace.readers import isolated
 from memtrace.readers.limits import ReadLimits
@@ -285,7 +285,7 @@ def test_entries_whose_times_span_centuries_are_read_without_times(tmp_path: Pat
     _snapshot(_entry(2, time_us=START_US * factor))(path)
     trace = memtrace.load(path)
     assert trace.has_times == (factor == 1)
-    assert summary(trace)["devices"][0]["live_requested_bytes_at_end"] == 1000
+    assert summarize_trace(trace).devices[0].live_requested_bytes_at_end == 1000
 
 
 def main() -> None:

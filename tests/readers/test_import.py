@@ -23,7 +23,7 @@ from memtrace.cli import main
 import memtrace
 from memtrace import readers
 from memtrace.analysis import compute_coverage
-from memtrace.analysis.summary import summary
+from memtrace.analysis.summary import summarize
 from memtrace.errors import TraceError
 from memtrace.format.encode import empty_tables
 from memtrace.format.manifest import TraceSource
@@ -73,7 +73,7 @@ def test_an_imported_file_gives_the_same_trace(tmp_path: Path, files: list[Path]
     result = run_memtrace("import", files[0], "-o", imported)
     assert result.exit_code == 0, result.stderr
     direct_trace, imported_trace = memtrace.load(files[0]), memtrace.load(imported)
-    assert summary(direct_trace) == summary(imported_trace)
+    assert summarize(direct_trace) == summarize(imported_trace)
     for table in ("events", "ops", "spans", "labels", "segments", "names"):
         direct_table, imported_table = getattr(direct_trace, table), getattr(imported_trace, table)
         assert len(direct_table) == len(imported_table)
@@ -266,8 +266,8 @@ def test_a_process_with_several_threads_reads_in_a_new_interpreter(tmp_path: Pat
 def test_reading_a_file_imports_neither_torch_nor_pandas(files: list[Path], tmp_path: Path) -> None:
     program = (
         "import sys, json\n"
-        "from memtrace.trace import load\nfrom memtrace.analysis.summary import summary\n"
-        "summary(load(sys.argv[1]))\n"
+        "from memtrace.trace import load\nfrom memtrace.analysis.summary import summarize\n"
+        "summarize(load(sys.argv[1]))\n"
         "print(json.dumps([name for name in ('torch', 'pandas') if name in sys.modules]))"
     )
     write_trace(readers.read_job(files[:1]), tmp_path / "imported.memtrace")

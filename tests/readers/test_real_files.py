@@ -183,7 +183,7 @@ def test_a_trace_of_2021_without_addresses_and_totals_reports_both(summarize_rea
     assert any("no addresses" in note for note in notes) and any("no totals for cuda:0" in note for note in notes)
     peaks = {device["device"]: device["peak"] for device in result["devices"]}
     assert peaks["cuda:0"]["reserved_bytes"] is None and peaks["cuda:0"]["requested_bytes"] is None
-    assert result["steps"]["count"] == 6
+    assert result["steps"]["num_steps"] == 6
 
 
 def test_the_raw_timeline_has_the_reference_peak(summarize_real_file: SummarizeFile) -> None:

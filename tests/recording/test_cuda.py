@@ -14,7 +14,7 @@ import torch
 import memtrace
 from memtrace.analysis import compute_coverage
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.peak import peak, reserved_bytes
+from memtrace.analysis.peak import find_peak, reserved_bytes
 from memtrace.format.schema import EVENT_KINDS
 from memtrace.readers.cuda_snapshot.entries import read_entries
 from memtrace.readers.unpickle import load_plain
@@ -64,12 +64,12 @@ def test_block_sizes_are_those_of_the_allocator(
     }
     assert recorded == expected
     assert (table.allocated_size[on_device] > 0).all()
-    recorded_peak, imported_peak = peak(trace, device), peak(memtrace.load(path), device)
+    recorded_peak, imported_peak = find_peak(trace, device), find_peak(memtrace.load(path), device)
     assert recorded_peak.requested.bytes == imported_peak.requested.bytes
     assert recorded_peak.end_bytes == imported_peak.end_bytes
     assert recorded_peak.reserved is not None and imported_peak.reserved is not None
     assert recorded_peak.reserved.bytes == imported_peak.reserved.bytes
-    assert recorded_peak.reserved_end == imported_peak.reserved_end
+    assert recorded_peak.reserved_end_bytes == imported_peak.reserved_end_bytes
     assert recorded_peak.allocated is not None
     assert recorded_peak.allocated.bytes >= recorded_peak.requested.bytes
 
@@ -103,10 +103,10 @@ def test_blocks_and_segments_older_than_the_recording_are_recorded(
     on_device = table.device == trace.devices.index("cuda:0")
     assert table.allocated_size[on_device].tolist() == [3 * MIB, 512, 15 * MIB, 2 * MIB]
     assert table.alloc_event[on_device].tolist()[:2] == [-1, -1]
-    highest = peak(trace, "cuda:0")
+    highest = find_peak(trace, "cuda:0")
     assert highest.baseline_bytes == 3 * MIB - 7 + 5
     assert highest.allocated is not None and highest.allocated.bytes == 20 * MIB + 512
-    assert highest.reserved is not None and (highest.reserved.bytes, highest.reserved_end) == (22 * MIB, 22 * MIB)
+    assert highest.reserved is not None and (highest.reserved.bytes, highest.reserved_end_bytes) == (22 * MIB, 22 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,8 @@ def test_without_cuda_headers_events_come_from_torchs_history(
     assert not driver.has_history
     trace, imported = memtrace.load(tmp_path / "run.memtrace"), memtrace.load(path)
     assert any("CUDA headers not found" in note for note in compute_coverage(trace).notes)
-    recorded_peak = peak(trace, "cuda:0")
-    assert recorded_peak.requested.bytes == peak(imported, "cuda:0").requested.bytes == 682_735_240
+    recorded_peak = find_peak(trace, "cuda:0")
+    assert recorded_peak.requested.bytes == find_peak(imported, "cuda:0").requested.bytes == 682_735_240
     assert recorded_peak.end_bytes == 420_190_612
     assert (blocks(trace).device == trace.devices.index("cuda:0")).sum() == len(blocks(imported).size)
 

@@ -11,7 +11,7 @@ import torch
 import memtrace
 from memtrace.analysis import compute_coverage
 from memtrace.analysis.oom import explain_out_of_memory
-from memtrace.analysis.peak import peak
+from memtrace.analysis.peak import find_peak
 from tests.recording.helpers import MIB
 
 pytestmark = pytest.mark.cuda
@@ -42,12 +42,12 @@ def test_peaks_are_those_of_the_allocators_counters(tmp_path: Path, gpu: torch.d
         train(gpu, 5)
         stats = torch.cuda.memory_stats()
     trace = memtrace.load(tmp_path / "run.memtrace")
-    highest = peak(trace, "cuda:0")
+    highest = find_peak(trace, "cuda:0")
     assert highest.requested.bytes == stats["requested_bytes.all.peak"]
     assert highest.end_bytes == stats["requested_bytes.all.current"]
     assert highest.allocated is not None and highest.allocated.bytes == stats["allocated_bytes.all.peak"]
     assert highest.reserved is not None and highest.reserved.bytes == stats["reserved_bytes.all.peak"]
-    assert highest.reserved_end == stats["reserved_bytes.all.current"]
+    assert highest.reserved_end_bytes == stats["reserved_bytes.all.current"]
     assert (compute_coverage(trace).outside_allocator_bytes or 0) > 0
     del older
 

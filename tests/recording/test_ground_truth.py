@@ -16,7 +16,7 @@ from torch import nn
 
 import memtrace
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.peak import peak
+from memtrace.analysis.peak import find_peak
 from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
 from tests.programs.tasks import TASKS, Task, make_step
@@ -184,7 +184,7 @@ def test_fake_tensors_trace_a_model_larger_than_the_machine(tmp_path: Path) -> N
         model(torch.randn(16, 65536)).sum().backward()
     trace = memtrace.load(recording.path)
     assert trace.manifest.source.observer == "dispatch"
-    assert peak(trace, "cpu").requested.bytes > 8 * 65536**2 * 4 * 2
+    assert find_peak(trace, "cpu").requested.bytes > 8 * 65536**2 * 4 * 2
     assert live_bytes(trace, "parameter") == 8 * 65536**2 * 4
 
 

@@ -12,7 +12,7 @@ import torch
 import memtrace
 from memtrace.analysis import compute_coverage
 from memtrace.analysis.oom import explain_out_of_memory
-from memtrace.analysis.peak import peak
+from memtrace.analysis.peak import find_peak
 from memtrace.units import format_bytes
 from tests.recording.helpers import MIB, PROGRAMS
 
@@ -70,7 +70,7 @@ def test_a_handled_out_of_memory_error_is_recorded_but_not_explained(
     trace = memtrace.load(tmp_path / "run.memtrace")
     assert compute_coverage(trace).finished
     assert len(explain_out_of_memory(trace)) == 1
-    assert peak(trace, "cpu").requested.bytes == 4000 + compute_coverage(trace).baseline_bytes
+    assert find_peak(trace, "cpu").requested.bytes == 4000 + compute_coverage(trace).baseline_bytes
 
 
 def test_other_exceptions_are_not_explained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,167 @@
+"""The contents of the page: its sections in order, and its glossary."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from memtrace.dashboards import (
+    access,
+    allocator,
+    allocator_state,
+    findings,
+    growth,
+    lifetimes,
+    peak_breakdown,
+    stability,
+    steps,
+    timeline,
+)
+from memtrace.dashboards.sections import Section
+
+GLOSSARY: Final = (
+    ("block", "one lifetime of one allocation, from allocation to free"),
+    ("live", "allocated and not yet freed"),
+    ("requested", "bytes that the program asked for"),
+    ("allocated", "bytes that the allocator counts for the requests, rounding included"),
+    ("reserved", "bytes that the CUDA allocator took from the device, in segments, whether used or not"),
+    ("segment", "a range of device memory that the allocator splits into blocks"),
+    ("step", "one training iteration"),
+    ("allocation site", "the innermost frame of your own code on the call stack of an allocation"),
+    ("access interval", "the time between two accesses of a block by different operators"),
+)
+
+DEVICE_SECTIONS: Final = (
+    Section(
+        "failures",
+        "Out-of-memory errors",
+        "Allocations that failed, the allocation sites that held memory at that moment, and possible fixes.",
+        allocator_state.failures_table,
+    ),
+    Section(
+        "timeline",
+        "Memory over time",
+        "Live bytes, stacked by category. The two lanes below the curve show the steps and their phases. "
+        "Drag to zoom, double-click to reset.",
+        timeline.timeline_figure,
+        "The trace has no allocations on this device.",
+        height=460,
+    ),
+    Section(
+        "modules",
+        "Peak memory by module",
+        "Blocks that are live at the peak, below the module that allocated them. Parameters, gradients and optimizer "
+        "state are below the module that owns the parameter. Height shows bytes, color the largest category.",
+        peak_breakdown.modules_figure,
+        "The trace has no modules.",
+        columns=2,
+        height=470,
+    ),
+    Section(
+        "categories",
+        "Peak memory by category",
+        "Blocks that are live at the peak, by what the program uses them for.",
+        peak_breakdown.categories_table,
+        "No block is live at the peak.",
+        columns=1,
+    ),
+    Section(
+        "sites",
+        "Peak memory by allocation site",
+        "Blocks that are live at the peak, by the innermost frame of your own code that allocated them. Blocks that "
+        "backward allocates count for the line of the forward operator.",
+        peak_breakdown.sites_table,
+        "The trace has no call stacks.",
+    ),
+    Section(
+        "blocks",
+        "Largest blocks at the peak",
+        "The largest blocks that are live at the peak, with the call stack of each allocation.",
+        peak_breakdown.blocks_table,
+        "No block is live at the peak.",
+    ),
+    Section(
+        "wasted",
+        "Wasted memory",
+        "Blocks that are allocated early, freed late, never used or leaked. The peak after each fix comes from "
+        "replaying the recorded timeline without the wasted intervals.",
+        findings.findings_table,
+        "No wasted memory detected.",
+    ),
+    Section(
+        "fragmentation",
+        "Reserved but unused",
+        "Memory that the allocator reserved and no block uses. The allocator can release only whole segments: one "
+        "live block keeps the rest of its segment reserved.",
+        allocator_state.fragmentation_table,
+    ),
+    Section(
+        "segments",
+        "Segments over time",
+        "Each bar is a segment, from its reservation to its release. Bar height shows the size of the segment.",
+        allocator.segments_section,
+        height=420,
+    ),
+    Section(
+        "holes",
+        "Allocator state at the reserved peak",
+        "Each row is a segment, with its live blocks and the free ranges between them.",
+        allocator.state_section,
+        height=460,
+    ),
+    Section(
+        "settings",
+        "Allocator settings",
+        "Reserved memory under other allocator settings, predicted by replaying the recorded requests in a model of "
+        "the allocator.",
+        allocator.sweep_section,
+        height=540,
+    ),
+    Section(
+        "steps",
+        "Memory and time per step",
+        "The steps of a stable training loop look alike. A rising curve means that memory is not freed.",
+        steps.steps_figure,
+        "No steps detected. Mark them with rec.step() or rec.steps(loader).",
+        height=440,
+    ),
+    Section(
+        "stability",
+        "Step-to-step stability",
+        "Share of each step that matches the typical step: blocks of the same allocation site, size and number of "
+        "accesses. Run memtrace steps to list the blocks that differ.",
+        stability.stability_figure,
+        height=260,
+    ),
+    Section(
+        "growth",
+        "Memory growth",
+        "Live bytes at the end of each step, by allocation site. A bold line that rises until the last step is a "
+        "leak; a line that levels off is not.",
+        growth.growth_figure,
+        height=360,
+    ),
+    Section(
+        "intervals",
+        "Access intervals",
+        "Times between two accesses of a block by different operators. The block is idle during the interval.",
+        access.intervals_figure,
+        height=380,
+    ),
+    Section(
+        "swap",
+        "Swap candidates",
+        "An interval below the line is long enough to copy the block to the host and back before its next access. "
+        "Run memtrace access with the measured bandwidths of your machine for exact results.",
+        access.swap_figure,
+        height=440,
+    ),
+    Section(
+        "lifetimes",
+        "Block lifetimes",
+        "Each rectangle is a block, from its allocation to its free, at its address. Height shows its size.",
+        lifetimes.lifetimes_figure,
+        "The trace has no addresses.",
+        height=520,
+    ),
+)
+"""Sections of one rank and device; those of a whole job are in ``memtrace.dashboards.pipeline``."""
