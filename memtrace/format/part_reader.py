@@ -232,7 +232,8 @@ def _nulls(chunk: pa.Array) -> Array:
     if not chunk.null_count:
         return np.zeros(len(chunk), bool)
     bits = np.frombuffer(chunk.buffers()[0], np.uint8)
-    return ~np.unpackbits(bits, count=chunk.offset + len(chunk), bitorder="little")[chunk.offset :].astype(bool)
+    nulls: Array = ~np.unpackbits(bits, count=chunk.offset + len(chunk), bitorder="little")[chunk.offset :].astype(bool)
+    return nulls
 
 
 def _integers(parts: list[pa.Table], name: str) -> Array:
