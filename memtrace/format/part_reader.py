@@ -213,7 +213,8 @@ def _has_label(labels: pa.Table) -> Array:
         np.concatenate([np.empty(0, bool), *(_nulls(chunk) for chunk in labels.column(name).chunks)])
         for name in ("category", "name")
     ]
-    return ~(is_null[0] & is_null[1])
+    has_label: Array = ~(is_null[0] & is_null[1])
+    return has_label
 
 
 def overlapping_spans(spans: pa.Table, start_ns: int | None, end_ns: int | None) -> pa.Table:
