@@ -1,7 +1,7 @@
-"""Bytes an event on disk, and the memory that recording takes in the recorded process.
+"""Bytes per event on disk, and the memory that recording takes in the recorded process.
 
-The example GPT at a small size runs for some steps in two processes, one recorded and one not; each tells its resident
-memory along the way, beside what it was before the first of those steps.
+A small GPT runs for some steps in two processes, one of which records. Each prints how much its resident memory has
+grown since the first of those steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def resident_mib() -> float:
 
 
 def run(steps: int, trace: str | None) -> None:
-    """The measured process: prints its extra memory after each fifth of the steps."""
+    """The measured process: prints its additional memory in MiB after each fifth of the steps."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
     import torch
     from gpt import GPT, synthetic_text, train_step
@@ -55,11 +55,12 @@ def samples(steps: int, trace: str | None) -> list[float]:
 
 
 def sizes(trace: Path) -> dict[str, int]:
-    found: dict[str, int] = {}
+    """Return the bytes on disk by table."""
+    size_by_table: dict[str, int] = {}
     for part in trace.glob("rank=0/*.parquet"):
         table = part.name.partition("-")[0]
-        found[table] = found.get(table, 0) + part.stat().st_size
-    return found
+        size_by_table[table] = size_by_table.get(table, 0) + part.stat().st_size
+    return size_by_table
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""Step time recorded / not recorded, and what the whole recording adds beside torch.profiler.
+"""Step time with recording relative to without, and the total time that recording adds, compared with torch.profiler.
 
-Windows of a few steps alternate between the modes; the best step of each window counts, and the median over the
-rounds of the ratios of neighbouring windows is printed: machines are noisy, neighbours in time are alike.
+Windows of a few steps alternate between the modes. The best step of each window counts, and the median over the rounds
+of the ratios of neighboring windows is printed, because the speed of a machine drifts.
 """
 
 from __future__ import annotations
@@ -72,19 +72,19 @@ def best_step(step: Step, steps: int, around: AbstractContextManager[object]) ->
 
 
 def ratios(step: Step, rounds: int, steps: int, folder: Path) -> dict[str, float]:
-    """Median ratios to a plain window next to it; 'nothing' compares plain with plain: how far noise goes."""
+    """Return the median ratios to a plain window next to each; 'nothing' compares plain with plain, which is noise."""
     modes: dict[str, Callable[[], AbstractContextManager[object]]] = {
         "nothing": nullcontext,
         "no_stacks": lambda: memtrace.record(folder / "a.memtrace", stacks=False),
         "stacks": lambda: memtrace.record(folder / "b.memtrace"),
     }
-    found: dict[str, list[float]] = {name: [] for name in (*modes, "after")}
+    ratio_by_mode: dict[str, list[float]] = {name: [] for name in (*modes, "after")}
     for _ in range(rounds):
         for name, around in modes.items():
             plain = best_step(step, steps, nullcontext())
-            found[name].append(best_step(step, steps, around()) / plain)
-        found["after"].append(best_step(step, steps, nullcontext()) / plain)
-    return {name: statistics.median(values) for name, values in found.items()}
+            ratio_by_mode[name].append(best_step(step, steps, around()) / plain)
+        ratio_by_mode["after"].append(best_step(step, steps, nullcontext()) / plain)
+    return {name: statistics.median(values) for name, values in ratio_by_mode.items()}
 
 
 def profiler(folder: Path) -> AbstractContextManager[object]:
@@ -95,7 +95,7 @@ def profiler(folder: Path) -> AbstractContextManager[object]:
 
 
 def added_in_all(step: Step, steps: int, folder: Path) -> dict[str, float]:
-    """Seconds that a recording of some steps adds, its start, stop and writing included; medians of three."""
+    """Return the seconds that recording some steps adds, including its start, stop and writing; medians of three."""
     whole: dict[str, list[float]] = {"plain": [], "memtrace": [], "profiler": []}
     for _ in range(3):
         for name in whole:
@@ -109,7 +109,7 @@ def added_in_all(step: Step, steps: int, folder: Path) -> dict[str, float]:
                 for _ in range(steps):
                     step()
             whole[name].append(time.perf_counter() - began)
-            # What the profiler leaves behind is not for the next one to carry.
+            # The next run should not pay for what the profiler leaves behind.
             del around
             gc.collect()
     plain = statistics.median(whole.pop("plain"))
@@ -119,7 +119,7 @@ def added_in_all(step: Step, steps: int, folder: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--steps", type=int, default=8, help="steps of a window")
+    parser.add_argument("--steps", type=int, default=8, help="Steps of a window.")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

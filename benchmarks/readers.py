@@ -1,11 +1,11 @@
-"""Reading foreign files: `memtrace summary` from the shell to the answer, against torch's own page in the same run.
+"""Reading files of other tools: `memtrace summary` from the shell, compared with torch's memory_viz in the same run.
 
     python benchmarks/readers.py [--entries 1000000] [--rounds 3] [--snapshot made.pickle] [--json]
 
-A snapshot of a million entries is made from a real one with ../shared/tools/tile_snapshot.py; its peak is that file's.
-The three commands alternate (memory_viz, summary of the file, summary of the imported trace); the figures are medians
-of the rounds and ratios of those. Memory is the sum of the resident memory of a command's processes, looked at every
-10 ms, so what two processes share counts twice. Last, the summary of every file of ../shared/data, one process each.
+../shared/tools/tile_snapshot.py repeats a real snapshot up to a million entries; its peak is that of the real one.
+Three commands alternate: memory_viz, summary of the file, summary of the imported trace. The figures are medians of the
+rounds and their ratios. Memory is the sum of the resident memory of a command's processes, sampled every 10 ms, so
+memory that two processes share counts twice. The last section is the summary of every file of ../shared/data.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Run(NamedTuple):
 
 
 def resident_bytes(process: int) -> int:
-    """Of a process and its children, as far as they live."""
+    """Return the resident memory of a process and of its children that are running."""
     try:
         pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
         children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
@@ -64,31 +64,31 @@ def memtrace(*arguments: str) -> Run:
     return run(sys.executable, "-c", "from memtrace.cli import main; main()", *arguments)
 
 
-def peak(answer: Run) -> int:
-    found: int = json.loads(answer.output)["devices"][0]["peak"]["requested_bytes"]
-    return found
+def peak_bytes(answer: Run) -> int:
+    peak: int = json.loads(answer.output)["devices"][0]["peak"]["requested_bytes"]
+    return peak
 
 
 def against_memory_viz(snapshot: Path, folder: Path, rounds: int) -> dict[str, Any]:
-    kept = folder / "kept.memtrace"
-    imported = memtrace("import", str(snapshot), "-o", str(kept))
+    imported_trace = folder / "imported.memtrace"
+    imported = memtrace("import", str(snapshot), "-o", str(imported_trace))
     runs: dict[str, list[Run]] = {"memory_viz": [], "file": [], "trace": []}
     for _ in range(rounds):
         page = ["-m", "torch.cuda._memory_viz", "trace_plot", str(snapshot), "-o", str(folder / "page.html")]
         runs["memory_viz"].append(run(sys.executable, *page))
         runs["file"].append(memtrace("summary", "--json", str(snapshot)))
-        runs["trace"].append(memtrace("summary", "--json", str(kept)))
+        runs["trace"].append(memtrace("summary", "--json", str(imported_trace)))
     for name in ("file", "trace"):
-        wrong = {peak(answer) for answer in runs[name]} - {PEAK_BYTES}
+        wrong = {peak_bytes(answer) for answer in runs[name]} - {PEAK_BYTES}
         if wrong:
             raise SystemExit(f"the peak by the {name} is {wrong}, not {PEAK_BYTES}")
-    seconds = {name: statistics.median(one.seconds for one in some) for name, some in runs.items()}
-    mib = {name: statistics.median(one.mib for one in some) for name, some in runs.items()}
+    seconds = {name: statistics.median(run.seconds for run in kept_runs) for name, kept_runs in runs.items()}
+    mib = {name: statistics.median(run.mib for run in kept_runs) for name, kept_runs in runs.items()}
     return {
         "seconds": seconds,
         "mib": mib,
         "import_seconds": imported.seconds,
-        "trace_mib_on_disk": sum(file.stat().st_size for file in kept.rglob("*") if file.is_file()) / 2**20,
+        "trace_mib_on_disk": sum(file.stat().st_size for file in imported_trace.rglob("*") if file.is_file()) / 2**20,
         "faster_from_file": seconds["memory_viz"] / seconds["file"],
         "faster_from_trace": seconds["memory_viz"] / seconds["trace"],
         "share_of_memory": mib["file"] / mib["memory_viz"],
@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--entries", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--snapshot", type=Path, help="a tiled snapshot made before, to save the half minute it takes")
+    parser.add_argument("--snapshot", type=Path, help="A snapshot tiled earlier, which saves half a minute.")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if not BASE.exists():
@@ -114,26 +114,26 @@ def main() -> None:
         if not snapshot.exists():
             tool = str(SHARED / "tools" / "tile_snapshot.py")
             run(sys.executable, tool, str(BASE), str(snapshot), "--events", str(arguments.entries), "--fresh-lists")
-        found = against_memory_viz(snapshot, Path(place), arguments.rounds)
-    found["data_seconds"] = every_file()
+        result = against_memory_viz(snapshot, Path(place), arguments.rounds)
+    result["data_seconds"] = every_file()
     if arguments.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(result, indent=1))
         return
     for name in ("memory_viz", "file", "trace"):
-        print(f"{name:12} {found['seconds'][name]:6.2f} s {found['mib'][name]:8.0f} MiB")
+        print(f"{name:12} {result['seconds'][name]:6.2f} s {result['mib'][name]:8.0f} MiB")
     print(
-        f"from the file {found['faster_from_file']:.2f} times faster (wanted 3), in {found['share_of_memory']:.3f} "
+        f"from the file {result['faster_from_file']:.2f} times faster (wanted 3), in {result['share_of_memory']:.3f} "
         "of the memory (wanted 0.667)"
     )
     print(
-        f"from the imported trace {found['faster_from_trace']:.1f} times faster (wanted 12); it takes "
-        f"{found['trace_mib_on_disk']:.1f} MiB on disk"
+        f"from the imported trace {result['faster_from_trace']:.1f} times faster (wanted 12); it takes "
+        f"{result['trace_mib_on_disk']:.1f} MiB on disk"
     )
     print(
-        f"import {found['import_seconds']:.2f} s; every file of ../shared/data "
-        f"{sum(found['data_seconds'].values()):.2f} s (wanted 10)"
+        f"import {result['import_seconds']:.2f} s; every file of ../shared/data "
+        f"{sum(result['data_seconds'].values()):.2f} s (wanted 10)"
     )
-    for name, seconds in found["data_seconds"].items():
+    for name, seconds in result["data_seconds"].items():
         print(f"    {seconds:5.2f} s  {name}")
 
 

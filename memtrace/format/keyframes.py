@@ -38,7 +38,7 @@ LABEL_RANK: Final = np.array([*(LABEL_PRIORITY.index(name) for name in CATEGORIE
 
 @dataclass(frozen=True)
 class PartColumns:
-    """Columns of the rows of one part, codes and -1 for null as in ``Trace.columns``; absent columns are null."""
+    """Columns of some rows of a part, codes and -1 for null as in ``Trace.columns``; absent columns are null."""
 
     events: Columns
     ops: Columns = field(default_factory=dict)
@@ -178,7 +178,8 @@ class LiveSet:
             blocks_read = places[found]
             self._columns["read_in_forward"][blocks_read[phase == _FORWARD]] = True
             self._columns["read_in_backward"][blocks_read[(phase == _BACKWARD) & ~recompute]] = True
-        self._open_reads = np.unique(open_reads[:, ~found], axis=1)
+        open_reads = open_reads[:, ~found]
+        self._open_reads = np.unique(open_reads, axis=1) if open_reads.shape[1] else open_reads
 
     def _add_labels(self, labels: Columns) -> None:
         places, found = self._places(labels["block_id"])

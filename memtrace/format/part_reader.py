@@ -213,7 +213,8 @@ def _has_label(labels: pa.Table) -> Array:
         np.concatenate([np.empty(0, bool), *(_nulls(chunk) for chunk in labels.column(name).chunks)])
         for name in ("category", "name")
     ]
-    return ~(is_null[0] & is_null[1])
+    has_label: Array = ~(is_null[0] & is_null[1])
+    return has_label
 
 
 def overlapping_spans(spans: pa.Table, start_ns: int | None, end_ns: int | None) -> pa.Table:
@@ -232,7 +233,8 @@ def _nulls(chunk: pa.Array) -> Array:
     if not chunk.null_count:
         return np.zeros(len(chunk), bool)
     bits = np.frombuffer(chunk.buffers()[0], np.uint8)
-    return ~np.unpackbits(bits, count=chunk.offset + len(chunk), bitorder="little")[chunk.offset :].astype(bool)
+    nulls: Array = ~np.unpackbits(bits, count=chunk.offset + len(chunk), bitorder="little")[chunk.offset :].astype(bool)
+    return nulls
 
 
 def _integers(parts: list[pa.Table], name: str) -> Array:

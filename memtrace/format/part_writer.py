@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from memtrace.format.arrays import Array
 from memtrace.format.encode import encode_codes
 from memtrace.format.keyframes import LiveSet, PartColumns
 from memtrace.format.manifest import PartRanges, part_ranges
@@ -61,7 +59,6 @@ class PartWriter:
         self._folder = folder
         self._devices = devices
         self._open: dict[str, pq.ParquetWriter] = {}
-        self._columns: list[PartColumns] = []
         self._number = 0
         self._numbers: dict[str, list[int]] = {}
         self._live = LiveSet()
@@ -73,7 +70,7 @@ class PartWriter:
 
     @property
     def order_ns(self) -> int:
-        """Largest time of all events in the parts written so far."""
+        """Largest time of all events so far."""
         return self._live.order_ns
 
     def forget_parts(self, through: int) -> None:
@@ -89,6 +86,8 @@ class PartWriter:
             tables: the rows as Arrow tables.
             columns: the same rows as numpy columns, for the keyframe of the next part.
         """
+        if self.rows_in_part == 0 and "events" in tables and tables["events"].num_rows:
+            self._write_keyframe()
         for name, rows in tables.items():
             if rows.num_rows == 0:
                 continue
@@ -98,15 +97,13 @@ class PartWriter:
             if name == "events":
                 self.num_events += rows.num_rows
                 self.rows_in_part += rows.num_rows
-        self._columns.append(columns)
+        self._live.advance(columns)
 
     def flush(self) -> int | None:
         """End the current part and rename it into place; its number, None where there was nothing to write."""
         if not self._open:
             return None
         number = self._number
-        if "events" in self._open:
-            self._write_keyframe()
         for name in _IN_ORDER:
             if name in self._open:
                 temporary = self._path(name, temporary=True)
@@ -116,8 +113,6 @@ class PartWriter:
                 temporary.replace(self._path(name, temporary=False))
                 self._numbers.setdefault(name, []).append(number)
         self._open.clear()
-        self._live.advance(join_columns(self._columns))
-        self._columns.clear()
         self.rows_in_part = 0
         self._number += 1
         return number
@@ -141,26 +136,3 @@ class PartWriter:
     def _path(self, table: str, *, temporary: bool) -> Path:
         name = part_name(table, self._number)
         return self._folder / (f".{name}.tmp" if temporary else name)
-
-
-def join_columns(batches: Sequence[PartColumns]) -> PartColumns:
-    """Return the columns of several batches of one part as those of the part."""
-
-    def joined(tables: list[Mapping[str, Array]]) -> dict[str, Array]:
-        with_rows = [table for table in tables if any(len(values) for values in table.values())]
-        lengths = [len(next(iter(table.values()))) for table in with_rows]
-        names = dict.fromkeys(name for table in with_rows for name in table)
-        return {
-            name: np.concatenate(
-                [table.get(name, np.full(rows, -1)) for table, rows in zip(with_rows, lengths, strict=True)]
-            )
-            for name in names
-        }
-
-    return PartColumns(
-        events=joined([batch.events for batch in batches]),
-        ops=joined([batch.ops for batch in batches]),
-        labels=joined([batch.labels for batch in batches]),
-        spans=joined([batch.spans for batch in batches]),
-        phase_of_name={name: phase for batch in batches for name, phase in batch.phase_of_name.items()},
-    )

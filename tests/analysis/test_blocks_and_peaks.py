@@ -1,4 +1,4 @@
-"""Analysis against brute force over small random traces, and each category against a positive and a near miss."""
+"""Analysis against brute force on small random traces; for each category a case that fits and a near miss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.builders import event, op, step, trace_of
 
 @st.composite
 def histories(draw):
-    """Rows of events: blocks begin (or are older), are read and written, and some end."""
+    """Return rows of events: blocks are allocated (or older), read, written, and some are freed."""
     rows, live, time, number = [], [], 0, 0
     for _ in range(draw(st.integers(1, 40))):
         time += draw(st.integers(0, 5))
@@ -44,7 +44,7 @@ def histories(draw):
 
 
 def levels(rows):
-    """Live bytes at the start and after each row, by the definition."""
+    """Return the live bytes at the start and after each row, by definition."""
     now = sum(row["size"] for row in rows if row["kind"] == "baseline")
     found = [now]
     for row in rows:
@@ -67,7 +67,7 @@ def test_peak_live_bytes_and_counts_are_those_of_brute_force(rows):
     assert found.end_bytes == expected[-1]
     at = found.requested.event + 1
     assert expected[at] == max(expected)
-    # What is said to be live at the peak sums to it.
+    # The blocks that are live at the peak sum up to it.
     assert blocks(trace).size[found.live].sum() == max(expected)
     table = blocks(trace)
     for block in range(len(table)):
@@ -81,7 +81,7 @@ def test_peak_live_bytes_and_counts_are_those_of_brute_force(rows):
 
 @settings(max_examples=100, deadline=None)
 @given(histories(), st.integers(0, 120))
-def test_live_at_is_what_began_and_did_not_end(rows, time):
+def test_live_at_returns_blocks_that_were_allocated_and_not_freed(rows, time):
     if not any(row["kind"] in ("alloc", "baseline") for row in rows):
         return
     trace = trace_of(events=rows)
@@ -98,7 +98,7 @@ def test_live_at_is_what_began_and_did_not_end(rows, time):
 
 @settings(max_examples=100, deadline=None)
 @given(histories(), st.integers(4, 30))
-def test_a_timeline_is_exact_where_it_looks_and_keeps_the_peak(rows, points):
+def test_a_timeline_is_exact_at_its_points_and_keeps_the_peak(rows, points):
     if not any(row["kind"] in ("alloc", "free") for row in rows):
         return
     trace = trace_of(events=rows)
@@ -112,7 +112,7 @@ def test_a_timeline_is_exact_where_it_looks_and_keeps_the_peak(rows, points):
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=300), st.integers(2, 50))
-def test_plot_points_include_the_maximum_in_order(values, points):
+def test_plot_points_are_ascending_and_include_the_maximum(values, points):
     kept = select_plot_points(np.array(values), points)
     assert max(values) == max(values[place] for place in kept)
     assert (np.diff(kept) > 0).all()
@@ -121,7 +121,7 @@ def test_plot_points_include_the_maximum_in_order(values, points):
 
 @settings(max_examples=100, deadline=None)
 @given(histories(), st.lists(st.integers(1, 30), min_size=1, max_size=6))
-def test_steps_are_windows_of_the_events(rows, lengths):
+def test_columns_of_steps_agree_with_brute_force(rows, lengths):
     if not any(row["kind"] in ("alloc", "baseline") for row in rows):
         return
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).tolist()
@@ -152,7 +152,7 @@ CASES = {
     "input": [event("alloc", 0, 1, 8, op_id=2), event("read", 0, 2, op_id=0), event("free", 0, 3, 8, op_id=1)],
     "input, from outside": [event("alloc", 0, 1, 8), event("read", 0, 2, op_id=0), event("free", 0, 3, 8, op_id=2)],
     "unknown, never read": [event("alloc", 0, 1, 8, op_id=2), event("free", 0, 3, 8, op_id=1)],
-    "unknown, older": [event("baseline", 0, 1, 8), event("read", 0, 2, op_id=0)],
+    "unknown, older than the recording": [event("baseline", 0, 1, 8), event("read", 0, 2, op_id=0)],
 }  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def test_categories_by_use(case):
     assert CATEGORIES[found.category[0]] == case.partition(",")[0]
 
 
-def test_labels_win_and_the_strongest_of_them():
+def test_the_strongest_label_wins():
     labels = [
         {"block_id": 0, "category": "input"},
         {"block_id": 0, "category": "parameter", "name": 7},
@@ -186,7 +186,7 @@ def growing(kept: int, steps: int = 8) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize(("kept", "slope"), [(8, 100), (2, 0), (0, 0)])
-def test_growth_is_what_every_step_keeps_and_not_what_the_first_make(kept, slope):
+def test_growth_counts_what_every_step_keeps_and_not_warm_up(kept, slope):
     trace = trace_of(events=growing(kept), spans=[step(index, 10 * index, 10) for index in range(8)])
     found = measure_growth(trace)
     assert found is not None
@@ -208,7 +208,7 @@ def test_growth_is_unknown_with_few_steps():
     assert measure_growth(trace_of(events=growing(8, 3), spans=[step(i, 10 * i, 10) for i in range(3)])) is None
 
 
-def test_several_devices_have_peaks_of_their_own_and_reserved_is_told_from_segments():
+def test_each_device_has_its_own_peak_and_reserved_bytes_follow_from_segments():
     rows = [
         event("segment_alloc", None, 0, 4096, device="cuda:0", allocated_size=None),
         event("alloc", 0, 1, 100, device="cuda:0", allocated_size=512),
@@ -248,7 +248,7 @@ def test_reading_needs_neither_torch_nor_pandas(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("functions", "told"),
+    ("functions", "expected_site"),
     [
         (
             ["c10::malloc", "at::_ops::sum::redispatch(int)", "at::_ops::sum_to::call(int)", "__clone"],
@@ -258,7 +258,7 @@ def test_reading_needs_neither_torch_nor_pandas(tmp_path):
         (["c10::malloc", "__clone"], "alloc.cpp:0 c10::malloc"),
     ],
 )
-def test_a_stack_without_a_line_of_the_user_is_told_by_what_torch_was_at(functions, told):
+def test_a_stack_without_user_code_is_named_by_the_innermost_torch_operator(functions, expected_site):
     names = [{"id": number, "kind": "frame", "text": f"alloc.cpp\t0\t{name}"} for number, name in enumerate(functions)]
     stack = {"id": 9, "kind": "stack", "frames": list(range(len(functions)))}
-    assert allocation_site(trace_of(events=[event("alloc", 0, 0, 8)], names=[*names, stack]), 9) == told
+    assert allocation_site(trace_of(events=[event("alloc", 0, 0, 8)], names=[*names, stack]), 9) == expected_site
