@@ -12,6 +12,7 @@ from memtrace.cli import cli
 from memtrace.dashboards.page import render
 
 from memtrace.errors import MemtraceError, TraceError
+from memtrace.format.manifest import ClockOffset, Manifest
 from memtrace.pipeline.costs import LayerCosts
 from memtrace.pipeline.layer_costs import MeasuredLayers
 from memtrace.pipeline.measured import measure_pipeline
@@ -177,11 +178,11 @@ def test_model_outputs_kept_by_torch_are_detected(merged: tuple[int, int] | None
 
 
 def test_clock_shift_uses_the_measured_offset_else_the_wall_clocks() -> None:
-    measured_clock = {"clock": {"offset_ns": -70}, "t0_epoch_ns": 1000}
-    reference = {"clock": {"offset_ns": 0}, "t0_epoch_ns": 900}
+    measured_clock = Manifest(clock=ClockOffset(offset_ns=-70), t0_epoch_ns=1000)
+    reference = Manifest(clock=ClockOffset(offset_ns=0), t0_epoch_ns=900)
     assert clock_shift_ns(measured_clock, reference) == -70
-    assert clock_shift_ns({"t0_epoch_ns": 1000}, reference) == 100
-    assert clock_shift_ns({}, reference) == 0
+    assert clock_shift_ns(Manifest(t0_epoch_ns=1000), reference) == 100
+    assert clock_shift_ns(Manifest(), reference) == 0
 
 
 def test_traces_without_a_complete_pipeline_are_rejected(tmp_path: Path) -> None:
