@@ -82,7 +82,7 @@ def _compute_blocks(trace: Trace) -> Blocks:
         "events", "time_ns", "kind", "device", "block_id", "size", "allocated_size", "address", "stream"
     )
     kind, block, time = events["kind"], events["block_id"], events["time_ns"]
-    rows, origins = _find_rows(trace), _find_origins(trace)
+    rows, origins = trace.cached(_find_rows), _find_origins(trace)
     count = len(rows.begin)
     reads = np.flatnonzero(kind == KIND["read"])
     writes = np.flatnonzero(kind == KIND["write"])
@@ -190,8 +190,9 @@ class _Keyframe:
 
 def _read_keyframe(trace: Trace, count: int) -> _Keyframe:
     is_live = np.zeros(count, bool)
-    events = trace.columns("events", "kind", "block_id")
-    is_live[events["block_id"][(events["kind"] == KIND["live"]) & (events["block_id"] >= 0)]] = True
+    if trace.num_rows("live"):
+        events = trace.columns("events", "kind", "block_id")
+        is_live[events["block_id"][(events["kind"] == KIND["live"]) & (events["block_id"] >= 0)]] = True
     names = ("order_ns", "step", "span_phase", "read_in_forward", "read_in_backward")
     live = trace.columns("live", "block_id", *names)
     rows = np.flatnonzero(live["block_id"] >= 0)
@@ -204,7 +205,7 @@ def _read_keyframe(trace: Trace, count: int) -> _Keyframe:
 
 def _origins_by_use(trace: Trace) -> _Origins:
     """Return the origins of the blocks by operators, labels and accesses."""
-    rows = _find_rows(trace)
+    rows = trace.cached(_find_rows)
     op = np.where(rows.begin >= 0, trace.columns("events", "op_id")["op_id"][rows.begin], -1)
     keyframe = _read_keyframe(trace, len(op))
     category, name = _labels(trace, len(op))

@@ -49,7 +49,8 @@ def split_tables(
 ) -> Iterator[tuple[dict[str, pa.Table], PartColumns]]:
     """Cut tables into parts; see ``write_parts``. Yields the rows of each part as tables and as numpy columns.
 
-    An operator call goes with the first event that refers to it, a label with its block, a span with its end.
+    As in a recording, an operator call goes with the last event that refers to it, a label with its block, a span with
+    its end.
     """
     columns = {
         name: decode_columns(name, [tables[name]], [column.name for column in TABLES[name]], devices)
@@ -102,9 +103,11 @@ def _parts_of_rows(tables: Tables, columns: Mapping[str, Mapping[str, Array]], e
     def part_at(times: Array) -> Array:
         return np.minimum(np.searchsorted(end_ns, times, side="left"), last)
 
-    def part_of_first(key: str, ids: Array) -> Array:
-        """Return the part of the first event that refers to each id, the last part where there is none."""
-        used, rows = np.unique(events[key], return_index=True) if key in events else (np.empty(0), np.empty(0))
+    def part_of_event(key: str, ids: Array, *, first: bool = False) -> Array:
+        """Return the part of the first or last event that refers to each id, the last part where there is none."""
+        keys = events.get(key, np.empty(0, np.int64))
+        used, rows = np.unique(keys if first else keys[::-1], return_index=True)
+        rows = rows if first else len(keys) - 1 - rows
         if not len(used):
             return np.full(len(ids), last)
         places = np.minimum(np.searchsorted(used, ids), len(used) - 1)
@@ -116,15 +119,15 @@ def _parts_of_rows(tables: Tables, columns: Mapping[str, Mapping[str, Array]], e
         if name == "ops":
             ops = columns["ops"]
             referenced = np.isin(ops["op_id"], events.get("op_id", np.empty(0)))
-            parts[name] = np.where(referenced, part_of_first("op_id", ops["op_id"]), part_at(ops["start_ns"]))
+            parts[name] = np.where(referenced, part_of_event("op_id", ops["op_id"]), part_at(ops["start_ns"]))
         elif name == "labels":
-            parts[name] = part_of_first("block_id", columns["labels"]["block_id"])
+            parts[name] = part_of_event("block_id", columns["labels"]["block_id"], first=True)
         elif name == "spans":
             parts[name] = part_at(columns["spans"]["start_ns"] + columns["spans"]["duration_ns"])
         elif name == "counters":
             parts[name] = part_at(arrays.integers([table.column("time_ns")], np.int64))
         elif name == "device_times":
-            parts[name] = part_of_first("op_id", arrays.integers([table.column("op_id")], np.int64))
+            parts[name] = part_of_event("op_id", arrays.integers([table.column("op_id")], np.int64))
     return parts
 
 
