@@ -238,9 +238,10 @@ def test_sweep_is_added_to_settings(invoke: Any) -> None:
 
 def test_command_names_the_settings_that_would_have_fitted(invoke: Any) -> None:
     result = invoke(out_of_memory_trace(), "--capacity", str(69 * MIB))
-    assert "4 of 4 segment events predicted" in result.output
-    assert "Replay: exact. 2 of 2 allocations at the recorded address" in result.output
-    assert "The request that failed in the recording (50.0 MiB) fits with expandable_segments:True" in result.output
+    output = " ".join(result.output.split())
+    assert "4 of 4 segment events predicted" in output
+    assert "Replay: exact. 2 of 2 allocations at the recorded address" in output
+    assert "The request that failed in the recording (50.0 MiB) fits with expandable_segments:True" in output
     assert "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the peak changes from" in result.output
 
 

@@ -27,7 +27,7 @@ from memtrace.analysis.stalls import StallBreakdown, measure_stalls
 from memtrace.errors import MemtraceError, TraceError
 from memtrace.trace import Trace
 from tests.builders import event, op, step, trace_of
-from tests.cli.test_commands import memtrace as command
+from tests.cli.runner import run_memtrace
 
 MIB = 1 << 20
 PARAMETER_BYTES = 4 * (256 * 1024 * 2 + 1024 + 256)
@@ -71,7 +71,7 @@ def test_runs_of_one_program_do_not_differ_even_if_one_is_longer(runs: dict[str,
     assert (comparison.before.num_steps, comparison.after.num_steps) == (6, 9)
     assert len(comparison.steps) == 6
     assert all(row.before_bytes == row.after_bytes for row in comparison.steps)
-    done = command("diff", runs["small"], runs["longer"])
+    done = run_memtrace("diff", runs["small"], runs["longer"])
     assert done.returncode == 0 and "No category, module or allocation site changed." in done.stdout
 
 
@@ -106,12 +106,12 @@ def test_twice_the_batch_size_doubles_activations_and_leaves_parameters_alone(ru
 
 def test_command_prints_every_change_as_json_and_csv(runs: dict[str, Path]) -> None:
     changes = compare_traces(memtrace.load(runs["small"]), memtrace.load(runs["large"])).changes
-    rows = list(csv.DictReader(io.StringIO(command("diff", runs["small"], runs["large"], "--csv").stdout)))
+    rows = list(csv.DictReader(io.StringIO(run_memtrace("diff", runs["small"], runs["large"], "--csv").stdout)))
     assert list(rows[0]) == [field.name for field in fields(MemoryChange)]
-    document = json.loads(command("diff", runs["small"], runs["large"], "--json").stdout)
+    document = json.loads(run_memtrace("diff", runs["small"], runs["large"], "--json").stdout)
     for printed in (rows, document["changes"]):
         assert [int(row["change_bytes"]) for row in printed] == [change.change_bytes for change in changes]
-    assert "Allocated per step (median), by category" in command("diff", runs["small"], runs["large"]).stdout
+    assert "Allocated per step (median), by category" in run_memtrace("diff", runs["small"], runs["large"]).stdout
 
 
 def test_site_of_only_one_trace_appears_or_disappears(runs: dict[str, Path]) -> None:
@@ -182,7 +182,7 @@ def test_limits_come_from_options_and_from_a_file_and_options_take_precedence(
 ) -> None:
     limits = tmp_path / "limits.json"
     limits.write_text(json.dumps({"peak": "1GiB", "categories": {"parameter": "1MiB"}, "modules": {"Sequential": 10}}))
-    done = command("check", runs["small"], "--limits", limits, "--max-category", "parameter=4MiB", "--json")
+    done = run_memtrace("check", runs["small"], "--limits", limits, "--max-category", "parameter=4MiB", "--json")
     assert done.returncode == 1
     report = json.loads(done.stdout)
     checks = {check["limit"]: check for check in report["limits"]}
@@ -195,7 +195,7 @@ def test_limits_come_from_options_and_from_a_file_and_options_take_precedence(
 
 
 def test_check_prints_csv_with_the_fields_of_a_limit_check(runs: dict[str, Path]) -> None:
-    (row,) = csv.DictReader(io.StringIO(command("check", runs["small"], "--max-peak", "1GiB", "--csv").stdout))
+    (row,) = csv.DictReader(io.StringIO(run_memtrace("check", runs["small"], "--max-peak", "1GiB", "--csv").stdout))
     assert list(row) == [field.name for field in fields(LimitCheck)]
     assert (row["rank"], row["limit"], row["passed"]) == ("0", "peak", "True")
 
@@ -218,7 +218,7 @@ def test_check_prints_csv_with_the_fields_of_a_limit_check(runs: dict[str, Path]
 def test_wrong_limits_are_explained_with_exit_code_2(
     runs: dict[str, Path], arguments: tuple[str, ...], message: str
 ) -> None:
-    done = command("check", runs["small"], *arguments)
+    done = run_memtrace("check", runs["small"], *arguments)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
@@ -239,7 +239,7 @@ def test_wrong_files_of_limits_are_explained_with_exit_code_2(
     runs: dict[str, Path], tmp_path: Path, text: str, message: str
 ) -> None:
     (tmp_path / "limits.json").write_text(text)
-    done = command("check", runs["small"], "--limits", tmp_path / "limits.json")
+    done = run_memtrace("check", runs["small"], "--limits", tmp_path / "limits.json")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"limits.json: {message}" in done.stderr
 
@@ -309,15 +309,15 @@ def test_recorded_waits_are_the_time_that_the_loader_takes(tmp_path: Path) -> No
 
 def test_command_breaks_down_stalls_of_three_recordings(runs: dict[str, Path]) -> None:
     three = (runs["large"], "--synthetic", runs["small"], "--cached", runs["longer"])
-    breakdown = json.loads(command("stalls", *three, "--json").stdout)["breakdown"]
+    breakdown = json.loads(run_memtrace("stalls", *three, "--json").stdout)["breakdown"]
     assert breakdown["prep_stall_ns"] == breakdown["cached_ns"] - breakdown["synthetic_ns"]
     assert breakdown["fetch_stall_ns"] == breakdown["cold_ns"] - breakdown["cached_ns"]
-    assert "fetch stall" in command("stalls", *three).stdout
-    assert len(command("stalls", runs["small"], "--csv").stdout.splitlines()) == 1 + 6
+    assert "fetch stall" in run_memtrace("stalls", *three).stdout
+    assert len(run_memtrace("stalls", runs["small"], "--csv").stdout.splitlines()) == 1 + 6
 
 
 def test_breakdown_needs_all_three_recordings(runs: dict[str, Path]) -> None:
-    done = command("stalls", runs["large"], "--cached", runs["small"])
+    done = run_memtrace("stalls", runs["large"], "--cached", runs["small"])
     assert done.returncode == 2 and "--synthetic is missing" in done.stderr
     trace = trace_of(events=[event("alloc", 0, 0, 10)])
     with pytest.raises(ValueError, match="both the synthetic and the cached recording"):
@@ -333,9 +333,9 @@ def test_trace_without_steps_has_no_waits_and_no_breakdown() -> None:
 
 
 def test_waits_of_a_run_without_a_loader_are_unknown(runs: dict[str, Path]) -> None:
-    result = json.loads(command("stalls", runs["small"], "--json").stdout)
+    result = json.loads(run_memtrace("stalls", runs["small"], "--json").stdout)
     assert result["wait_share"] is None and result["steps"][0]["data_wait_ns"] is None
-    text = command("stalls", runs["small"]).stdout
+    text = run_memtrace("stalls", runs["small"]).stdout
     assert "time waiting for data: unknown" in text and "0 %" not in text
-    summary = json.loads(command("summary", runs["small"], "--json").stdout)
+    summary = json.loads(run_memtrace("summary", runs["small"], "--json").stdout)
     assert summary["steps"]["data_wait_share"] is None

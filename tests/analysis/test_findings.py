@@ -20,7 +20,7 @@ from memtrace.analysis.peak import find_peak
 from memtrace.analysis.windows import step_window
 from tests.analysis.short_traces import Act, find_waste, findings_of, trace_of_acts, trace_of_steps
 from tests.builders import op, step
-from tests.cli.test_commands import memtrace as command
+from tests.cli.runner import run_memtrace
 from tests.conftest import DefectTraces
 
 THREE_DEFECTS = {"retained graph", "gradients kept through forward", "unused allocation"}
@@ -196,25 +196,25 @@ def test_table_has_one_row_per_finding(defect_traces: DefectTraces) -> None:
 
 
 def test_command_prints_the_same_findings_as_text_json_and_csv(defect_traces: DefectTraces) -> None:
-    (device,) = json.loads(command("findings", defect_traces.defects, "--json").stdout)["devices"]
+    (device,) = json.loads(run_memtrace("findings", defect_traces.defects, "--json").stdout)["devices"]
     findings = device["findings"]
     assert {finding["pattern"] for finding in findings[:3]} == THREE_DEFECTS
-    rows = list(csv.DictReader(io.StringIO(command("findings", defect_traces.defects, "--csv").stdout)))
+    rows = list(csv.DictReader(io.StringIO(run_memtrace("findings", defect_traces.defects, "--csv").stdout)))
     assert list(rows[0]) == ["device", *(field.name for field in fields(Finding))]
     assert [(row["pattern"], int(row["saved_bytes"])) for row in rows] == [
         (finding["pattern"], finding["saved_bytes"]) for finding in findings
     ]
-    text = " ".join(command("findings", defect_traces.defects).stdout.split())
+    text = " ".join(run_memtrace("findings", defect_traces.defects).stdout.split())
     assert "All single-line fixes together: " in text and "No schedule can go below " in text
     assert "Single-line fixes Retained graph: Store loss.item()" in text
 
 
 def test_command_leaves_out_findings_below_the_given_size(defect_traces: DefectTraces) -> None:
-    done = command("findings", defect_traces.defects, "--json", "--min-bytes", "4MiB")
+    done = run_memtrace("findings", defect_traces.defects, "--json", "--min-bytes", "4MiB")
     (device,) = json.loads(done.stdout)["devices"]
     assert device["min_bytes"] == 4 << 20 and device["findings"]
     assert all(finding["wasted_bytes"] >= 4 << 20 for finding in device["findings"])
-    assert command("findings", defect_traces.defects, "--min-bytes", "many").returncode == 2
+    assert run_memtrace("findings", defect_traces.defects, "--min-bytes", "many").returncode == 2
 
 
 def test_page_names_the_patterns_that_were_not_checked() -> None:
