@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from random import Random
 
@@ -41,9 +42,10 @@ def memory_mib(field: str) -> float:
 def measure_opening(small: str, path: str, first: str, last: str) -> None:
     """The measured process: prints seconds, CPU seconds and the additional MiB of opening ``path``.
 
-    Imports and thread pools are not counted: a small trace is opened before.
+    Imports and thread pools are not counted: a small trace and a window of it are opened before.
     """
     open_trace(small, None, None)
+    open_trace(small, 5, 6)
     before = memory_mib("VmRSS")
     began, cpu_began = time.perf_counter(), time.process_time()
     open_trace(path, *(None if step == "-" else int(step) for step in (first, last)))
@@ -75,13 +77,14 @@ def step_rows_of(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
 def assert_agrees(window: Trace, whole: Trace, first: int, last: int) -> None:
     """Assert that the live set, the peak and the categories of every step are those of the whole trace."""
     whole_steps, steps = step_columns(whole), step_columns(window)
-    offset = int(np.searchsorted(whole_steps["step"], first))
-    assert steps["step"].tolist() == list(range(first, last + 1))
-    for name, values in steps.items():
-        assert np.array_equal(values, whole_steps[name][offset : offset + len(values)]), (name, first, last)
+    offset = int(np.searchsorted(whole_steps.step, first))
+    assert steps.step.tolist() == list(range(first, last + 1))
+    for field in fields(steps):
+        values, whole_values = getattr(steps, field.name), getattr(whole_steps, field.name)
+        assert np.array_equal(values, whole_values[offset : offset + len(values)]), (field.name, first, last)
     rows = zip(*step_rows_of(window), strict=True)
-    whole_rows = list(zip(*step_rows_of(whole), strict=True))[offset : offset + len(steps["step"])]
-    for step, edges, whole_edges in zip(steps["step"], rows, whole_rows, strict=True):
+    whole_rows = list(zip(*step_rows_of(whole), strict=True))[offset : offset + len(steps)]
+    for step, edges, whole_edges in zip(steps.step, rows, whole_rows, strict=True):
         for row, whole_row in zip(edges, whole_edges, strict=True):
             assert live_blocks(window, row - 1) == live_blocks(whole, whole_row - 1), (first, last, step)
 
@@ -94,7 +97,7 @@ def measure_windows(trace: Path, small: Path) -> dict[str, float]:
         small: a small trace, which each measured process opens first.
     """
     whole = open_trace(str(trace), None, None)
-    steps = step_columns(whole)["step"]
+    steps = step_columns(whole).step
     length = max(1, round(len(steps) * SHARE))
     random = Random(0)
     windows = [(first, first + length - 1) for first in random.choices(range(len(steps) - length), k=NUM_WINDOWS)]

@@ -92,13 +92,25 @@ class PartRange:
         return PartRange(self._files, first, max(first, last)).with_manifest(self._manifest)
 
     def read_steps(self, first: int, last: int) -> list[pa.Table]:
-        """Return the parts of ``spans`` whose statistics say that they have steps from ``first`` to ``last``."""
+        """Return the parts of ``spans`` with steps from ``first`` to ``last``.
+
+        Steps are written in order, so a binary search over the statistics finds the first of these parts.
+        """
+        numbers = self._files.numbers("spans")
+        start = bisect_left(range(len(numbers)), first, key=lambda place: self._last_step(numbers[: place + 1]))
         parts = []
-        for number in self._files.numbers("spans"):
+        for number in numbers[start:]:
             steps = self._files.value_range("spans", number, "index")
-            if steps is not None and steps[0] <= last and first <= steps[1]:
+            if steps is not None and steps[0] > last:
+                break
+            if steps is not None:
                 parts.append(self._files.read("spans", number, STEP_COLUMNS))
         return parts
+
+    def _last_step(self, numbers: list[int]) -> int:
+        """Return the number of the last step in some parts of ``spans``, -1 where they have none."""
+        ranges = (self._files.value_range("spans", number, "index") for number in reversed(numbers))
+        return next((steps[1] for steps in ranges if steps is not None), -1)
 
     def _numbers(self, table: str) -> list[int]:
         numbers = self._files.numbers(table)
