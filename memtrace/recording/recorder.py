@@ -247,6 +247,8 @@ class Recorder:
             self._manifest.update(clock=offset)
         if self.is_recording:
             self._stop_observing()
+        else:
+            self.observer.stop()  # the writer has stopped it on its own thread, which leaves this one switched on
         self._writer.stop()
         if self._cuda is not None:
             self._cuda.close()

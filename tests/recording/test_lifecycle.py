@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import memtrace
 from memtrace.analysis import compute_coverage
 from memtrace.format.part_writer import PartWriter
+from memtrace.recording.options import ObserverKind
 from tests.programs.tasks import make_step, mlp
 from tests.recording.helpers import endless_recording, part_written, record_steps, wait_until
 
@@ -113,8 +114,14 @@ def test_a_killed_process_leaves_a_trace_that_opens(tmp_path: Path) -> None:
     assert coverage.num_events > 0
 
 
+@pytest.mark.parametrize("observer", ["native", "dispatch"])
+@pytest.mark.parametrize("num_later_steps", [0, 1])
 def test_a_full_disk_ends_the_recording_but_not_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    observer: ObserverKind,
+    num_later_steps: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     step = make_step(mlp())
     append = PartWriter.append
@@ -123,13 +130,14 @@ def test_a_full_disk_ends_the_recording_but_not_the_training(
         append(self, *args)
         raise OSError(28, "No space left on device")
 
-    with memtrace.record(tmp_path / "run.memtrace", flush_seconds=0.02) as recording:
+    with memtrace.record(tmp_path / "run.memtrace", flush_seconds=0.02, observer=observer) as recording:
         with part_written(recording):
             step()
         monkeypatch.setattr(PartWriter, "append", append_to_full_disk)
         step()
         wait_until(lambda: not recording.is_recording)
-        step()
+        for _ in range(num_later_steps):
+            step()
     assert caplog.text.count("No space left on device") == 1
     assert "recording stopped, training continues" in caplog.text
     coverage = compute_coverage(memtrace.load(tmp_path / "run.memtrace"))

@@ -108,12 +108,12 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """See ``Observer.stop``."""
+        if self in _get_current_dispatch_mode_stack():  # the mode of this thread; the writer's thread has none
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if not self._active:
             return
         self._end_forward(self._thread())
         self._active = False
-        if self in _get_current_dispatch_mode_stack():
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._blocks.close()
         self._drained.set()
 
