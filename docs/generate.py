@@ -1,4 +1,4 @@
-"""Writes what the documentation derives from the code: the trace format, and the JSON schema of every command's output.
+"""Writes what the documentation derives from the code: trace format, analysis API and JSON schemas.
 
 Run ``python docs/generate.py`` after changing the schema or a result type; a test checks that the committed files are
 current.
@@ -103,13 +103,62 @@ def format_document() -> str:
     return "\n".join(sections)
 
 
+ANALYSIS_INTRODUCTION = """# Analysis API
+
+This page is generated from the exports of `memtrace.analysis` by `docs/generate.py`. Every function takes a `Trace` of
+one rank and returns a frozen dataclass, or a DataFrame with documented columns. Bytes and nanoseconds are integers; an
+unknown value is None (NA in a DataFrame), never 0.
+"""
+
+JSON_INTRODUCTION = """# JSON output
+
+Each command with `--json` prints one JSON document. Its JSON Schema (draft 2020-12) is generated from the result type
+that the command prints; a test validates real output against it. Bytes and nanoseconds are integers; an unknown value
+is `null`, never 0. The functions of the [analysis API](analysis.md) return the same types.
+
+| command | schema |
+|---|---|
+"""
+
+
+def analysis_document() -> str:
+    """Return the text of docs/reference/analysis.md: the public names of each module."""
+    from memtrace import analysis
+
+    names_of: dict[str, list[str]] = {}
+    for name in analysis.__all__:
+        names_of.setdefault(analysis._HOMES[name], []).append(name)
+    sections = [ANALYSIS_INTRODUCTION]
+    for module, names in sorted(names_of.items()):
+        title = module.removeprefix("memtrace.analysis.").replace("_", " ").capitalize()
+        docstring = (import_module(module).__doc__ or "").strip()
+        members = "\n\n".join(f"::: {module}.{name}" for name in sorted(names, key=str.lower))
+        sections.append(f"## {title}\n\n{docstring}\n\n{members}\n")
+    return "\n".join(sections)
+
+
+def json_document() -> str:
+    """Return the text of docs/reference/json.md: the schema of each command."""
+    rows = (
+        f"| `memtrace {name.replace('plan-', 'plan ')}` | [{name}.json](../json/{name}.json) |"
+        for name in result_types()
+    )
+    return JSON_INTRODUCTION + "\n".join(rows) + "\n"
+
+
 def generated_files() -> dict[Path, str]:
     """The text of every generated file, by its path."""
     schemas = {
         DOCS / "json" / f"{name}.json": json.dumps(json_schema(name, result), indent=1) + "\n"
         for name, result in result_types().items()
     }
-    return {DOCS / "format.md": format_document(), **schemas}
+    reference = DOCS / "reference"
+    pages = {
+        DOCS / "format.md": format_document(),
+        reference / "analysis.md": analysis_document(),
+        reference / "json.md": json_document(),
+    }
+    return pages | schemas
 
 
 if __name__ == "__main__":
