@@ -129,7 +129,15 @@ def test_the_recorded_order_equals_the_schedule(job: Job, schedule: str) -> None
     assert recorded.placement == table.placement
 
 
-@every_schedule
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "chimera",
+        "zb-h1",
+        pytest.param("torch:interleaved", marks=pytest.mark.slow),
+        pytest.param("dualpipe-v", marks=pytest.mark.slow),
+    ],
+)
 def test_no_stage_begins_before_its_input_is_computed(job: Job, schedule: str) -> None:
     begins, ends = {}, {}
     for rank in recorded_actions(job.trace(schedule)):
@@ -137,7 +145,7 @@ def test_no_stage_begins_before_its_input_is_computed(job: Job, schedule: str) -
             key = (action.kind, action.stage, action.microbatch, int(step))
             begins[key], ends[key] = start, end
     forwards = [key for key in begins if key[0] == "F" and key[1] > 0]
-    assert len(forwards) >= 2 * NUM_MICROBATCHES * (build(schedule).num_stages - 1)
+    assert len(forwards) == 2 * NUM_MICROBATCHES * (build(schedule).num_stages - 1)
     # A message takes at least some tens of microseconds; the error of the clocks is smaller.
     for kind, stage, microbatch, step in forwards:
         assert begins[kind, stage, microbatch, step] >= ends[kind, stage - 1, microbatch, step]
