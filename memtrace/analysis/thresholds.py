@@ -100,8 +100,7 @@ CONFIDENCE_MAYBE_LAYERS: Final = 0.4
 MIN_USUAL_SHARE: Final = 0.5
 """Share of steps in which a signature, or a size of it, must occur to be part of the usual step."""
 MIN_MATCHING_BYTES: Final = 0.99
-"""Share of matching bytes below which a step is reported as unusual; loss scalars and counters stay under the
-difference."""
+"""Share of matching bytes below which a step is reported as unusual: scalars such as losses may differ in any step."""
 MIN_SHIFTED_AGREEMENT: Final = 0.5
 """Share of marked steps whose detected end must have the same offset for the offset to be reported."""
 
