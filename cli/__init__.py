@@ -43,7 +43,7 @@ class LazyGroup(click.Group):
         return list(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command; None where there is no command of that name."""
+        """Import a command; None for an unknown name."""
         if cmd_name not in self.table:
             return None
         command = import_module(self.table[cmd_name][0]).command
