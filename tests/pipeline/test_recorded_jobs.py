@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import jsonschema
 import pytest
 from click.testing import CliRunner
 from memtrace.cli import cli
@@ -23,6 +24,7 @@ from memtrace.pipeline.schedules.registry import parse_schedule_choice
 from memtrace.pipeline.schedules.schedule import Schedule
 
 RUN = Path(__file__).parents[2] / "examples" / "pipeline" / "run.py"
+DOCS = Path(__file__).parents[2] / "docs"
 NUM_WORKERS, NUM_MICROBATCHES, NUM_BLOCKS = 4, 8, 6
 REPRESENTATIVE = ("torch:1f1b", "interleaved", "chimera", "zb-h1")
 """One schedule of torch, and one each with several stages per worker, two directions and a split backward."""
@@ -192,6 +194,7 @@ def test_the_command_compares_with_the_recorded_order_and_partition(representati
     assert shown.exit_code == 0, shown.output
     assert "Schedule1F1B" in shown.output and "headroom" in shown.output and "worker 3 |" in shown.output
     report = json.loads(CliRunner().invoke(cli, [*options, "--json"]).output)
+    jsonschema.validate(report, json.loads((DOCS / "json" / "pipeline.json").read_text(encoding="utf-8")))
     assert [worker["in_flight_peak"] for worker in report["measured"]["workers"]] == [4, 3, 2, 1]
     assert report["predicted"]["largest_error"] <= 0.05
     assert all(worker["headroom_bytes"] is None for worker in report["measured"]["workers"])
