@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,10 +10,15 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import settings
 
 from memtrace.trace import Trace
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+# CI repeats the same examples, so that a change is judged by what it changes; elsewhere every run tries new ones.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 

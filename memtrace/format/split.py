@@ -61,6 +61,8 @@ def split_tables(
     edges = np.array([*(starts if starts is not None else range(0, max(num_events, 1), PART_ROWS)), num_events])
     part_of = _parts_of_rows(tables, columns, edges)
     phases = _phase_names(tables, columns)
+    first_part = _parts_of_first_events(columns, edges)
+    spanning = np.flatnonzero(first_part < part_of["ops"]) if "ops" in part_of else np.empty(0, np.int64)
     # Rows of most tables are few beside events: sorting them by part is cheap, and keeps their order within a part.
     order = {name: np.argsort(parts, kind="stable") for name, parts in part_of.items()}
     bounds = {name: np.searchsorted(np.sort(parts), np.arange(len(edges))) for name, parts in part_of.items()}
@@ -78,6 +80,10 @@ def split_tables(
             else:
                 chosen = order[name][bounds[name][number] : bounds[name][number + 1]]
                 part[name] = select_rows(table, chosen)
+            if name == "ops":
+                # The keyframe must know a call from its first event on, not from the part that stores it.
+                chosen = np.union1d(chosen, spanning[first_part[spanning] <= number])
+                chosen = chosen[part_of["ops"][chosen] >= number]
             if name in columns:
                 rows[name] = {column: values[chosen] for column, values in columns[name].items()}
         empty: dict[str, Array] = {}
@@ -91,6 +97,18 @@ def split_tables(
                 phase_of_name=phases,
             ),
         )
+
+
+def _parts_of_first_events(columns: Mapping[str, Mapping[str, Array]], edges: Array) -> Array:
+    """Return for each row of ``ops`` the part of its first event; a number beyond the last part where it has none."""
+    ids = columns.get("ops", {}).get("op_id", np.empty(0, np.int64))
+    keys = columns.get("events", {}).get("op_id", np.empty(0, np.int64))
+    used, rows = np.unique(keys, return_index=True)
+    if not len(used):
+        return np.full(len(ids), len(edges))
+    places = np.minimum(np.searchsorted(used, ids), len(used) - 1)
+    part = np.searchsorted(edges, rows[places], side="right") - 1
+    return np.where(used[places] == ids, part, len(edges))
 
 
 def _parts_of_rows(tables: Tables, columns: Mapping[str, Mapping[str, Array]], edges: Array) -> dict[str, Array]:
