@@ -24,40 +24,40 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\
 
 
 def clean(text: object) -> str:
-    """``text`` as one printable line of bounded length: what a file says may be hostile."""
-    # A nested value is not spelled out: that can take longer than the universe has.
+    """Return ``text`` as one printable line of bounded length; text in a file may be hostile."""
+    # A nested value is not printed: its text can be exponentially long.
     spelled = text if isinstance(text, str) else f"<{type(text).__name__}>"
     line = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", spelled[: MAX_TEXT + 1])
     return line if len(line) <= MAX_TEXT else line[:MAX_TEXT] + "..."
 
 
 class Names:
-    """The table of names as it grows: equal texts, frames and stacks share one id."""
+    """Builds the table ``names``: equal texts, frames and stacks share one id."""
 
     def __init__(self) -> None:
         self._ids: dict[tuple[str, Any], int] = {}
         self._entries: list[tuple[str, Any]] = []
 
     def text(self, kind: str, text: object) -> int:
-        """The id of a text of one of NAME_KINDS (but a stack)."""
+        """Return the id of a text of one of NAME_KINDS other than ``stack``."""
         return self._id(kind, clean(text))
 
     def frame(self, file: object, line: object, function: object) -> int:
-        """The id of a frame. A line that is no number counts as 0."""
+        """Return the id of a frame; an invalid line number becomes 0."""
         number = line if isinstance(line, int) and 0 <= line < 2**31 else 0
         return self._id("frame", f"{clean(file)}\t{number}\t{clean(function)}")
 
     def stack(self, frames: Iterable[int]) -> int:
-        """The id of a stack of frames, innermost first; -1 where there are none."""
+        """Return the id of a stack, given its frames' ids, innermost first; -1 for an empty stack."""
         key = tuple(frames)
         return self._id("stack", key) if key else -1
 
     def value(self, identity: int) -> Any:
-        """The text of an id; for a stack its frames' ids."""
+        """Return the text of an id; for a stack, the ids of its frames."""
         return self._entries[identity][1]
 
     def table(self) -> pa.Table:
-        """The table ``names``."""
+        """Return the table ``names``."""
         import pyarrow as pa
 
         schema = arrow_schema("names")
@@ -87,13 +87,3 @@ def new_manifest(kind: str, file: str, t0_epoch_ns: int | None) -> Manifest:
         source=TraceSource(kind, None, file),
         t0_epoch_ns=t0_epoch_ns,
     )
-
-
-def amount(num_bytes: int) -> str:
-    """Bytes for a sentence: exact, and in binary units where that helps."""
-    if num_bytes < 1024:
-        return f"{num_bytes} bytes"
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    raise AssertionError(num_bytes)
