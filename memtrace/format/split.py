@@ -61,7 +61,8 @@ def split_tables(
     edges = np.array([*(starts if starts is not None else range(0, max(num_events, 1), PART_ROWS)), num_events])
     part_of = _parts_of_rows(tables, columns, edges)
     phases = _phase_names(tables, columns)
-    first_part = _parts_of_first_events(columns, edges)
+    op_ids, event_op_ids = (columns.get(name, {}).get("op_id", np.empty(0, np.int64)) for name in ("ops", "events"))
+    first_part = _part_of_event(event_op_ids, op_ids, edges, first=True)
     spanning = np.flatnonzero(first_part < part_of["ops"]) if "ops" in part_of else np.empty(0, np.int64)
     # Rows of most tables are few beside events: sorting them by part is cheap, and keeps their order within a part.
     order = {name: np.argsort(parts, kind="stable") for name, parts in part_of.items()}
@@ -99,16 +100,23 @@ def split_tables(
         )
 
 
-def _parts_of_first_events(columns: Mapping[str, Mapping[str, Array]], edges: Array) -> Array:
-    """Return for each row of ``ops`` the part of its first event; a number beyond the last part where it has none."""
-    ids = columns.get("ops", {}).get("op_id", np.empty(0, np.int64))
-    keys = columns.get("events", {}).get("op_id", np.empty(0, np.int64))
-    used, rows = np.unique(keys, return_index=True)
+def _part_of_event(keys: Array, ids: Array, edges: Array, *, first: bool = False) -> Array:
+    """Return the part of the first or last event that refers to each id, the last part where there is none.
+
+    Args:
+        keys: the id to which each row of ``events`` refers.
+        ids: the ids to look for.
+        edges: first row of each part, and the number of rows.
+        first: whether the first event counts; otherwise the last.
+    """
+    last = len(edges) - 2
+    used, rows = np.unique(keys if first else keys[::-1], return_index=True)
+    rows = rows if first else len(keys) - 1 - rows
     if not len(used):
-        return np.full(len(ids), len(edges))
+        return np.full(len(ids), last)
     places = np.minimum(np.searchsorted(used, ids), len(used) - 1)
     part = np.searchsorted(edges, rows[places], side="right") - 1
-    return np.where(used[places] == ids, part, len(edges))
+    return np.where(used[places] == ids, np.minimum(part, last), last)
 
 
 def _parts_of_rows(tables: Tables, columns: Mapping[str, Mapping[str, Array]], edges: Array) -> dict[str, Array]:
@@ -122,15 +130,7 @@ def _parts_of_rows(tables: Tables, columns: Mapping[str, Mapping[str, Array]], e
         return np.minimum(np.searchsorted(end_ns, times, side="left"), last)
 
     def part_of_event(key: str, ids: Array, *, first: bool = False) -> Array:
-        """Return the part of the first or last event that refers to each id, the last part where there is none."""
-        keys = events.get(key, np.empty(0, np.int64))
-        used, rows = np.unique(keys if first else keys[::-1], return_index=True)
-        rows = rows if first else len(keys) - 1 - rows
-        if not len(used):
-            return np.full(len(ids), last)
-        places = np.minimum(np.searchsorted(used, ids), len(used) - 1)
-        part = np.searchsorted(edges, rows[places], side="right") - 1
-        return np.where(used[places] == ids, np.minimum(part, last), last)
+        return _part_of_event(events.get(key, np.empty(0, np.int64)), ids, edges, first=first)
 
     parts = {}
     for name, table in tables.items():
