@@ -20,7 +20,7 @@ from memtrace.analysis.block_accesses import (
     operator_end_rows,
     operator_start_rows,
 )
-from memtrace.analysis.blocks import Blocks, blocks
+from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
 from memtrace.analysis.counterfactual import IdleIntervals, free_rows
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
@@ -90,15 +90,17 @@ def find_temporary_idleness(trace: Trace, candidates: Array) -> IdleIntervals:
 def find_unused_allocations(trace: Trace, candidates: Array) -> IdleIntervals:
     """Return the lifetimes of blocks that no operator reads and only the allocating operator writes.
 
-    In a window of a trace, only blocks that are allocated and freed within the window are checked: others may be used
-    before or after it.
+    Only blocks whose use is known are checked: those allocated in the recording, and in a window of a trace those freed
+    in it too. The workspace of an operator is left out, because its kernels use it through pointers that no
+    observer sees.
     """
     columns, accesses = blocks(trace), group_accesses_by_block(trace)
+    is_known = (columns.alloc_event[candidates] >= 0) & (columns.category[candidates] != CATEGORY["workspace"])
     if trace.surroundings is not None:
-        is_inside = (columns.alloc_event[candidates] >= 0) & (columns.free_event[candidates] >= 0)
-        candidates = candidates[is_inside]
+        is_known &= columns.free_event[candidates] >= 0
+    candidates = candidates[is_known]
     op = trace.columns("events", "op_id")["op_id"]
-    allocating_op = np.where(columns.alloc_event >= 0, op[columns.alloc_event], -2)
+    allocating_op = op[columns.alloc_event]
     is_used = np.zeros(len(columns), bool)
     is_used[accesses.block[accesses.is_read | (accesses.op != allocating_op[accesses.block])]] = True
     block = candidates[~is_used[candidates]]

@@ -14,6 +14,7 @@ from memtrace.dashboards.findings import findings_table as page_table
 from torch import nn
 
 import memtrace
+from memtrace.analysis.blocks import CATEGORY, blocks
 from memtrace.analysis.findings import Finding, find_device_waste, findings_table, predict_peak_with_fixes
 from memtrace.analysis.pattern_catalog import ALL_PATTERNS
 from memtrace.analysis.peak import find_peak
@@ -180,6 +181,29 @@ def test_fixed_program_has_none_of_the_defects(defect_traces: DefectTraces) -> N
     findings = find_device_waste(memtrace.load(defect_traces.fixed), "cpu").findings
     saving = {finding.pattern for finding in findings if finding.saved_bytes > 0}
     assert not saving & {*THREE_DEFECTS, "leak"}
+
+
+def test_memory_from_before_the_recording_is_not_an_unused_allocation(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    earlier = [torch.ones(1 << 20)]  # as the garbage of earlier code, which any collection may free
+    with memtrace.record(tmp_path / "run.memtrace"):
+        for _ in range(4):
+            model(torch.randn(64, 64)).square().mean().backward()
+        earlier.clear()
+    trace = memtrace.load(tmp_path / "run.memtrace")
+    assert find_peak(trace, "cpu").requested.bytes > 4 << 20
+    assert "unused allocation" not in {finding.pattern for finding in find_device_waste(trace, "cpu").findings}
+
+
+def test_workspace_of_an_operator_is_not_an_unused_allocation(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3))
+    with memtrace.record(tmp_path / "run.memtrace"):
+        for _ in range(3):
+            model(torch.randn(2, 64, 16, 16)).square().mean().backward()
+    trace = memtrace.load(tmp_path / "run.memtrace")
+    assert (blocks(trace).category == CATEGORY["workspace"]).any()
+    assert "unused allocation" not in {finding.pattern for finding in find_device_waste(trace, "cpu").findings}
 
 
 def test_single_line_fixes_come_first_and_then_the_largest_savings(defect_traces: DefectTraces) -> None:
