@@ -64,14 +64,14 @@ def examine_environment(*, rebuild: bool = False) -> Environment:
 def _load_observer(rebuild: bool) -> tuple[NativeBuild | None, list[str]]:
     """Return the native observer that a recording would use, if any, and advice about it."""
     if (untested := describe_untested_versions()) is not None:
-        return None, [f"Native observer not used: recording is several times slower. {untested}."]
+        return None, [f"Recording is in pure Python, several times slower: {untested}."]
     try:
         build = load_native(rebuild=rebuild)
     except BuildError as error:
-        return None, [f"Native observer unavailable: recording is several times slower. {error}"]
+        return None, [f"Recording is in pure Python, several times slower: {error}."]
     if build.cuda_obstacle is not None:
-        source = "CUDA events come from torch's allocator history, with times in microseconds"
-        return build, [f"The native observer was built without CUDA: {source}. {build.cuda_obstacle}"]
+        history = "CUDA events come from torch's allocator history, with times in microseconds"
+        return build, [f"{history}: the native observer was built without CUDA: {build.cuda_obstacle}."]
     return build, []
 
 

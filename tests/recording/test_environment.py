@@ -123,8 +123,8 @@ def test_the_native_observer_on_request_is_used_outside_the_range_with_a_warning
         (WITH_CUDA, None, ("native", None), ""),
         (WITH_CUDA, "13.0", ("native", "observer"), ""),
         (WITHOUT_CUDA, "13.0", ("native", "history"), "CUDA events come from torch's allocator history"),
-        (BuildError("c++ failed"), "13.0", ("dispatch", "history"), "several times slower. c++ failed"),
-        (BuildError("c++ failed"), None, ("dispatch", None), "several times slower. c++ failed"),
+        (BuildError("c++ failed"), "13.0", ("dispatch", "history"), "several times slower: c++ failed."),
+        (BuildError("c++ failed"), None, ("dispatch", None), "several times slower: c++ failed."),
     ],
 )
 def test_doctor_names_the_source_of_events(

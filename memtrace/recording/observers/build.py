@@ -71,6 +71,8 @@ def load_native(*, rebuild: bool = False) -> NativeBuild:
     """
     global _loaded
     if _loaded is None:
+        if sys.platform != "linux":
+            raise BuildError("the native observer needs Linux")
         try:
             loaded = _find_or_build(rebuild)
         except OSError as error:
