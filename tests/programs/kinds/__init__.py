@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Final
 
@@ -15,7 +16,17 @@ Result = object
 KINDS: Final[dict[str, Callable[[], Result]]] = {}
 """The programs by name; ``load_kinds`` fills it."""
 
-_MODULES: Final = ("autograd", "compilers", "models", "modules", "parallel", "python_features", "tensors", "training")
+_MODULES: Final = (
+    "autograd",
+    "compilers",
+    "libraries",
+    "models",
+    "modules",
+    "parallel",
+    "python_features",
+    "tensors",
+    "training",
+)
 
 
 def kind(program: Callable[[], Result]) -> Callable[[], Result]:
@@ -23,6 +34,12 @@ def kind(program: Callable[[], Result]) -> Callable[[], Result]:
     assert program.__name__ not in KINDS, f"two programs are called {program.__name__}"
     KINDS[program.__name__] = program
     return program
+
+
+def kind_with(*libraries: str) -> Callable[[Callable[[], Result]], Callable[[], Result]]:
+    """Register a program if the libraries that it needs are installed."""
+    is_installed = all(importlib.util.find_spec(library) for library in libraries)
+    return kind if is_installed else lambda program: program
 
 
 def load_kinds() -> dict[str, Callable[[], Result]]:
