@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from memtrace.recording.observers.build import native_module
+from memtrace.recording.observers.build import load_native
 
 WAKE_RECORDS: Final = 1 << 14
 """Number of buffered records (events and operator calls, about 60 bytes each) at which the writer is woken."""
@@ -15,6 +15,9 @@ LIMIT_RECORDS: Final = 1 << 18
 class NativeObserver:
     """``Observer`` on top of the compiled module.
 
+    Attributes:
+        cuda_obstacle: why CUDA's allocator cannot be observed; None if it can, and where torch is not a CUDA build.
+
     Raises:
         BuildError: the module cannot be built or loaded.
     """
@@ -22,8 +25,10 @@ class NativeObserver:
     kind = "native"
 
     def __init__(self) -> None:
-        native: Any = native_module()
+        build = load_native()
+        native: Any = build.module
         self._native = native
+        self.cuda_obstacle = build.cuda_obstacle
         # The functions of the module are used directly, without a Python wrapper: some run at every module call.
         self.stop = native.stop
         self.wait = native.wait
