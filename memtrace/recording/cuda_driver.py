@@ -45,7 +45,7 @@ class CudaDriver(Protocol):
         """Memory totals of the devices in use."""
 
     def memory(self) -> list[DeviceMemory]:
-        """Memory of the devices in use."""
+        """Memory of the visible devices; CUDA must be initialised."""
 
     def enable_history(self, max_entries: int) -> bool:
         """Enable torch's allocator history, without stacks; False if the program has enabled it already."""
@@ -77,11 +77,10 @@ class TorchDriver:
         return totals
 
     def memory(self) -> list[DeviceMemory]:
-        """See ``CudaDriver``. As in ``totals``, devices without segments are skipped."""
+        """See ``CudaDriver``."""
         return [
             DeviceMemory(device, torch.cuda.get_device_properties(device).total_memory, _allowed_bytes(device))
             for device in range(torch.cuda.device_count())
-            if torch.cuda.memory_reserved(device) > 0
         ]
 
     def enable_history(self, max_entries: int) -> bool:
@@ -99,6 +98,10 @@ class TorchDriver:
 def _allowed_bytes(device: int) -> int | None:
     """Return the most that torch's allocator may reserve on a device; None: no limit, or a torch that hides it."""
     read_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    fraction = 1.0 if read_fraction is None else read_fraction(device)
-    # torch multiplies the fraction with the total that the driver reports.
-    return round(fraction * torch.cuda.mem_get_info(device)[1]) if fraction < 1 else None
+    # Reading the fraction of a device that the program does not use would initialise the device.
+    if read_fraction is None or not torch._C._cuda_hasPrimaryContext(device):
+        return None
+    fraction = read_fraction(device)
+    # torch multiplies the fraction with the total that the driver reports and cuts off what follows the point. Where it
+    # returns the quotient of the two, the product can be a little less than the whole number.
+    return int(fraction * torch.cuda.mem_get_info(device)[1] + 0.001) if fraction < 1 else None
