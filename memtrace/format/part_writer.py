@@ -7,6 +7,7 @@ process leaves a trace that opens and lacks at most its last flush. A process th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -146,5 +147,10 @@ class PartWriter:
         self._open[name] = _OpenTable(content, open_part(content, name, metadata))
 
     def abandon(self) -> None:
-        """Drop the current part after an error."""
+        """Drop the current part after an error, with those of its files that are written already."""
         self._open.clear()
+        for name, numbers in self._numbers.items():
+            if numbers and numbers[-1] == self._number:
+                numbers.pop()
+                with suppress(OSError):  # without its events, readers ignore the rest of the part
+                    (self._folder / part_name(name, self._number)).unlink(missing_ok=True)
