@@ -31,6 +31,7 @@ class NativeObserver:
         self.cuda_obstacle = build.cuda_obstacle
         # The functions of the module are used directly, without a Python wrapper: some run at every module call.
         self.stop = native.stop
+        self.abandon = native.abandon
         self.wait = native.wait
         self.wake = native.wake
         self.drain = native.drain
@@ -45,6 +46,7 @@ class NativeObserver:
         self.waiting = native.waiting
         self.label = native.label
         self.baseline = native.baseline
+        self.instances = native.instances
         self.attach_cuda = native.attach_cuda
         self.cuda_settings = native.cuda_settings
         self.cuda_events = native.cuda_events
@@ -61,6 +63,7 @@ class NativeObserver:
         """See ``Observer.times_devices``. True if the module was built with the CUDA headers."""
         return bool(self._native.status()["device_time"])
 
-    def overrun(self) -> bool:
-        """See ``Observer.overrun``."""
-        return bool(self._native.status()["overrun"])
+    def failure(self) -> str | None:
+        """See ``Observer.failure``."""
+        failure: str | None = self._native.status()["failure"]
+        return failure
