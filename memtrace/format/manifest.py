@@ -210,7 +210,10 @@ def _is_plain(kind: Any, value: Any) -> bool:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest.json`` in one step, so that it is whole at every moment."""
     # One member a line: readable, and several times quicker than json's own indentation.
-    members = [f" {json.dumps(name)}: {json.dumps(value, sort_keys=True)}" for name, value in sorted(manifest.to_json().items())]
+    members = [
+        f" {json.dumps(name)}: {json.dumps(value, sort_keys=True)}"
+        for name, value in sorted(manifest.to_json().items())
+    ]
     replace_file(folder / MANIFEST_NAME, "\n".join(["{", ",\n".join(members), "}"]).encode())
 
 
