@@ -32,7 +32,7 @@ _KINDS_OF_FIX: Final = (
 @click.option(
     "--min-bytes",
     type=BYTES,
-    help="Leave out findings that waste less than this, such as 1MiB; default: 0.1 % of the peak.",
+    help="Leave out findings that waste less than this, such as 1MiB; default: 1 % of the peak.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print one CSV row per finding.")

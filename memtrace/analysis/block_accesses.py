@@ -138,26 +138,3 @@ def last_needed_rows(trace: Trace, block: Array, *, allow_in_place: bool = False
     accesses = group_accesses_by_block(trace)
     last_event: Array = accesses.event[accesses.offset[block + 1] - 1]
     return last_event if allow_in_place else operator_end_rows(trace, last_event)
-
-
-def compute_peak_lower_bound(trace: Trace, device: str) -> int | None:
-    """Return the most bytes that a single operator call touches on a device, its own allocations included.
-
-    No order of the operators and no earlier free can bring the peak below this. None if the trace records no accesses.
-    Source: DrGPUM (ASPLOS 2023), the "optimal peak" of its artifact.
-    """
-    if not has_accesses(trace):
-        return None
-    columns, accesses, calls = blocks(trace), group_accesses_by_block(trace), number_operator_calls(trace)
-    access_call = calls.number[accesses.event]
-    # The accesses of a block by one call are neighbours: each call counts the block once.
-    is_repeat = np.zeros(len(accesses.event), bool)
-    is_repeat[1:] = (accesses.block[1:] == accesses.block[:-1]) & (access_call[1:] == access_call[:-1])
-    allocated = np.flatnonzero(columns.alloc_event >= 0)
-    allocating_call = calls.number[columns.alloc_event[allocated]]
-    first_call = access_call[np.minimum(accesses.offset[allocated], len(access_call) - 1)]
-    only_allocates = (accesses.num_accesses(allocated) == 0) | (first_call != allocating_call)
-    call = np.concatenate([access_call[~is_repeat], allocating_call[only_allocates]])
-    block = np.concatenate([accesses.block[~is_repeat], allocated[only_allocates]])
-    counted = (call >= 0) & (columns.device[block] == trace.devices.index(device))
-    return int(np.bincount(call[counted], weights=columns.size[block[counted]]).max(initial=0))

@@ -33,13 +33,13 @@ class MemoryGrowth:
     """Growth of the memory that is live at the ends of steps."""
 
     bytes_per_step: int
-    """Sum over all leaking sites."""
+    """Growth of all live memory."""
     num_steps: int
     """Analyzed steps, warm-up excluded."""
     num_warm_up_steps: int
     """Excluded steps at the start."""
     sources: tuple[GrowthSource, ...]
-    """The sites that grow fastest, at most ``MAX_SOURCES``."""
+    """The sites that grow fastest, at most ``MAX_SOURCES``; empty where the growth is spread over many sites."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class GrowthCurve:
 
 
 def measure_growth(trace: Trace) -> MemoryGrowth | None:
-    """Return the memory growth of a single-rank trace, the sum of its leaks; None with too few steps."""
+    """Return the memory growth of a single-rank trace, of all live memory; None with too few steps."""
     result = find_leaks(trace, with_long_lived=False)
     if result.bytes_per_step is None:
         return None

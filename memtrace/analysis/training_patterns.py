@@ -27,7 +27,8 @@ from memtrace.trace import Trace
 
 MIN_STEPS_FOR_LEAKS: Final = WARM_UP_STEPS + MIN_STEPS_AFTER_WARM_UP
 """Minimum number of steps for finding leaks: with fewer, they look like memory that is allocated once."""
-_PERSISTENT: Final = np.array([CATEGORY["parameter"], CATEGORY["optimizer_state"]])
+PERSISTENT: Final = (CATEGORY["parameter"], CATEGORY["optimizer_state"])
+"""Categories of memory that stays allocated throughout training."""
 _MAX_SILENT_NODES: Final = 16
 """Most consecutive nodes of a graph that may run in backward without an operator of their own."""
 _COPY_OPERATORS: Final = ("aten::_to_copy", "aten::clone", "aten::contiguous", "aten::copy_", "aten::to.")
@@ -50,7 +51,7 @@ def find_leaked_blocks(trace: Trace, candidates: Array) -> IdleIntervals:
         columns.category[candidates] == CATEGORY["gradient"]
     )
     is_in_use = is_freed_or_gradient & (alloc_step == steps.number[-1])
-    block = candidates[is_live_at_end & ~is_in_use & ~np.isin(columns.category[candidates], _PERSISTENT)]
+    block = candidates[is_live_at_end & ~is_in_use & ~np.isin(columns.category[candidates], PERSISTENT)]
     last_use = columns.alloc_event[block]
     is_accessed = accesses.num_accesses(block) > 0
     last_use[is_accessed] = last_needed_rows(trace, block[is_accessed])
@@ -69,15 +70,19 @@ def _growing_stacks(trace: Trace, candidates: Array) -> Array:
     block, first, end = candidates[outlives_step], first[outlives_step], end[outlives_step]
     stacks, group = np.unique(columns.stack[block], return_inverse=True)
     live = live_bytes_at_step_ends(group, columns.size[block], first, end, (len(stacks), len(step_ends)))
-    growing: Array = stacks[[keeps_growing(live_bytes) for live_bytes in live]]
+    # Without the blocks of the newest step, whose sizes may vary from step to step.
+    shape = (len(stacks), len(step_ends))
+    older = live_bytes_at_step_ends(group, columns.size[block], np.minimum(first + 1, end), end, shape)
+    growing: Array = stacks[[keeps_growing(live[row]) or keeps_growing(older[row]) for row in range(len(stacks))]]
     return growing
 
 
 def find_idle_gradients(trace: Trace, candidates: Array) -> IdleIntervals:
     """Return the intervals in which gradients outlive the optimizer step and stay allocated through the next forward.
 
-    An interval runs from the last use of a gradient by the optimizer to the backward that writes it again, or to its
-    free: gradients that are set to zero instead of freed, or freed too late.
+    An interval runs from the last use of a gradient by the optimizer to the backward that adds to it, or to its free:
+    gradients that are set to zero instead of freed, or freed too late. Where backward adds a new gradient of the same
+    size, the interval runs to the free of the new one, because autograd would keep that as the gradient.
     """
     columns, accesses = blocks(trace), group_accesses_by_block(trace)
     gradients = candidates[columns.category[candidates] == CATEGORY["gradient"]]
@@ -95,13 +100,32 @@ def find_idle_gradients(trace: Trace, candidates: Array) -> IdleIntervals:
     following = np.minimum(last + 1, len(access) - 1)
     begin = operator_end_rows(trace, accesses.event[access[last]])
     free = free_rows(columns, block[last])
-    next_use = operator_start_rows(trace, accesses.event[access[following]])
+    next_use = _accumulation_rows(trace, block[last], accesses.event[access[following]])
     end = np.where(has_next[last], next_use, free)
     is_kept = (end > begin) & (free < END_OF_TRACE) | has_next[last]
     num_forward = _forward_rows_before(trace)
     spans_forward = num_forward[np.minimum(end, len(num_forward) - 1)] > num_forward[np.minimum(begin + 1, end)]
     is_idle = is_kept & spans_forward
     return IdleIntervals(block[last][is_idle], begin[is_idle], end[is_idle])
+
+
+def _accumulation_rows(trace: Trace, gradient: Array, event: Array) -> Array:
+    """Return from which row of events each gradient is needed again, given the first access of the next backward."""
+    accesses, columns = group_accesses_by_block(trace), blocks(trace)
+    needed = operator_start_rows(trace, event)
+    read = np.flatnonzero(accesses.is_read & (accesses.op >= 0))
+    read = read[np.argsort(accesses.op[read], kind="stable")]
+    if not len(read):
+        return needed
+    op = trace.columns("events", "op_id")["op_id"][event]
+    first = np.searchsorted(accesses.op[read], op)
+    for offset in range(2):  # an addition reads the gradient and the new one, in either order
+        other = read[np.minimum(first + offset, len(read) - 1)]
+        block = accesses.block[other]
+        is_new = (accesses.op[other] == op) & (block != gradient) & (columns.size[block] == columns.size[gradient])
+        is_new &= (columns.phase[block] == PHASE["backward"]) & (columns.free_event[block] > event)
+        needed = np.where(is_new, columns.free_event[block], needed)
+    return needed
 
 
 def _forward_rows_before(trace: Trace) -> Array:
@@ -111,23 +135,38 @@ def _forward_rows_before(trace: Trace) -> Array:
 
 
 def is_held_by_graph(trace: Trace, block: Array) -> Array:
-    """Return whether an autograd graph may hold each block: an operator that autograd recorded made or reads it."""
+    """Return whether an autograd graph may hold each block: it belongs to a forward through which no backward ran.
+
+    The block was made or read by an operator that autograd recorded. Once backward has run, the graph has released its
+    blocks, and what is still allocated is held by the program.
+    """
     accesses = group_accesses_by_block(trace)
-    is_recorded_read = accesses.is_read & _is_recorded_forward(trace, accesses.op)
+    mine = np.flatnonzero(accesses.is_read & block_mask(trace, block)[accesses.block])
     is_saved = np.zeros(len(blocks(trace)), bool)
-    is_saved[accesses.block[is_recorded_read]] = True
-    return _is_recorded_forward(trace, _allocating_op(trace, block)) | is_saved[block]
+    is_saved[accesses.block[mine[_ran_only_forward(trace, accesses.op[mine])]]] = True
+    return _ran_only_forward(trace, _allocating_op(trace, block)) | is_saved[block]
 
 
 def has_no_backward(trace: Trace, block: Array) -> Array:
     """Return whether autograd recorded the operator that made each block, and no backward ran through its node.
 
+    What a backward reads although none ran through its node is detached and used by another graph.
+    """
+    accesses = group_accesses_by_block(trace)
+    mine = np.flatnonzero(accesses.is_read & block_mask(trace, block)[accesses.block])
+    in_backward = op_column(trace, accesses.op[mine], "phase") == PHASE["backward"]
+    is_read_by_backward = block_mask(trace, accesses.block[mine[in_backward]])[block]
+    return np.asarray(_ran_only_forward(trace, _allocating_op(trace, block)) & ~is_read_by_backward)
+
+
+def _ran_only_forward(trace: Trace, op: Array) -> Array:
+    """Return whether autograd recorded each operator call, and no backward ran through its node.
+
     A node can run without an operator of its own (that of a sum, for example). It counts as run if the nearest nodes on
     both sides were run by the same backward, which runs the later node first. If two backwards ran them, the later node
     ran second.
     """
-    allocating_op = _allocating_op(trace, block)
-    node = op_column(trace, allocating_op, "sequence_nr").astype(np.int64)
+    node = op_column(trace, op, "sequence_nr").astype(np.int64)
     ops = trace.columns("ops", "op_id", "phase", "sequence_nr")
     backward = np.flatnonzero((ops["phase"] == PHASE["backward"]) & (ops["sequence_nr"] >= 0))
     backward = backward[np.argsort(ops["op_id"][backward], kind="stable")]
@@ -139,7 +178,7 @@ def has_no_backward(trace: Trace, block: Array) -> Array:
     in_one_backward = run_by[next_node] < run_by[next_node - 1]
     ran_silently = in_one_backward & (nodes[next_node] - nodes[next_node - 1] <= _MAX_SILENT_NODES)
     has_backward = (nodes[next_node - 1] == node) | ran_silently
-    return np.asarray(_is_recorded_forward(trace, allocating_op) & ~has_backward)
+    return np.asarray(_is_recorded_forward(trace, op) & ~has_backward)
 
 
 def is_copy_of_donor(trace: Trace, taker: Array, donor: Array) -> Array:
