@@ -91,7 +91,7 @@ def _print_findings(out: Console, title: str, findings: list[Finding]) -> None:
         table = plain_table("saves", "new peak", "blocks", "allocation site (category)")
         for row in rows:
             table.add_row(
-                format_bytes(row.saved_bytes),
+                f"{'up to ' if row.is_upper_bound else ''}{format_bytes(row.saved_bytes)}",
                 format_bytes(row.peak_if_fixed_bytes),
                 f"{row.num_blocks:,}",
                 escape(f"{row.site or UNKNOWN} ({_spaced(row.category)})"),

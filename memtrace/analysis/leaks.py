@@ -208,6 +208,14 @@ def live_bytes_at_step_ends(group: Array, size: Array, first: Array, end: Array,
     return live
 
 
+def kept_bytes_at_step_ends(group: Array, size: Array, first: Array, end: Array, shape: tuple[int, int]) -> Array:
+    """Return the live bytes of each group at the end of each step but the first, without the blocks of the newest step.
+
+    Those vary with the input of the step. The arguments are those of ``live_bytes_at_step_ends``.
+    """
+    return live_bytes_at_step_ends(group, size, np.minimum(first + 1, end), end, shape)[:, 1:]
+
+
 def keeps_growing(live: Array, min_growing_steps: int = MIN_GROWING_STEPS) -> bool:
     """Return whether live bytes at step ends keep growing to the end.
 
@@ -247,8 +255,8 @@ def measure_total_growth(trace: Trace, min_growing_steps: int = MIN_GROWING_STEP
     first, end, size = lifetimes.first[retained], lifetimes.end[retained], table.size[retained]
     together, shape = np.zeros(len(retained), np.int64), (1, len(ends))
     live = live_bytes_at_step_ends(together, size, first, end, shape)[0]
-    older = live_bytes_at_step_ends(together, size, np.minimum(first + 1, end), end, shape)[0]
-    for series in (live, older):
+    kept = kept_bytes_at_step_ends(together, size, first, end, shape)[0]
+    for series in (live, kept):
         if keeps_growing(series, min_growing_steps):
             return _slope_of_growth(series)
     return _significant_slope(live)
@@ -291,20 +299,17 @@ def _leaking_sites(trace: Trace, ends: Array, min_growing_steps: int, gc_freed: 
     live = live_bytes_at_step_ends(group, table.size[retained], first, end, (len(sites), num_steps))
     is_gc_freed = np.zeros(len(table), bool)
     is_gc_freed[gc_freed if gc_freed is not None else []] = True
-    older = live_bytes_at_step_ends(
-        group, table.size[retained], np.minimum(first + 1, end), end, (len(sites), num_steps)
-    )
+    kept = kept_bytes_at_step_ends(group, table.size[retained], first, end, (len(sites), num_steps))
     leaks = []
-    for row in np.flatnonzero((live[:, -1] > live[:, 0]) | (older[:, -1] > older[:, 0])).tolist():
-        # Blocks of the newest step may vary in size; those that outlive a second step are the ones that are kept.
-        growing = next((part[row] for part in (live, older) if keeps_growing(part[row], min_growing_steps)), None)
+    for row in np.flatnonzero((live[:, -1] > live[:, 0]) | (kept[:, -1] > kept[:, 0])).tolist():
+        growing = next((part[row] for part in (live, kept) if keeps_growing(part[row], min_growing_steps)), None)
         if growing is None:
             continue
         is_live = (group == row) & (end == num_steps)
         of_site = retained[is_live]
         # Blocks of the last step may still be in use, such as gradients allocated by the line of a retained loss.
-        kept = retained[is_live & (first > 0) & (first < num_steps - 1)]
-        grown = kept if len(kept) else of_site
+        older = retained[is_live & (first > 0) & (first < num_steps - 1)]
+        grown = older if len(older) else of_site
         category = np.bincount(table.category[grown], table.size[grown], minlength=len(CATEGORIES)).argmax()
         leaks.append(
             Leak(

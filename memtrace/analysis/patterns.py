@@ -23,7 +23,7 @@ from memtrace.analysis.block_accesses import (
 from memtrace.analysis.block_signatures import row_codes
 from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
 from memtrace.analysis.counterfactual import END_OF_TRACE, IdleIntervals, free_rows
-from memtrace.analysis.module_calls import find_release_rows
+from memtrace.analysis.held_arguments import find_release_rows
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 

@@ -19,7 +19,12 @@ from memtrace.analysis.block_accesses import (
 )
 from memtrace.analysis.blocks import CATEGORY, blocks
 from memtrace.analysis.counterfactual import END_OF_TRACE, IdleIntervals, free_rows
-from memtrace.analysis.leaks import keeps_growing, live_bytes_at_step_ends, step_end_lifetimes
+from memtrace.analysis.leaks import (
+    keeps_growing,
+    kept_bytes_at_step_ends,
+    live_bytes_at_step_ends,
+    step_end_lifetimes,
+)
 from memtrace.analysis.patterns import block_mask
 from memtrace.analysis.thresholds import MIN_STEPS_AFTER_WARM_UP, WARM_UP_STEPS
 from memtrace.format.arrays import Array
@@ -70,10 +75,8 @@ def _growing_stacks(trace: Trace, candidates: Array) -> Array:
     block, first, end = candidates[outlives_step], first[outlives_step], end[outlives_step]
     stacks, group = np.unique(columns.stack[block], return_inverse=True)
     live = live_bytes_at_step_ends(group, columns.size[block], first, end, (len(stacks), len(step_ends)))
-    # Without the blocks of the newest step, whose sizes may vary from step to step.
-    shape = (len(stacks), len(step_ends))
-    older = live_bytes_at_step_ends(group, columns.size[block], np.minimum(first + 1, end), end, shape)
-    growing: Array = stacks[[keeps_growing(live[row]) or keeps_growing(older[row]) for row in range(len(stacks))]]
+    kept = kept_bytes_at_step_ends(group, columns.size[block], first, end, (len(stacks), len(step_ends)))
+    growing: Array = stacks[[keeps_growing(live[row]) or keeps_growing(kept[row]) for row in range(len(stacks))]]
     return growing
 
 

@@ -14,7 +14,7 @@ def main():
         clean, noise = torch.randn(8, 3, 32, 32), torch.randn(8, 3, 32, 32)
         alpha = alphas[torch.randint(1000, (8,))].view(-1, 1, 1, 1)
         noisy = alpha.sqrt() * clean + (1 - alpha).sqrt() * noise
-        nn.functional.mse_loss(model(noisy), noise).backward()
+        nn.functional.mse_loss(model(noisy), noise).backward()  #? late deallocation@clean, noise -> del clean; loss = nn.functional.mse_loss(model(noisy), noise); del noise; loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         torch._foreach_lerp_([p.data for p in average.parameters()], [p.data for p in model.parameters()], 0.01)

@@ -13,7 +13,7 @@ def main():
         goal = teacher(x)
         pass  #! early allocation -> targets = torch.zeros(256, 512)
         targets[:, 0] = 1
-        ((student(x) - goal).square().mean() + targets.mean()).backward()
+        ((student(x) - goal).square().mean() + targets.mean()).backward()  #? late deallocation@teacher -> loss = (student(x) - goal).square().mean() + targets.mean(); del goal; loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         del targets
