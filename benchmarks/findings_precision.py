@@ -74,7 +74,7 @@ class Judgement:
             return False
         error = self.measured_bytes - self.claim.saved_bytes
         tolerance = MAX_ERROR_OF_SAVING * self.claim.saved_bytes + MAX_ERROR_OF_PEAK * self.peak_bytes
-        return abs(error) <= tolerance or (self.claim.is_upper_bound and 0 < self.measured_bytes and error <= tolerance)
+        return abs(error) <= tolerance or (self.claim.is_upper_bound and self.measured_bytes > 0 and error <= tolerance)
 
 
 def run_program(source: str, path: Path) -> dict[str, Any]:
@@ -181,7 +181,9 @@ def main() -> None:
         num_programs += 1
         answer: Answer = in_child(record_program, program.source, program.path)
         profiled = in_child(profile_peak, program.source, program.path)
-        edited = {edit: in_child(record_program, program.apply(edit), program.path).peak_bytes for edit in program.edits}
+        edited = {
+            edit: in_child(record_program, program.apply(edit), program.path).peak_bytes for edit in program.edits
+        }
         num_equal_peaks += profiled == answer.peak_bytes
         bound, fixed = answer.lower_bound_bytes or 0, answer.peak_if_all_fixed_bytes or answer.peak_bytes
         num_bad_bounds += bound > min([answer.peak_bytes, fixed, *edited.values()])

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from memtrace.analysis.attribution import KIND
 from memtrace.analysis.blocks import blocks
 from memtrace.format.arrays import Array
+from memtrace.format.schema import NAME_KINDS
 from memtrace.trace import Trace
+
+_INDUCTOR_PATHS: Final = ("/torch/_inductor/", "/torchinductor_")
+"""Parts of the paths of torch.compile's own code, and of the code that it generates."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,17 @@ def _group_accesses_by_block(trace: Trace) -> BlockAccesses:
 def has_accesses(trace: Trace) -> bool:
     """Return whether the trace records reads and writes; a CUDA snapshot, for example, does not."""
     return len(group_accesses_by_block(trace).event) > 0
+
+
+def runs_compiled_kernels(trace: Trace) -> bool:
+    """Return whether kernels that torch.compile generated ran, which use memory without being recorded."""
+    return trace.cached(_runs_compiled_kernels)
+
+
+def _runs_compiled_kernels(trace: Trace) -> bool:
+    kinds = trace.columns("names", "kind", "id")
+    frames = kinds["id"][kinds["kind"] == NAME_KINDS.index("frame")].tolist()
+    return any(part in (trace.name(frame) or "") for frame in frames for part in _INDUCTOR_PATHS)
 
 
 def find_initial_fills(trace: Trace) -> Array:

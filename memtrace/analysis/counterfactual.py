@@ -134,7 +134,7 @@ def compute_peak_lower_bound(trace: Trace, device: str, removable: IdleIntervals
 
 
 def _overlap(intervals: IdleIntervals, block: Array, begin: Array, end: Array) -> Array:
-    """Return whether any of ``intervals``, merged ones, lies partly between the rows ``begin`` and ``end`` of a block."""
+    """Return whether any of ``intervals`` (merged) lies partly between the rows ``begin`` and ``end`` of a block."""
     if not len(intervals):
         return np.zeros(len(block), bool)
     distinct, number = np.unique(intervals.block, return_inverse=True)

@@ -16,7 +16,7 @@ from memtrace.analysis import pattern_catalog as catalog
 from memtrace.analysis import patterns, training_patterns
 from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.attribution import step_rows
-from memtrace.analysis.block_accesses import has_accesses
+from memtrace.analysis.block_accesses import has_accesses, runs_compiled_kernels
 from memtrace.analysis.blocks import CATEGORY, blocks
 from memtrace.analysis.counterfactual import (
     IdleIntervals,
@@ -173,12 +173,22 @@ def _find_device_waste(trace: Trace, device: str, min_bytes: int) -> DeviceWaste
 
 
 def _skipped_patterns(trace: Trace) -> Iterator[SkippedPatterns]:
-    if not has_accesses(trace):
-        names = tuple(pattern.name for pattern in ALL_PATTERNS if pattern.pattern_class != "leak")
-        yield SkippedPatterns(names, "the trace does not record reads and writes")
+    if (reason := _unknown_accesses(trace)) is not None:
+        yield SkippedPatterns(
+            tuple(pattern.name for pattern in ALL_PATTERNS if pattern.pattern_class != "leak"), reason
+        )
     if len(step_rows(trace).number) < training_patterns.MIN_STEPS_FOR_LEAKS:
         names = tuple(pattern.name for pattern in ALL_PATTERNS if pattern.pattern_class == "leak")
         yield SkippedPatterns(names, f"at least {training_patterns.MIN_STEPS_FOR_LEAKS} steps are needed")
+
+
+def _unknown_accesses(trace: Trace) -> str | None:
+    """Return why the trace does not show when blocks are used; None: it does."""
+    if not has_accesses(trace):
+        return "the trace does not record reads and writes"
+    if runs_compiled_kernels(trace):
+        return "kernels of torch.compile read and write memory unseen"
+    return None
 
 
 def _ranked_intervals(trace: Trace, device: str, min_bytes: int) -> dict[Finding, IdleIntervals]:
@@ -204,7 +214,7 @@ def _detect_patterns(trace: Trace, candidates: Array) -> list[tuple[WastePattern
     leaked = training_patterns.find_leaked_blocks(trace, candidates)
     of_graph = training_patterns.is_held_by_graph(trace, leaked.block)
     leaks = [(catalog.RETAINED_GRAPH, leaked.select(of_graph)), (catalog.LEAK, leaked.select(~of_graph))]
-    if not has_accesses(trace):
+    if _unknown_accesses(trace) is not None:
         return leaks
     gradients = training_patterns.find_idle_gradients(trace, candidates)
     candidates = _without(trace, candidates, np.concatenate([gradients.block, leaked.block]))

@@ -15,7 +15,6 @@ from memtrace.analysis.attribution import KIND, PHASE, phase_rows, step_rows
 from memtrace.analysis.block_accesses import (
     find_initial_fills,
     group_accesses_by_block,
-    last_needed_rows,
     number_operator_calls,
     operator_end_rows,
     operator_start_rows,

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtrace.analysis.counterfactual import END_OF_TRACE, IdleIntervals, merge_intervals, peak_without_intervals
-from memtrace.analysis.peak import find_peak
 from memtrace.analysis.findings import predict_peak_with_fixes
+from memtrace.analysis.peak import find_peak
 from tests.analysis.short_traces import Act, find_waste, trace_of_acts
 from tests.builders import event, trace_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memtrace.analysis.counterfactual import IdleIntervals, compute_peak_lower_bound
-from tests.analysis.short_traces import NAMES, SITE, Act, findings_of, trace_of_acts
+from tests.analysis.short_traces import NAMES, SITE, Act, find_waste, findings_of, trace_of_acts
 from tests.builders import op
 
 USE_BLOCK_1: list[Act] = [("alloc", 1, 1), ("write", 1, 1), ("free", 1, -1)]
@@ -196,3 +196,11 @@ def test_lower_bound_is_the_most_bytes_that_one_operator_touches() -> None:
     acts: list[Act] = [("alloc", 0, 0), ("write", 0, 0), ("read", 0, 1), ("alloc", 1, 1), ("write", 1, 1)]
     acts += [("alloc", 3, 2), ("write", 3, 2)]
     assert compute_peak_lower_bound(trace_of_acts(acts), "cpu", IdleIntervals.concatenate([])) == 2001
+
+
+def test_use_of_blocks_is_not_judged_where_compiled_kernels_ran() -> None:
+    names = [*NAMES, {"id": 9, "kind": "frame", "text": "/site-packages/torch/_inductor/utils.py\t9\trun"}]
+    waste = find_waste(trace_of_acts(REUSABLE, names=names))
+    assert waste.findings == ()
+    assert waste.skipped_patterns[0].reason == "kernels of torch.compile read and write memory unseen"
+    assert "late deallocation" in waste.skipped_patterns[0].patterns
