@@ -4,7 +4,7 @@
 
 Every program of ``tests/programs/edited`` is recorded as it is, and once with each edit that its comments describe. A
 finding among the first three of a program is true if the peak of the edited program is the predicted one, within 5 % of
-the saving and 0.1 % of the peak. A finding that no edit of the program can confirm is false. A planted defect whose edit
+the saving and 0.1 % of the peak. A finding that no edit of the program confirms is false. A planted defect whose edit
 lowers the peak by 1 % or more must be among the first three findings. Each peak is also compared with the one that
 torch.profiler counts in a run without memtrace.
 """
@@ -101,7 +101,7 @@ def record_program(source: str, path: Path) -> Answer:
             _line(finding.site, path),
             finding.saved_bytes,
             finding.is_single_line_fix,
-            getattr(finding, "is_upper_bound", False),
+            finding.is_upper_bound,
         )
         for finding in waste.findings
         if finding.saved_bytes
@@ -188,15 +188,16 @@ def main() -> None:
         bound, fixed = answer.lower_bound_bytes or 0, answer.peak_if_all_fixed_bytes or answer.peak_bytes
         num_bad_bounds += bound > min([answer.peak_bytes, fixed, *edited.values()])
         print(
-            f"{program.name:32} peak {format_bytes(answer.peak_bytes):>9}  profiler "
-            f"{profiled / answer.peak_bytes - 1:+8.3%}  bound {format_bytes(bound):>9}  all fixed {format_bytes(fixed):>9}"
+            f"{program.name:32} peak {format_bytes(answer.peak_bytes):>9}  "
+            f"profiler {profiled / answer.peak_bytes - 1:+8.3%}  "
+            f"bound {format_bytes(bound):>9}  all fixed {format_bytes(fixed):>9}"
         )
         for judgement in judge(program, answer, edited):
             judgements.append(judgement)
-            measured = judgement.measured_bytes
+            claim, measured = judgement.claim, judgement.measured_bytes
             print(
-                f"    {'true ' if judgement.is_true else 'FALSE'} {judgement.claim.pattern:32} line {judgement.claim.line:3}"
-                f"  predicted {format_bytes(judgement.claim.saved_bytes):>9}"
+                f"    {'true ' if judgement.is_true else 'FALSE'} {claim.pattern:32} line {claim.line:3}"
+                f"  predicted {format_bytes(claim.saved_bytes):>9}"
                 f"  measured {'no edit' if measured is None else format_bytes(measured):>9}"
             )
         planted = [edit for edit in program.edits if _matters(edit, answer, edited)]

@@ -79,8 +79,8 @@ DOUBLE_COPY: Final = WastePattern(
 TEMPORARY_IDLENESS: Final = WastePattern(
     "temporary idleness",
     "temporary idleness",
-    "Offload it to the host while it is idle, or, if forward made it, recompute it (torch.utils.checkpoint): its content "
-    "is needed again.",
+    "Offload it to the host while it is idle, or, if forward made it, recompute it (torch.utils.checkpoint): its "
+    "content is needed again.",
     is_single_line_fix=False,
     is_upper_bound=True,
 )

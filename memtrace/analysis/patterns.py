@@ -62,7 +62,7 @@ def find_early_allocations(trace: Trace, candidates: Array) -> IdleIntervals:
 
 
 def _replaces_block(trace: Trace, block: Array, end: Array) -> Array:
-    """Return whether a block of the same stack and size is freed between the allocation of each block and row ``end``."""
+    """Return whether a block of the same stack and size is freed after each block is allocated and before ``end``."""
     columns = blocks(trace)
     freed = np.flatnonzero((columns.free_event >= 0) & (columns.alloc_event >= 0))
     group = row_codes(
