@@ -221,9 +221,12 @@ def _detect_patterns(trace: Trace, candidates: Array) -> list[tuple[WastePattern
     unused = patterns.find_unused_allocations(trace, candidates)
     candidates = _without(trace, candidates, unused.block)
     is_gradient = blocks(trace).category[candidates] == CATEGORY["gradient"]
-    of_dead_graph = candidates[training_patterns.has_no_backward(trace, candidates) & ~is_gradient]
+    is_forward_only = training_patterns.is_made_without_backward(trace, candidates) & ~is_gradient
+    forward_only = candidates[is_forward_only]
+    of_dead_graph = forward_only[training_patterns.is_held_by_dead_graph(trace, forward_only)]
     is_persistent = np.isin(blocks(trace).category[candidates], training_patterns.PERSISTENT)
-    others = _without(trace, patterns.blocks_that_are_read(trace, candidates[~is_persistent]), of_dead_graph)
+    # A variable that holds an output of such a forward holds its graph too: dropping it would save more than the block.
+    others = patterns.blocks_that_are_read(trace, candidates[~is_persistent & ~is_forward_only])
     late = patterns.find_late_deallocations(trace, others)
     late_gradient = blocks(trace).category[late.block] == CATEGORY["gradient"]
     redundant, donors = patterns.find_redundant_allocations(trace, candidates)
@@ -268,8 +271,8 @@ def _group_by_site(
         return [(_main_site(trace, pattern, intervals), intervals)]
     columns = blocks(trace)
     category = columns.category[intervals.block]
-    if pattern is catalog.FORWARD_WITHOUT_BACKWARD:
-        category = np.zeros(len(intervals), np.int8)  # one line runs the whole forward
+    if pattern.is_reported_by_line:
+        category = np.zeros(len(intervals), np.int8)
     key = columns.stack[intervals.block].astype(np.int64) * len(CATEGORIES) + category
     order = np.argsort(key, kind="stable")
     keys, first = np.unique(key[order], return_index=True)

@@ -21,6 +21,8 @@ class WastePattern:
     in-place operators."""
     is_upper_bound: bool = False
     """Whether the predicted saving is the most that the fix can save."""
+    is_reported_by_line: bool = False
+    """Whether one fix serves all blocks that a line allocates, whatever their categories."""
     is_reported_once: bool = False
     """Whether all blocks make one finding, however many lines allocate them."""
 
@@ -43,6 +45,7 @@ LATE_DEALLOCATION: Final = WastePattern(
     "late deallocation",
     "late deallocation",
     "Drop the last reference right after the last use (del, or a smaller scope).",
+    is_reported_by_line=True,
 )
 GRADIENTS_THROUGH_FORWARD: Final = WastePattern(
     "gradients kept through forward",
@@ -54,6 +57,7 @@ FORWARD_WITHOUT_BACKWARD: Final = WastePattern(
     "forward without backward",
     "late deallocation",
     "Run it under torch.no_grad(): no backward follows, but the activations saved for it stay allocated.",
+    is_reported_by_line=True,
 )
 GRADIENTS_THROUGH_STEP: Final = WastePattern(
     "gradients kept through optimizer step",

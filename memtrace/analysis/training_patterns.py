@@ -150,16 +150,21 @@ def is_held_by_graph(trace: Trace, block: Array) -> Array:
     return _ran_only_forward(trace, _allocating_op(trace, block)) | is_saved[block]
 
 
-def has_no_backward(trace: Trace, block: Array) -> Array:
-    """Return whether autograd recorded the operator that made each block, and no backward ran through its node.
+def is_made_without_backward(trace: Trace, block: Array) -> Array:
+    """Return whether autograd recorded the operator that made each block, and no backward ran through its node."""
+    return _ran_only_forward(trace, _allocating_op(trace, block))
 
-    What a backward reads although none ran through its node is detached and used by another graph.
+
+def is_held_by_dead_graph(trace: Trace, block: Array) -> Array:
+    """Return whether each block is made without backward and no other graph uses it.
+
+    What a backward reads although none ran through its node was detached, so that another graph saved it.
     """
     accesses = group_accesses_by_block(trace)
     mine = np.flatnonzero(accesses.is_read & block_mask(trace, block)[accesses.block])
     in_backward = op_column(trace, accesses.op[mine], "phase") == PHASE["backward"]
     is_read_by_backward = block_mask(trace, accesses.block[mine[in_backward]])[block]
-    return np.asarray(_ran_only_forward(trace, _allocating_op(trace, block)) & ~is_read_by_backward)
+    return np.asarray(is_made_without_backward(trace, block) & ~is_read_by_backward)
 
 
 def _ran_only_forward(trace: Trace, op: Array) -> Array:

@@ -12,7 +12,7 @@ def main():
     for _ in range(8):
         x = torch.randn(256, 256)
         goal = teacher(x)  #! forward without backward -> goal = torch.no_grad()(teacher)(x)
-        nn.functional.mse_loss(student(x), goal.detach()).backward()  #? late deallocation@teacher -> loss = nn.functional.mse_loss(student(x), goal.detach()); del goal; loss.backward()
+        nn.functional.mse_loss(student(x), goal.detach()).backward()
         optimizer.step()
         optimizer.zero_grad()
 
