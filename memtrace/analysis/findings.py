@@ -221,12 +221,12 @@ def _detect_patterns(trace: Trace, candidates: Array) -> list[tuple[WastePattern
     unused = patterns.find_unused_allocations(trace, candidates)
     candidates = _without(trace, candidates, unused.block)
     is_gradient = blocks(trace).category[candidates] == CATEGORY["gradient"]
+    is_of_dead_graph = training_patterns.is_held_by_dead_graph(trace, candidates) & ~is_gradient
     is_forward_only = training_patterns.is_made_without_backward(trace, candidates) & ~is_gradient
-    forward_only = candidates[is_forward_only]
-    of_dead_graph = forward_only[training_patterns.is_held_by_dead_graph(trace, forward_only)]
+    of_dead_graph = candidates[is_of_dead_graph]
     is_persistent = np.isin(blocks(trace).category[candidates], training_patterns.PERSISTENT)
     # A variable that holds an output of such a forward holds its graph too: dropping it would save more than the block.
-    others = patterns.blocks_that_are_read(trace, candidates[~is_persistent & ~is_forward_only])
+    others = patterns.blocks_that_are_read(trace, candidates[~(is_persistent | is_forward_only | is_of_dead_graph)])
     late = patterns.find_late_deallocations(trace, others)
     late_gradient = blocks(trace).category[late.block] == CATEGORY["gradient"]
     redundant, donors = patterns.find_redundant_allocations(trace, candidates)

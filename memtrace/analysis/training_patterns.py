@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from memtrace.analysis.attribution import PHASE, op_column, step_rows
+from memtrace.analysis.attribution import KIND, PHASE, op_column, step_rows
 from memtrace.analysis.block_accesses import (
     group_accesses_by_block,
     last_needed_rows,
@@ -143,11 +143,27 @@ def is_held_by_graph(trace: Trace, block: Array) -> Array:
     The block was made or read by an operator that autograd recorded. Once backward has run, the graph has released its
     blocks, and what is still allocated is held by the program.
     """
+    return _ran_only_forward(trace, _allocating_op(trace, block)) | _is_read_without_backward(trace, block)
+
+
+def _is_read_without_backward(trace: Trace, block: Array) -> Array:
+    """Return whether an operator that autograd recorded reads each block, and no backward ran through its node."""
     accesses = group_accesses_by_block(trace)
     mine = np.flatnonzero(accesses.is_read & block_mask(trace, block)[accesses.block])
-    is_saved = np.zeros(len(blocks(trace)), bool)
-    is_saved[accesses.block[mine[_ran_only_forward(trace, accesses.op[mine])]]] = True
-    return _ran_only_forward(trace, _allocating_op(trace, block)) | is_saved[block]
+    readers = mine[_ran_only_forward(trace, accesses.op[mine])]
+    return block_mask(trace, accesses.block[readers])[block]
+
+
+def is_freed_with(trace: Trace, block: Array, others: Array) -> Array:
+    """Return whether each block is freed together with one of ``others``, without any event but frees in between.
+
+    An input that a graph saves is freed with the graph, unless a variable holds it.
+    """
+    columns, kind = blocks(trace), trace.columns("events", "kind")["kind"]
+    burst = np.cumsum(kind != KIND["free"])
+    free, other_free = columns.free_event[block], columns.free_event[others]
+    bursts = burst[other_free[other_free >= 0]]
+    return np.asarray((free >= 0) & np.isin(burst[np.maximum(free, 0)], bursts)) if len(burst) else free >= 0
 
 
 def is_made_without_backward(trace: Trace, block: Array) -> Array:
@@ -156,15 +172,19 @@ def is_made_without_backward(trace: Trace, block: Array) -> Array:
 
 
 def is_held_by_dead_graph(trace: Trace, block: Array) -> Array:
-    """Return whether each block is made without backward and no other graph uses it.
+    """Return whether a graph through which no backward runs is all that holds each block.
 
-    What a backward reads although none ran through its node was detached, so that another graph saved it.
+    These are its own blocks, except those that a backward reads (they were detached and saved by another graph), and
+    inputs that it saves, if they are freed together with its blocks.
     """
     accesses = group_accesses_by_block(trace)
     mine = np.flatnonzero(accesses.is_read & block_mask(trace, block)[accesses.block])
     in_backward = op_column(trace, accesses.op[mine], "phase") == PHASE["backward"]
     is_read_by_backward = block_mask(trace, accesses.block[mine[in_backward]])[block]
-    return np.asarray(is_made_without_backward(trace, block) & ~is_read_by_backward)
+    is_own = is_made_without_backward(trace, block) & ~is_read_by_backward
+    is_input = _is_read_without_backward(trace, block) & ~is_read_by_backward & ~is_own
+    is_input &= ~np.isin(blocks(trace).category[block], PERSISTENT)
+    return np.asarray(is_own | (is_input & is_freed_with(trace, block, block[is_own])))
 
 
 def _ran_only_forward(trace: Trace, op: Array) -> Array:

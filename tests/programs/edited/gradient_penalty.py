@@ -9,7 +9,7 @@ def main():
     for _ in range(6):
         x = torch.randn(128, 256, requires_grad=True)
         (gradient,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
-        ((gradient.norm(dim=1) - 1).square().mean() + critic(x).mean()).backward()
+        ((gradient.norm(dim=1) - 1).square().mean() + critic(x).mean()).backward()  #? late deallocation -> loss = (gradient.norm(dim=1) - 1).square().mean() + critic(x).mean(); del x, gradient; loss.backward(); del loss
         optimizer.step()
         optimizer.zero_grad()
 
