@@ -84,7 +84,8 @@ def _copy_bandwidths(file: str | None, d2h_gb_per_s: float | None, h2d_gb_per_s:
 
 def _print(out: Console, name: str, result: AccessAnalysis) -> None:
     if not result.num_intervals:
-        reason = "reads and writes were not recorded" if result.num_intervals is None else "no block is accessed twice"
+        unknown = "reads and writes, or their times, were not recorded"
+        reason = unknown if result.num_intervals is None else "no block is accessed twice"
         out.print(f"[bold]{escape(name)}[/]: no access intervals ({reason})")
         return
     out.print(f"[bold]{escape(name)}[/]: {format_count(result.num_intervals, 'access interval')}")

@@ -208,9 +208,10 @@ def _pattern_facts(patterns: PatternSummary) -> list[tuple[str, str]]:
     if patterns.stability_share is not None:
         facts.append(("Stability", f"{format_share(patterns.stability_share)} of the bytes of a typical step recur in "
                       "the other steps"))  # fmt: skip
-    if patterns.leak_site:
+    if patterns.leak_bytes_per_step:
         speed = format_bytes(patterns.leak_bytes_per_step)
-        facts.append(("Leak", escape(f"{speed} per step, most at {patterns.leak_site}")))
+        where = f"most at {patterns.leak_site}" if patterns.leak_site else "spread over many allocation sites"
+        facts.append(("Leak", escape(f"{speed} per step, {where}")))
     best = patterns.best_finding
     if best is not None:
         what = best.pattern.replace("_", " ")

@@ -22,7 +22,7 @@ from memtrace.format.decode import decode_columns, device_names
 from memtrace.format.keyframes import find_sorted
 from memtrace.format.manifest import Manifest
 from memtrace.format.part_reader import open_folder
-from memtrace.format.schema import SPAN_KINDS, TABLES, arrow_schema
+from memtrace.format.schema import EVENT_KINDS, SPAN_KINDS, TABLES, arrow_schema
 from memtrace.format.sources import MemoryTables, Source
 from memtrace.format.window import MemoizedSource, Window, WindowBounds, find_step_bounds
 from memtrace.frames import Frame
@@ -152,8 +152,17 @@ class Trace:
 
     @property
     def has_times(self) -> bool:
-        """Whether ``time_ns`` is a time. Where a file has no times it numbers the entries: durations are unknown."""
-        return self.manifest.coverage.has_times
+        """Whether times and durations are those of the program.
+
+        They are not where a file has no times and numbers its entries, and in a recording of fake tensors, whose
+        operators compute nothing: durations are unknown then.
+        """
+        return self.manifest.coverage.has_times and not self.has_fake_tensors
+
+    @property
+    def has_fake_tensors(self) -> bool:
+        """Whether the trace is a recording of fake tensors, which have sizes but no memory."""
+        return self.cached(Trace._finds_fake_tensors)
 
     @property
     def has_blocks(self) -> bool:
@@ -306,6 +315,13 @@ class Trace:
 
     def _read_devices(self) -> tuple[str, ...]:
         return device_names([part for table in _DEVICE_TABLES for part in self._source.read(table, ("device",))])
+
+    def _finds_fake_tensors(self) -> bool:
+        if self.manifest.source.observer != "dispatch":
+            return False  # the native observer ignores fake tensors
+        events = self.columns("events", "kind", "address")
+        begins = np.isin(events["kind"], [EVENT_KINDS.index(kind) for kind in ("alloc", "baseline", "live")])
+        return bool((events["address"][begins] < 0).any())
 
     def _read_names(self) -> tuple[dict[int, str], dict[int, list[int]]]:
         texts: dict[int, str] = {}

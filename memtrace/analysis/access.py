@@ -44,7 +44,7 @@ class AccessAnalysis:
     """Access intervals and swap candidates, as ``memtrace access --json`` prints them."""
 
     num_intervals: int | None
-    """None where reads and writes were not recorded."""
+    """None where reads and writes were not recorded, or times are unknown (fake tensors)."""
     percentiles_ns: dict[str, int | None]
     """Length of the intervals at each percentile (``"50"`` is the median); None without intervals."""
     by_category: tuple[IntervalGroup, ...]
@@ -71,7 +71,7 @@ def analyze_access(
         min_bytes: smallest block to swap.
     """
     intervals, table = access_intervals(trace), blocks(trace)
-    records_accesses = has_accesses(trace)
+    records_accesses = has_accesses(trace) and trace.has_times
     unknown = SwapTotals(None, None, None)
     percentiles = _percentiles(intervals.duration_ns, PERCENTILES) if len(intervals) else [None] * len(PERCENTILES)
     return AccessAnalysis(

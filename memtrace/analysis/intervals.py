@@ -43,7 +43,7 @@ class AccessIntervals:
 
 
 def access_intervals(trace: Trace) -> AccessIntervals:
-    """Return every access interval of a single-rank trace; empty where accesses were not recorded.
+    """Return every access interval of a single-rank trace; empty where accesses or times are unknown.
 
     Takes O(n log n) time in the number of events.
     """
@@ -52,7 +52,8 @@ def access_intervals(trace: Trace) -> AccessIntervals:
 
 def _access_intervals(trace: Trace) -> AccessIntervals:
     events = trace.columns("events", "time_ns", "kind", "block_id", "op_id")
-    rows = np.flatnonzero((events["kind"] == KIND["read"]) | (events["kind"] == KIND["write"]))
+    is_access = (events["kind"] == KIND["read"]) | (events["kind"] == KIND["write"])
+    rows = np.flatnonzero(is_access) if trace.has_times else np.empty(0, np.int64)
     rows = rows[np.argsort(events["block_id"][rows], kind="stable")]
     block, op = events["block_id"][rows], events["op_id"][rows]
     is_interval = (block[1:] == block[:-1]) & ((op[1:] != op[:-1]) | (op[1:] < 0))

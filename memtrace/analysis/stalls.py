@@ -77,7 +77,7 @@ def measure_stalls(trace: Trace, *, synthetic: Trace | None = None, cached: Trac
     columns = step_columns(trace)
     steps, duration_ns, wait_ns = columns.step, columns.duration_ns, columns.data_wait_ns
     has_steps = len(steps) > 0
-    has_waits = has_steps and records_data_waits(trace)
+    has_waits = has_steps and trace.has_times and records_data_waits(trace)
     waits = wait_ns.tolist() if has_waits else [None] * len(steps)
     return DataStalls(
         steps=tuple(map(StepWait, steps.tolist(), duration_ns.tolist(), waits)),

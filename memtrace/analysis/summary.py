@@ -270,7 +270,7 @@ def _find_best_fix(trace: Trace) -> Finding | None:
 def _summarize_steps(trace: Trace) -> StepSummary:
     columns, growth = step_columns(trace), measure_growth(trace)
     num_steps, total_ns = len(columns), int(columns.duration_ns.sum())
-    has_waits = total_ns > 0 and records_data_waits(trace)
+    has_waits = total_ns > 0 and trace.has_times and records_data_waits(trace)
     return StepSummary(
         num_steps=num_steps if trace.has_blocks else None,
         source=("marks" if steps_are_marked(trace) else "events") if num_steps else None,
