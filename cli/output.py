@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from memtrace.format.schema import NO_BLOCKS
+from memtrace.text import to_printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,11 +28,16 @@ SLOW_BYTES: Final = 20 << 20
 
 
 def escape(text: str) -> str:
-    """Return text in which rich finds no markup."""
+    """Return text of a trace on one line, in which rich finds no markup and the terminal no escape sequence."""
     # Imported here because JSON output does not need rich.
     from rich.markup import escape as escape_markup
 
-    return escape_markup(text)
+    return escape_markup(to_printable(text))
+
+
+def print_line(text: str, *, err: bool = False) -> None:
+    """Print one line of plain text that can contain names from a trace or paths from the user."""
+    click.echo(to_printable(text), err=err)
 
 
 def shorten(text: str, max_chars: int) -> str:
@@ -67,11 +73,11 @@ def console(*, stderr: bool = False) -> Console:
     """
     from os import environ
 
-    from rich.console import Console
+    from memtrace.cli.safe_console import SafeConsole
 
     file = sys.stderr if stderr else sys.stdout
     width = None if file.isatty() or environ.get("COLUMNS", "").isdigit() else PIPE_WIDTH
-    return Console(file=file, width=width, highlight=False)
+    return SafeConsole(file=file, width=width, highlight=False)
 
 
 def plain_table(*headers: str) -> Table:
@@ -104,7 +110,7 @@ def working(task: str) -> Iterator[None]:
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(task):
+    with Console(stderr=True).status(escape(task)):
         yield
 
 

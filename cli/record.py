@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import click
+from memtrace.cli.output import print_line
 
 from memtrace.units import format_bytes
 
@@ -91,4 +92,4 @@ def _print_result(trace: Path) -> None:
     rank, _ = rank_and_world_size()
     with contextlib.suppress(OSError):
         size = sum(part.stat().st_size for part in (trace / f"rank={rank}").iterdir())
-        click.echo(f"memtrace: wrote {trace} ({format_bytes(size)}). Next: memtrace summary {trace}", err=True)
+        print_line(f"memtrace: wrote {trace} ({format_bytes(size)}). Next: memtrace summary {trace}", err=True)

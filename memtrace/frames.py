@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Final
 
 from memtrace.format.schema import PHASES
+from memtrace.text import to_printable
 
 FORWARD: Final = PHASES.index("forward")
 BACKWARD: Final = PHASES.index("backward")
 OPTIMIZER: Final = PHASES.index("optimizer")
 
 _SITE_PATH_PARTS: Final = 2
+_MAX_LINE_DIGITS: Final = 9
 
 _LIBRARY_PARTS: Final = ("/site-packages/", "/dist-packages/", "/lib/python3", "/torch/")
 _LIBRARY_PREFIXES: Final = ("torch/", "<frozen ", "<string>", "<eval_with_key>")
@@ -62,10 +64,11 @@ class Frame:
 
     @classmethod
     def from_text(cls, text: str) -> Frame:
-        """Parse the form used in the table ``names``: ``file<TAB>line<TAB>function``."""
+        """Parse the form used in the table ``names``: ``file<TAB>line<TAB>function``; the text can be damaged."""
         file, _, rest = text.partition("\t")
         line, _, function = rest.partition("\t")
-        return cls(file, int(line) if line.isdecimal() else 0, function)
+        number = int(line) if line.isdecimal() and len(line) <= _MAX_LINE_DIGITS else 0
+        return cls(to_printable(file), number, to_printable(function))
 
     @property
     def text(self) -> str:

@@ -26,6 +26,7 @@ from memtrace.format.schema import SPAN_KINDS, TABLES, arrow_schema
 from memtrace.format.sources import MemoryTables, Source
 from memtrace.format.window import MemoizedSource, Window, WindowBounds, find_step_bounds
 from memtrace.frames import Frame
+from memtrace.text import to_printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -207,9 +208,13 @@ class Trace:
         return result
 
     def name(self, identity: int) -> str | None:
-        """Return the text of an id of the table names; None for -1 and for a name that was never written."""
+        """Return the text of an id of the table names; None for -1 and for a name that was never written.
+
+        Unprintable characters are replaced, here and in ``frames``: the text can go to a terminal.
+        """
         texts, _ = self._names
-        return texts.get(identity)
+        text = texts.get(identity)
+        return None if text is None else to_printable(text)
 
     def frames(self, stack: int) -> list[Frame]:
         """Return the frames of a stack, innermost first; empty for -1 and for a stack that was never written."""
