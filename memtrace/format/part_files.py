@@ -113,7 +113,7 @@ class PartFiles:
 
         file = self._files[table][number]
         footer = self._footer(table, number)
-        present = set(footer.schema.names)
+        present = set(footer.schema.to_arrow_schema().names)
         try:
             with pq.ParquetFile(file, metadata=footer) as part:
                 rows = part.read(columns=[name for name in columns if name in present], use_threads=False)
