@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
+from memtrace.code_owner import CodeOwner
 from memtrace.errors import TraceError
 from memtrace.format.arrays import Array, distinct
 from memtrace.format.decode import decode_columns, device_names
@@ -221,6 +222,11 @@ class Trace:
         texts, stacks = self._names
         return [Frame.from_text(texts[identity]) for identity in stacks.get(stack, ()) if identity in texts]
 
+    @property
+    def code_owner(self) -> CodeOwner:
+        """Tells whose code the frames of the trace are."""
+        return self.cached(Trace._find_code_owner)
+
     # -- tables, for people ----------------------------------------------------------------------------------
 
     @property
@@ -311,6 +317,13 @@ class Trace:
 
     def _read_devices(self) -> tuple[str, ...]:
         return device_names([part for table in _DEVICE_TABLES for part in self._source.read(table, ("device",))])
+
+    def _find_code_owner(self) -> CodeOwner:
+        texts, stacks = self._names
+        frames = {identity for stack in stacks.values() for identity in stack}
+        return CodeOwner(
+            self.manifest.code, {Frame.from_text(texts[identity]).file for identity in frames & texts.keys()}
+        )
 
     def _read_names(self) -> tuple[dict[int, str], dict[int, list[int]]]:
         texts: dict[int, str] = {}

@@ -19,6 +19,7 @@ BASE = {
     "memtrace.text",
     "memtrace.categories",
     "memtrace.frames",
+    "memtrace.code_owner",
     "memtrace.interpreter",
     "memtrace.format",
 }
@@ -29,6 +30,7 @@ ALLOWED = {
     "memtrace.text": set(),
     "memtrace.categories": set(),
     "memtrace.frames": {"memtrace.format", "memtrace.text"},
+    "memtrace.code_owner": {"memtrace.format", "memtrace.frames"},
     "memtrace.interpreter": set(),
     "memtrace.format": {"memtrace", "memtrace.errors", "memtrace.units", "memtrace.text"},
     "memtrace.readers": BASE | {"memtrace.allocator"},

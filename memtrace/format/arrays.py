@@ -134,9 +134,7 @@ def vocabulary_coder(vocabulary: Sequence[str], column: str) -> Callable[[str], 
 
     def code_of(text: str) -> int:
         if text not in code_by_text:
-            raise TraceError(
-                f"has {ascii(text[:40])} in the column {column}, which is not one of {', '.join(vocabulary)}"
-            )
+            raise TraceError(f"has {text[:40]!a} in the column {column}, which is not one of {', '.join(vocabulary)}")
         return code_by_text[text]
 
     return code_of

@@ -67,6 +67,18 @@ class RecordingOptions:
 
 
 @dataclass(frozen=True)
+class CodeLocations:
+    """Where the files of the recorded process lie. Folders end in a slash; the longest that fits a file counts."""
+
+    package_folders: tuple[str, ...] = ()
+    """Folders of installed packages."""
+    internal_folders: tuple[str, ...] = ()
+    """PyTorch, Python's library, memtrace, and caches of generated code."""
+    user_paths: tuple[str, ...] = ()
+    """The running program: its file, and the folder of its package, even where that is among installed packages."""
+
+
+@dataclass(frozen=True)
 class ClockOffset:
     """How this rank's clock relates to that of the reference rank. None: unknown."""
 
@@ -124,6 +136,8 @@ class Manifest:
     command: tuple[str, ...] = ()
     options: RecordingOptions | None = None
     """None: not a recording."""
+    code: CodeLocations | None = None
+    """None: not known; the paths of the files decide whose code a stack frame is."""
     clock: ClockOffset | None = None
     """None: the recording was of a single rank, or the file has no clock."""
     allocator_settings: Mapping[str, Any] | None = None

@@ -8,7 +8,7 @@ add up within 64 bits.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -96,7 +96,7 @@ def _check_texts(column: Column, values: pa.ChunkedArray) -> None:
         raise TraceError(f"names {len(texts):,} devices in the column {column.name}, more than a computer has")
     for text in sorted(texts):
         if not _DEVICE.fullmatch(text):
-            raise TraceError(f"has {ascii(text[:40])} in the column {column.name}, which is not a device such as cuda:0")
+            raise TraceError(f"has {text[:40]!a} in the column {column.name}, which is not a device such as cuda:0")
 
 
 def _check_layout(column: Column, values: pa.ChunkedArray) -> None:

@@ -14,9 +14,8 @@ import numpy as np
 
 from memtrace.errors import TraceError
 from memtrace.format.encode import Known, Text, empty_tables, make_table
-from memtrace.format.schema import CATEGORIES, EVENT_KINDS
+from memtrace.format.schema import CATEGORIES, EVENT_KINDS, MAX_BYTES
 from memtrace.readers.content import Content
-from memtrace.format.schema import MAX_BYTES
 from memtrace.readers.fields import FieldError, integers
 from memtrace.readers.lifetimes import ALLOC, FREE, assign_slots, find_lifetimes
 from memtrace.readers.rank import ReadRank

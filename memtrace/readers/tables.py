@@ -19,6 +19,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 MAX_TEXT: Final = 4096
 
+
 def clean(text: object) -> str:
     """Return ``text`` as one printable line of bounded length; text in a file may be hostile."""
     # A nested value is not printed: its text can be exponentially long.

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -29,16 +30,18 @@ from tests.campaigns.commands import (
     COMMANDS,
     FILE_COMMANDS,
     SECONDS_PER_COMMAND,
+    SLOW_COMMANDS,
     Outcome,
     command_name,
     run_command,
+    shared_loads,
     silence_c_libraries,
 )
 from tests.campaigns.seeds import make_seeds
 from tests.campaigns.trace_mutations import mutate_trace
 from tests.readers import fuzz
 
-BATCH_SIZE = 20
+BATCH_SIZE = 50
 GIB = 1 << 30
 MEMORY_BYTES = 3 * GIB
 """Address space of a worker beyond what it has when it starts: a small input that needs more is a fault."""
@@ -63,13 +66,20 @@ class Tally:
         names = list(dict.fromkeys(name for name, _ in self.outcomes))
         lines = ["  ".join([f"{'command':<42}", *(f"{kind:>12}" for kind in kinds)])]
         for name in [*names, "total"]:
-            counts = [sum(n for (c, k), n in self.outcomes.items() if k == kind and name in (c, "total")) for kind in kinds]
-            lines.append("  ".join([f"{name:<42}", *(f"{count:>{max(12, len(k))},}" for count, k in zip(counts, kinds, strict=True))]))
+            counts = [
+                sum(n for (c, k), n in self.outcomes.items() if k == kind and name in (c, "total")) for kind in kinds
+            ]
+            lines.append(
+                "  ".join(
+                    [f"{name:<42}", *(f"{count:>{max(12, len(k))},}" for count, k in zip(counts, kinds, strict=True))]
+                )
+            )
         return "\n".join(lines)
 
 
 def run_campaign(num_traces: int, num_files: int, seed: int, *, commands: Sequence[Command] = COMMANDS,
-                 workers: int = 1, keep: Path | None = None, report_every: int = 1) -> Tally:  # fmt: skip
+                 workers: int = 1, keep: Path | None = None, slow_every: int = 1, share: bool = False,
+                 minutes: float = 1e9) -> Tally:  # fmt: skip
     """Run commands on mutated inputs and return what they did.
 
     Args:
@@ -79,14 +89,19 @@ def run_campaign(num_traces: int, num_files: int, seed: int, *, commands: Sequen
         commands: what is run on each input.
         workers: processes that run at the same time.
         keep: folder for inputs with faults.
-        report_every: run ``report``, which takes far longer than the others, on one input in so many.
+        slow_every: run the slow commands on one input in so many.
+        minutes: begin no batch after this time.
+        share: let the commands of an input share what they compute, see ``shared_loads``.
     """
     tally = Tally()
+    deadline = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory(prefix="memtrace-campaign-") as name:
         folder = Path(name)
         in_child(lambda: make_seeds(folder / "seeds") and None)
         seeds = sorted((folder / "seeds").glob("*.memtrace"))
         files = fuzz.seeds() if num_files else []
+        for command in commands:  # so that the children need not import anything
+            run_command(command, seeds[0], seeds[0], folder)
         makers: list[tuple[str, int, Callable[[Path, random.Random], tuple[Path, str]]]] = [
             ("trace", num_traces, lambda to, dice: _mutated_trace(seeds, to, dice)),
             ("file", num_files, lambda to, dice: _mutated_file(files, to, dice)),
@@ -98,9 +113,11 @@ def run_campaign(num_traces: int, num_files: int, seed: int, *, commands: Sequen
 
         def run(job: tuple[str, int, int, Callable[[Path, random.Random], tuple[Path, str]]]) -> list[str]:
             kind, start, count, make = job
+            if time.monotonic() > deadline:
+                return []
             batch = _Batch(folder / f"{kind}-{start}", f"{seed}-{kind}", start, count, make, seeds[0], keep)
             batch.commands = (*commands, *FILE_COMMANDS) if kind == "file" else tuple(commands)
-            batch.report_every = report_every
+            batch.slow_every, batch.share = slow_every, share
             return batch.run()
 
         with ThreadPool(workers) as pool:
@@ -159,7 +176,8 @@ class _Batch:
     other: Path
     keep: Path | None
     commands: tuple[Command, ...] = COMMANDS
-    report_every: int = 1
+    slow_every: int = 1
+    share: bool = False
 
     def run(self) -> list[str]:
         """Return the lines that the children wrote, and a line for each crash."""
@@ -169,11 +187,16 @@ class _Batch:
         lines: list[str] = []
         begun = 0
         while begun < self.count:
-            status = in_child(lambda begun=begun: self._run_inputs(begun, results))
+            status = in_child(lambda begun=begun: self._run_inputs(begun, results))  # type: ignore[misc]
             lines = results.read_text(encoding="utf-8").splitlines()
             begun = sum('"input"' in line for line in lines)
             if begun < self.count:
-                crash = {"command": "?", "kind": "crash", "where": f"{self.seed}-{self.start + begun}", "detail": f"status {status}"}
+                crash = {
+                    "command": "?",
+                    "kind": "crash",
+                    "where": f"{self.seed}-{self.start + begun}",
+                    "detail": f"status {status}",
+                }
                 skip = {"input": 0, "answered": 0}
                 with results.open("a", encoding="utf-8") as out:
                     print(json.dumps(crash), json.dumps(skip), sep="\n", file=out)
@@ -184,7 +207,8 @@ class _Batch:
 
     def _run_inputs(self, begun: int, results: Path) -> None:
         impose_limits()
-        with results.open("a", encoding="utf-8") as out:
+        sharing = shared_loads() if self.share else nullcontext()
+        with sharing, results.open("a", encoding="utf-8") as out:
             for index in range(begun, self.count):
                 number = self.start + index
                 dice = random.Random(f"{self.seed}-{number}")
@@ -197,7 +221,11 @@ class _Batch:
                     outcome = run_command(command, path, self.other, here)
                     answered |= outcome.kind == "answered"
                     where = f"{self.seed}-{number} {what}"
-                    print(json.dumps({"command": command_name(command), "where": where, **asdict(outcome)}), file=out, flush=True)
+                    print(
+                        json.dumps({"command": command_name(command), "where": where, **asdict(outcome)}),
+                        file=out,
+                        flush=True,
+                    )
                     shutil.rmtree(here / "output", ignore_errors=True)
                     (here / "output").unlink(missing_ok=True)
                     if outcome.is_fault and self.keep and not kept:
@@ -209,7 +237,7 @@ class _Batch:
 
     def _commands_for(self, number: int) -> Iterator[Command]:
         for command in self.commands:
-            if command[0] != "report" or number % self.report_every == 0:
+            if command not in SLOW_COMMANDS or number % self.slow_every == 0:
                 yield command
 
 
@@ -244,8 +272,6 @@ def in_child(work: Callable[[], None]) -> int:
         try:
             work()
             status = 0
-        except BaseException as error:
-            print(f"campaign: {type(error).__name__}: {error}", file=sys.__stderr__)
         finally:
             os._exit(status)
     try:
@@ -264,12 +290,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--keep", type=Path)
-    parser.add_argument("--report-every", type=int, default=1)
+    parser.add_argument("--slow-every", type=int, default=1, help="Run slow commands on one input in so many.")
+    parser.add_argument("--minutes", type=float, default=1e9, help="Begin no batch after this time.")
+    parser.add_argument("--share", action="store_true", help="Commands of an input share what they compute.")
     parser.add_argument("--max-faults", type=int, default=40, help="Most faults to print.")
     options = parser.parse_args()
     begin = time.monotonic()
     tally = run_campaign(options.traces, options.files, options.seed, workers=options.workers, keep=options.keep,
-                         report_every=options.report_every)  # fmt: skip
+                         slow_every=options.slow_every,
+        share=options.share, minutes=options.minutes)  # fmt: skip
     print(tally.table())
     print(f"{tally.inputs:,} inputs ({tally.answered_inputs:,} answered by at least one command), "
           f"{sum(tally.outcomes.values()):,} commands in {time.monotonic() - begin:.0f} s, "

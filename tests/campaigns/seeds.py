@@ -67,7 +67,14 @@ def _snapshot(path: Path) -> None:
     maker = random_history(3, 150)
     snapshot = maker.snapshot()
     snapshot["device_traces"][0].append(
-        {"action": "oom", "size": 99 * MIB, "device_free": 5 * MIB, "stream": 0, "frames": [], "time_us": maker.clock_us}
+        {
+            "action": "oom",
+            "size": 99 * MIB,
+            "device_free": 5 * MIB,
+            "stream": 0,
+            "frames": [],
+            "time_us": maker.clock_us,
+        }
     )
     file = path.with_suffix(".pickle")
     file.write_bytes(pickle.dumps(snapshot))

@@ -47,7 +47,7 @@ def mutate_trace(folder: Path, dice: Dice) -> str:
         )[0]
         try:
             done.append(mutate(folder, dice))
-        except (OSError, pa.ArrowException, ValueError) as error:  # what an earlier mutation damaged
+        except (OSError, pa.ArrowException, ValueError, LookupError) as error:  # an earlier mutation damaged it
             done.append(f"({type(error).__name__})")
     return ", ".join(done)
 
