@@ -146,8 +146,9 @@ def _sample_note(sample: IntervalSample) -> str:
     num_swappable = format_count(int(sample.is_swappable.sum()), "interval")
     return (
         f"{len(sample.rows):,} of {sample.num_intervals:,} intervals, half of them the longest of the largest blocks. "
-        f"{num_swappable} (dots; {format_bytes(sample.swappable_bytes)} of blocks) are long enough for a swap of at least "
-        f"{format_bytes(MIN_SWAP_BYTES)} at {TITAN_XP.d2h.gb_per_s:.2f} GB/s D2H and {TITAN_XP.h2d.gb_per_s:.2f} GB/s H2D ({TITAN_XP.source})."
+        f"{num_swappable} (dots; {format_bytes(sample.swappable_bytes)} of blocks) are long enough to swap a block of "
+        f"at least {format_bytes(MIN_SWAP_BYTES)} at {TITAN_XP.d2h.gb_per_s:.2f} GB/s D2H and "
+        f"{TITAN_XP.h2d.gb_per_s:.2f} GB/s H2D ({TITAN_XP.source})."
     )
 
 

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from multiprocessing.pool import ThreadPool
+from functools import partial
 from pathlib import Path
 
 from tests.campaigns.commands import (
@@ -97,7 +97,7 @@ def run_campaign(num_traces: int, num_files: int, seed: int, *, commands: Sequen
     deadline = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory(prefix="memtrace-campaign-") as name:
         folder = Path(name)
-        in_child(lambda: make_seeds(folder / "seeds") and None)
+        in_child(lambda: make_seeds(folder / "seeds"))
         seeds = sorted((folder / "seeds").glob("*.memtrace"))
         files = fuzz.seeds() if num_files else []
         for command in commands:  # so that the children need not import anything
@@ -120,11 +120,16 @@ def run_campaign(num_traces: int, num_files: int, seed: int, *, commands: Sequen
             batch.slow_every, batch.share = slow_every, share
             return batch.run()
 
-        with ThreadPool(workers) as pool:
-            for number, lines in enumerate(pool.imap_unordered(run, jobs)):
-                _count(tally, lines)
-                if sys.stderr.isatty():
-                    print(f"\r{number + 1}/{len(jobs)} batches, {len(tally.faults)} faults", end="", file=sys.stderr)
+        def work(worker: int) -> None:
+            with (folder / f"lines-{worker}").open("w", encoding="utf-8") as out:
+                for job in jobs[worker::workers]:
+                    out.writelines(f"{line}\n" for line in run(job))
+                    out.flush()
+
+        children = [fork(partial(work, worker)) for worker in range(workers)]
+        for worker, child in enumerate(children):
+            os.waitpid(child, 0)
+            _count(tally, (folder / f"lines-{worker}").read_text(encoding="utf-8").splitlines())
     return tally
 
 
@@ -264,8 +269,8 @@ def impose_limits() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 
 
-def in_child(work: Callable[[], None]) -> int:
-    """Run ``work`` in a fork of this process and return its exit status, negative for a signal."""
+def fork(work: Callable[[], object]) -> int:
+    """Run ``work`` in a fork of this process and return its process id."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -274,6 +279,12 @@ def in_child(work: Callable[[], None]) -> int:
             status = 0
         finally:
             os._exit(status)
+    return child
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Run ``work`` in a fork of this process and return its exit status, negative for a signal."""
+    child = fork(work)
     try:
         _, status = os.waitpid(child, 0)
     except BaseException:

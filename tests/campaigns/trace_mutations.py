@@ -180,7 +180,7 @@ def _mutate_part_bytes(folder: Path, dice: Dice) -> str:
 
 
 def _mutate_manifest(folder: Path, dice: Dice) -> str:
-    path = dice.choice(sorted(folder.rglob("manifest.json")))
+    path = dice.choice(sorted(file for file in folder.rglob("manifest.json") if file.is_file()))
     if dice.random() < 0.1:
         path.write_bytes(mutate_bytes(path.read_bytes(), dice))
         return "bytes of the manifest"
@@ -245,7 +245,7 @@ def _mutate_files(folder: Path, dice: Dice) -> str:
         path.symlink_to("/dev/zero")
     elif action == "made a pipe":
         os.mkfifo(path)
-    elif action == "swapped":
+    elif action == "swapped" and path.is_file() and other.is_file():
         content = path.read_bytes()
         path.write_bytes(other.read_bytes())
         other.write_bytes(content)
