@@ -95,9 +95,11 @@ class PartFiles:
     def value_range(self, table: str, number: int, column: str) -> tuple[int, int] | None:
         """Return the smallest and the largest value of a column in one part, from the statistics in its footer.
 
-        None where every value is null. TraceError where another tool removed the statistics.
+        None where every value is null, or the part lacks the column.
         """
         footer = self._footer(table, number)
+        if column not in footer.schema.names:
+            return None
         place = footer.schema.names.index(column)
         lows, highs = [], []
         for group in range(footer.num_row_groups):
