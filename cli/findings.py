@@ -88,13 +88,13 @@ def _print_findings(out: Console, title: str, findings: list[Finding]) -> None:
     for pattern in dict.fromkeys(finding.pattern for finding in shown):
         rows = [finding for finding in shown if finding.pattern == pattern]
         out.print(f"\n{pattern.capitalize()}: {rows[0].advice}")
-        table = plain_table("saves", "new peak", "blocks", "allocation site (category)")
+        table = plain_table("saves", "new peak", "blocks", "allocation site [module] (category)")
         for row in rows:
             table.add_row(
                 f"{'up to ' if row.is_upper_bound else ''}{format_bytes(row.saved_bytes)}",
                 format_bytes(row.peak_if_fixed_bytes),
                 f"{row.num_blocks:,}",
-                escape(f"{row.site or UNKNOWN} ({_spaced(row.category)})"),
+                escape(f"{row.site or UNKNOWN}{f' [{row.module}]' if row.module else ''} ({_spaced(row.category)})"),
             )
         out.print(table)
     if len(findings) > MAX_ROWS:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import click
 from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.failure import print_failure
-from memtrace.cli.output import console, escape, fact_table, plain_table, print_json, shorten_site, working
+from memtrace.cli.output import console, escape, fact_table, plain_table, print_json, site_with_modules, working
 
 from memtrace.analysis.summary import (
     DeviceSummary,
@@ -149,7 +149,7 @@ def _device_facts(device: DeviceSummary) -> list[str]:
 def _print_group_tables(out: Console, peak: PeakSummary) -> None:
     missing = []
     for noun, groups, absent in (
-        ("allocation site", peak.top_sites, "(no stack recorded)"),
+        ("allocation site", peak.top_sites, "(no stack)"),
         ("module", peak.top_modules, "(outside any module)"),
     ):
         if all(group.name is None for group in groups):
@@ -157,7 +157,8 @@ def _print_group_tables(out: Console, peak: PeakSummary) -> None:
             continue
         table = plain_table("size", "share", "blocks", f"Peak by {noun}")
         for group in groups[:NUM_ROWS]:
-            name = escape(shorten_site(group.name or absent, out.width - NUMBER_CHARS))
+            reason = f"(no stack: {group.no_stack_reason})" if group.no_stack_reason else absent
+            name = escape(site_with_modules(group.name or reason, group.modules, out.width - NUMBER_CHARS))
             share = format_share(group.bytes, peak.bytes)
             table.add_row(format_bytes(group.bytes), share, f"{group.num_blocks:,}", name)
         out.print()

@@ -14,6 +14,7 @@ from memtrace.analysis.bandwidth import TITAN_XP
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.intervals import access_intervals, device_intervals
 from memtrace.analysis.swap import IntervalSample, max_swappable_bytes, sample_intervals
+from memtrace.analysis.thresholds import MIN_SWAP_BYTES
 from memtrace.categories import CATEGORY_LABELS
 from memtrace.format.schema import CATEGORIES
 from memtrace.units import format_bytes, format_count, format_duration
@@ -145,8 +146,9 @@ def _sample_note(sample: IntervalSample) -> str:
     num_swappable = format_count(int(sample.is_swappable.sum()), "interval")
     return (
         f"{len(sample.rows):,} of {sample.num_intervals:,} intervals, half of them the longest of the largest blocks. "
-        f"{num_swappable} (dots; {format_bytes(sample.swappable_bytes)} of blocks) are long enough for a swap at "
-        f"{TITAN_XP.d2h.gb_per_s:.2f} GB/s D2H and {TITAN_XP.h2d.gb_per_s:.2f} GB/s H2D ({TITAN_XP.source})."
+        f"{num_swappable} (dots; {format_bytes(sample.swappable_bytes)} of blocks) are long enough to swap a block of "
+        f"at least {format_bytes(MIN_SWAP_BYTES)} at {TITAN_XP.d2h.gb_per_s:.2f} GB/s D2H and "
+        f"{TITAN_XP.h2d.gb_per_s:.2f} GB/s H2D ({TITAN_XP.source})."
     )
 
 

@@ -17,6 +17,7 @@ from memtrace.analysis import patterns, training_patterns
 from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.attribution import step_rows
 from memtrace.analysis.block_accesses import has_accesses, runs_compiled_kernels
+from memtrace.analysis.block_groups import largest_module
 from memtrace.analysis.blocks import CATEGORY, blocks
 from memtrace.analysis.counterfactual import (
     IdleIntervals,
@@ -49,6 +50,8 @@ class Finding:
     """The pattern of DrGPUM that it is a case of, such as ``leak``."""
     site: str | None
     """The allocation site, ``file:line function``; None: no call stack was recorded."""
+    module: str | None
+    """The module that owns most of the wasted bytes; layers of a stack are ``*``. None: outside any module."""
     category: str
     """The category of most of the bytes."""
     num_blocks: int
@@ -335,6 +338,7 @@ def _evaluate(
         pattern=pattern.name,
         pattern_class=pattern.pattern_class,
         site=site,
+        module=largest_module(trace, intervals.block),
         category=CATEGORIES[int(bytes_by_category.argmax())],
         num_blocks=len(np.unique(intervals.block)),
         wasted_bytes=int(size.max()) if is_dead_write else max_simultaneous_bytes(intervals, size),

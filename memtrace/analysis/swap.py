@@ -67,7 +67,9 @@ def max_swappable_bytes(interval_ns: Array | float, costs: CopyBandwidths, *, wi
     return num_bytes
 
 
-def swappable_intervals(trace: Trace, costs: CopyBandwidths, *, with_latency: bool = True, min_bytes: int = 0) -> Array:
+def swappable_intervals(
+    trace: Trace, costs: CopyBandwidths, *, with_latency: bool = True, min_bytes: int = MIN_SWAP_BYTES
+) -> Array:
     """Return the intervals, as positions in ``access_intervals(trace)``, that are long enough to swap their block.
 
     Args:
@@ -93,7 +95,9 @@ def swappable_peak_bytes(
     return _swap_totals(trace, swappable_intervals(trace, costs, min_bytes=min_bytes)).bytes_at_peak
 
 
-def swap_totals(trace: Trace, costs: CopyBandwidths, *, with_latency: bool = True, min_bytes: int = 0) -> SwapTotals:
+def swap_totals(
+    trace: Trace, costs: CopyBandwidths, *, with_latency: bool = True, min_bytes: int = MIN_SWAP_BYTES
+) -> SwapTotals:
     """Return the totals of ``swappable_intervals``, of a trace with recorded accesses."""
     return _swap_totals(trace, swappable_intervals(trace, costs, with_latency=with_latency, min_bytes=min_bytes))
 
@@ -118,7 +122,9 @@ class IntervalSample:
     """Sum of the sizes of the distinct blocks of the sample with a swappable interval."""
 
 
-def sample_intervals(trace: Trace, device: str, costs: CopyBandwidths, max_intervals: int) -> IntervalSample | None:
+def sample_intervals(
+    trace: Trace, device: str, costs: CopyBandwidths, max_intervals: int, *, min_bytes: int = MIN_SWAP_BYTES
+) -> IntervalSample | None:
     """Return a sample of the access intervals of a device; None where it has none.
 
     Half of the sample are the intervals with the largest product of size and length, which matter most for swapping;
@@ -129,6 +135,7 @@ def sample_intervals(trace: Trace, device: str, costs: CopyBandwidths, max_inter
         device: name of a device of the trace.
         costs: cost of the copies.
         max_intervals: size of the sample, approximately.
+        min_bytes: smallest block to swap.
     """
     intervals, size = access_intervals(trace), blocks(trace).size
     rows = device_intervals(trace, device)
@@ -140,12 +147,14 @@ def sample_intervals(trace: Trace, device: str, costs: CopyBandwidths, max_inter
     head, rest = order[: max_intervals // 2], order[max_intervals // 2 :]
     stride = max(1, -(-2 * len(rest) // max_intervals))
     chosen = np.concatenate([head, rest[::stride]])
-    is_swappable = np.isin(chosen, swappable_intervals(trace, costs))
+    is_swappable = np.isin(chosen, swappable_intervals(trace, costs, min_bytes=min_bytes))
     swappable_blocks = np.unique(intervals.block[chosen[is_swappable]])
     return IntervalSample(chosen, is_swappable, len(rows), int(size[swappable_blocks].sum()))
 
 
-def find_swap_candidates(trace: Trace, costs: CopyBandwidths, *, min_bytes: int = 0) -> tuple[SwapCandidate, ...]:
+def find_swap_candidates(
+    trace: Trace, costs: CopyBandwidths, *, min_bytes: int = MIN_SWAP_BYTES
+) -> tuple[SwapCandidate, ...]:
     """Return the swap candidates by allocation site, category and size, most bytes at the peak first.
 
     Args:
