@@ -38,6 +38,8 @@ class DeviceInfo:
     """CPU: threads that torch uses within an operator."""
     total_bytes: int | None = None
     """Memory of the device."""
+    allowed_bytes: int | None = None
+    """Most that torch's CUDA allocator may reserve (``set_per_process_memory_fraction``); None: no limit, or unknown."""
 
 
 @dataclass(frozen=True)
