@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.cuda.training_programs import Run, Transformer, train_transformer
+from tests.programs.cuda_fuzz import FEATURES, FuzzProgram
 
 MIB = 1 << 20
 
@@ -242,3 +243,13 @@ def prefetching(run: Run) -> object:
         if number % 2:
             run.mark()
     return layer
+
+
+def random_program(run: Run) -> object:
+    """Random operations; the seed also determines which features of the allocator they use."""
+    features = tuple(name for bit, name in enumerate(FEATURES) if (run.seed + 1) * 37 >> bit & 1)
+    program = FuzzProgram(run.seed, features, run.device.index)
+    for _ in range(8):
+        program.run(40)
+        run.mark()
+    return program

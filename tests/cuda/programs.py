@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from tests.cuda import memory_programs as memory
 from tests.cuda import training_programs as training
-from tests.cuda.random_program import RandomProgram
 from tests.cuda.training_programs import Run
 
 
@@ -49,5 +48,5 @@ PROGRAMS: Final[dict[str, Program]] = {
     "growth": _whole(memory.growth),
     "sizes": _whole(memory.sizes),
     "prefetching": _whole(memory.prefetching),
-    RANDOM: Program(lambda run, _: RandomProgram(run, run.seed).execute(), memory_bytes=640 << 20),
+    RANDOM: Program(lambda run, _: memory.random_program(run), memory_bytes=640 << 20),
 }
