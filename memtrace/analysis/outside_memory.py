@@ -20,6 +20,7 @@ CONTEXT_BYTES: Final = 1 << 30
 class OutsideReadings:
     """The memory in use outside torch's allocator at each reading of the driver, one element per reading."""
 
+    time_ns: Array
     device: Array
     """Position in ``Trace.devices``."""
     bytes: Array
@@ -38,10 +39,12 @@ class OutsideMemory:
 
 def outside_readings(trace: Trace) -> OutsideReadings:
     """Return what was in use outside torch's allocator at each reading of a single-rank trace, in order of time."""
-    counters = trace.columns("counters", "device", "name", "value")
-    used = np.flatnonzero(counters["name"] == COUNTERS.index("device_used"))
-    # The rows of one reading are neighbors: what the allocator reserved, then what is in use.
-    return OutsideReadings(counters["device"][used], counters["value"][used] - counters["value"][used - 1])
+    counters = trace.columns("counters", "time_ns", "device", "name", "value")
+    name, device, value = counters["name"], counters["device"], counters["value"]
+    # The rows of one reading are neighbors: what the allocator reserved, if it reports that, then what is in use.
+    used = np.flatnonzero(name == COUNTERS.index("device_used"))
+    used = used[(name[used - 1] == COUNTERS.index("reserved")) & (device[used - 1] == device[used])]
+    return OutsideReadings(counters["time_ns"][used], device[used], value[used] - value[used - 1])
 
 
 def outside_memory_at_failure(
@@ -63,9 +66,7 @@ def outside_memory_at_failure(
     if info is not None and info.total_bytes is not None and device_free is not None:
         num_bytes, is_exact = max(info.total_bytes - device_free - reserved, 0), True
     else:
-        counters = trace.columns("counters", "time_ns", "name")
-        times = counters["time_ns"][counters["name"] == COUNTERS.index("device_used")][on_device]
-        earlier = values[times <= time_ns]
+        earlier = values[readings.time_ns[on_device] <= time_ns]
         if not len(earlier):
             return None
         num_bytes, is_exact = int(earlier[-1]), False
