@@ -156,7 +156,7 @@ def _advise(
     if room is None:
         return [REDUCE_LIVE_MEMORY]
     advice = _advice_about_outside_memory(room, device_free, outside)
-    advice += _advice_about_size(asked, room, device_free)
+    advice += _advice_about_size(asked, room, device_free, outside_is_cause=bool(advice))
     if not settings.expandable_segments:
         advice += _advice_about_expandable_segments(asked, room)
     if room.free_elsewhere_bytes >= asked:
@@ -190,7 +190,7 @@ def _advice_about_outside_memory(room: RequestRoom, device_free: int, outside: O
     ]
 
 
-def _advice_about_size(asked: int, room: RequestRoom, device_free: int) -> list[str]:
+def _advice_about_size(asked: int, room: RequestRoom, device_free: int, *, outside_is_cause: bool) -> list[str]:
     advice = []
     if device_free >= room.segment_bytes:
         advice.append(
@@ -199,7 +199,7 @@ def _advice_about_size(asked: int, room: RequestRoom, device_free: int) -> list[
             f"for the {format_bytes(room.segment_bytes)} that the allocator requested."
         )
     obtainable = room.state.reserved_bytes + device_free
-    if device_free >= 0 and obtainable < asked:
+    if device_free >= 0 and obtainable < asked and not outside_is_cause:
         advice.append(
             f"Request less memory: {format_bytes(asked)} exceed the {format_bytes(obtainable)} that would be available "
             "with no other tensor on the device. Check the shape of the tensor."

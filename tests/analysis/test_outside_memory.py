@@ -49,6 +49,13 @@ def test_memory_that_another_process_took_may_be_the_reason() -> None:
     assert "with 512 MiB of them" in failure.advice[0]
 
 
+def test_a_request_that_other_processes_leave_no_room_for_is_not_called_too_large() -> None:
+    failure = explain(total_bytes=16 * GIB, free_bytes=GIB, readings=[GIB // 4], asked_bytes=6 * GIB)
+    assert failure.outside is not None and failure.outside.bytes == 11 * GIB
+    assert failure.advice[0].startswith("Check for other processes")
+    assert not any(sentence.startswith("Request less") for sentence in failure.advice)
+
+
 def test_the_context_of_the_process_itself_is_not_blamed() -> None:
     failure = explain(total_bytes=5 * GIB, free_bytes=GIB // 2, readings=[GIB // 2])
     assert failure.outside == OutsideMemory(GIB // 2, 0, is_exact=True)
