@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
-import torch._dynamo  # optimizers import it at their first step
+import torch
 
 from tests.cuda.case import Case, CaseResult, run_case
 
@@ -48,6 +48,8 @@ class CaseServer:
 
 def main() -> None:
     """Read cases from stdin and write their results to stdout, one JSON object a line, until stdin ends."""
+    import torch._dynamo  # optimizers import it at their first step, which takes seconds
+
     assert not torch.cuda.is_initialized()
     answers = os.dup(1)
     os.dup2(2, 1)  # what a case prints must not mix with the answers
