@@ -13,8 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
-import torch
-
 from tests.cuda.case import Case, CaseResult, run_case
 
 TIMEOUT_SECONDS = 180
