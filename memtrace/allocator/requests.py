@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,7 +29,7 @@ from memtrace.allocator.operations import FREE as FREE_BLOCK
 from memtrace.allocator.rules import TORCH
 from memtrace.allocator.settings import AllocatorSettings
 from memtrace.allocator.virtual_ranges import estimate_device_bytes, walk_back
-from memtrace.format.manifest import DeviceInfo
+from memtrace.format.manifest import Manifest
 from memtrace.format.schema import EVENT_KINDS
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ def _read_allocator_history(
         by_program=_released_by_program(trace, entries["kind"], entries["op_id"]),
         device_free=entries["device_free"].astype(np.int64),
         time_ns=entries["time_ns"].astype(np.int64),
-        settings=_recorded_settings(manifest.allocator_settings, device_info),
+        settings=_settings(manifest, device),
         segments=segments,
         blocks=_live_blocks_at_end(events),
         device_bytes=device_info.total_bytes if device_info else None,
@@ -137,13 +136,11 @@ def _read_allocator_history(
     )
 
 
-def _recorded_settings(recorded: Mapping[str, Any] | None, device: DeviceInfo | None) -> AllocatorSettings:
-    """Return the settings of a device; a limit that the program set itself is not among the recorded settings."""
-    settings = AllocatorSettings.from_snapshot(recorded)
-    if device is None or device.allowed_bytes is None or not device.total_bytes:
+def _settings(manifest: Manifest, device: str) -> AllocatorSettings:
+    settings, info = AllocatorSettings.from_snapshot(manifest.allocator_settings), manifest.devices.get(device)
+    if info is None or not info.total_bytes or info.allowed_bytes is None:
         return settings
-    # The model multiplies the fraction with the memory of the device and cuts off what follows the point.
-    return replace(settings, memory_fraction=(device.allowed_bytes + 0.5) / device.total_bytes)
+    return settings.with_memory_limit(info.allowed_bytes, info.total_bytes)
 
 
 def _read_segments(trace: Trace, device: str) -> RecordedSegments:
