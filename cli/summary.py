@@ -10,6 +10,7 @@ from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.failure import print_failure
 from memtrace.cli.output import console, escape, fact_table, plain_table, print_json, site_with_modules, working
 
+from memtrace.analysis.device_clock import CLOCK_LABELS
 from memtrace.analysis.summary import (
     DeviceSummary,
     JobSummary,
@@ -219,6 +220,7 @@ def _pattern_facts(patterns: PatternSummary) -> list[tuple[str, str]]:
         facts.append(("Wasted memory", escape(f"{what} at {best.site or UNKNOWN}; fixing it lowers the peak to "
                                               f"{format_bytes(best.peak_if_fixed_bytes)}")))  # fmt: skip
     if patterns.swappable_bytes_at_peak:
+        clocks = ", ".join(CLOCK_LABELS[clock] for clock in patterns.num_intervals_by_clock or ())
         facts.append(("Swap candidates", f"{format_bytes(patterns.swappable_bytes_at_peak)} are idle across the peak "
-                      "for long enough to be offloaded"))  # fmt: skip
+                      f"for long enough to be offloaded (by {clocks})"))  # fmt: skip
     return facts
