@@ -14,6 +14,7 @@ import numpy as np
 
 from memtrace.allocator.history import (
     ALLOC,
+    FREE,
     OOM,
     SEGMENT_ALLOC,
     SEGMENT_FREE,
@@ -73,6 +74,7 @@ def find_cache_releases(history: AllocatorHistory) -> CacheReleases:
     first, end = np.flatnonzero(changes & (cause[1:] != -2)), np.flatnonzero(changes & (cause[:-1] != -2))
     following = np.append(history.kind, -1)[end]
     is_followed_by_need = np.isin(following, (SEGMENT_ALLOC, SEGMENT_MAP, OOM))
+    is_followed_by_need |= _is_first_of_two(history, first, end)
     by_program = history.by_program[first]
     last_request = np.flatnonzero((history.kind == ALLOC) | (history.kind == OOM)).max(initial=-1)
     by_program = np.where(((by_program == -1) & ~is_followed_by_need) | (end > last_request), 1, by_program)
@@ -82,6 +84,21 @@ def find_cache_releases(history: AllocatorHistory) -> CacheReleases:
     would_serve = np.array([_would_serve(history, *run) for run in runs], bool)
     was_unneeded = (by_program == -1) & (within_known_capacity | would_serve)
     return CacheReleases(first, end, (by_program == 1) | was_unneeded)
+
+
+def _is_first_of_two(history: AllocatorHistory, first: Int64s, end: Int64s) -> Bools:
+    """Return which runs are the first of the two releases that one request can cause under `max_split_size_mb`.
+
+    The first releases large blocks, the largest first. Before the second, the allocator waits for the streams, so only
+    completed frees lie between the two.
+    """
+    limit, is_first = history.settings.max_split_bytes, np.zeros(len(first), np.bool_)
+    if limit is None:
+        return is_first
+    for i, (begin, stop) in enumerate(zip(first[:-1].tolist(), end[:-1].tolist(), strict=True)):
+        sizes, between = history.size[begin:stop], history.kind[stop : first[i + 1]]
+        is_first[i] = (sizes >= limit).all() and (np.diff(sizes) <= 0).all() and (between == FREE).all()
+    return is_first
 
 
 def _would_serve(history: AllocatorHistory, first: int, end: int) -> bool:
