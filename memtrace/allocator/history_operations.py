@@ -44,12 +44,21 @@ class _Wait(NamedTuple):
 
 
 def extract_operations(
-    history: AllocatorHistory, start: StartState, releases: CacheReleases, rules: Rules
+    history: AllocatorHistory, start: StartState, releases: CacheReleases, rules: Rules, *, frees_wait: bool = True
 ) -> OperationSequence:
-    """Return the requests, frees and `empty_cache` calls of a history."""
+    """Return the requests, frees and `empty_cache` calls of a history.
+
+    Args:
+        history: the history.
+        start: the state before its first entry.
+        releases: who released the cache.
+        rules: the allocator's rules.
+        frees_wait: how to read a free that completes directly before the allocator releases its cache: a stream still
+            used the block, or the block was free at once.
+    """
     number = _block_numbers(history, start)
     waits = _waits_for_streams(history, releases)
-    deferred = _deferred_frees(history, waits)
+    deferred = _deferred_frees(history, waits if frees_wait else [])
     deferred = deferred[number[deferred] >= 0]
     completions = _completed_frees(history, deferred, number)
     pools = resolve_pools(history)
@@ -121,9 +130,9 @@ def _waits_for_streams(history: AllocatorHistory, releases: CacheReleases) -> li
 
     It does so before it releases its cache, and also where it has nothing to release and the request fails.
     """
-    by_allocator = ~releases.by_program
+    by_allocator = ~releases.by_program & ~releases.by_garbage_collection
     runs = list(zip(releases.first[by_allocator].tolist(), releases.end[by_allocator].tolist(), strict=True))
-    ends = {end for _, end in runs}
+    ends = set(releases.end.tolist())
     runs += [(row, row) for row in np.flatnonzero(history.kind == OOM).tolist() if row not in ends]
     waits = []
     for first, end in sorted(runs):
