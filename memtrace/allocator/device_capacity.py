@@ -86,6 +86,9 @@ def find_cache_releases(history: AllocatorHistory) -> CacheReleases:
     would_serve = np.array([_would_serve(history, *run) for run in runs], bool)
     was_unneeded = (by_program == -1) & (within_known_capacity | would_serve)
     is_garbage = _could_be_garbage_collection(history, first, end, before)
+    if history.settings.collects_garbage and history.allowed_bytes is not None:
+        # Releases that neither the threshold nor the limit explains are those of the program.
+        was_unneeded |= (by_program == -1) & ~_exceeds_limit(history, end, before)
     by_program = (by_program == 1) | (was_unneeded & ~is_garbage)
     return CacheReleases(first, end, by_program, is_garbage & ~by_program)
 

@@ -51,7 +51,7 @@ class DeviceInfo:
     total_bytes: int | None = None
     """Memory of the device."""
     allowed_bytes: int | None = None
-    """Most that torch's CUDA allocator may reserve (``set_per_process_memory_fraction``); None: no limit, or unknown."""
+    """Most that torch's CUDA allocator may reserve (``set_per_process_memory_fraction``); None: no limit or unknown."""
 
 
 @dataclass(frozen=True)

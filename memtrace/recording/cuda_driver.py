@@ -99,7 +99,8 @@ def _allowed_bytes(device: int) -> int | None:
     """Return the most that torch's allocator may reserve on a device; None: no limit, or a torch that hides it."""
     read_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
     # Reading the fraction of a device that the program does not use would initialise the device.
-    if read_fraction is None or not torch._C._cuda_hasPrimaryContext(device):
+    has_context: Callable[[int], bool] = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
+    if read_fraction is None or not has_context(device):
         return None
     fraction = read_fraction(device)
     # torch multiplies the fraction with the total that the driver reports and cuts off what follows the point. Where it
