@@ -15,6 +15,7 @@ import torch
 from memtrace.errors import MemtraceError
 from memtrace.format.manifest import RecordingOptions
 from memtrace.format.schema import NAME_KINDS, SPAN_KINDS
+from memtrace.recording.hook_errors import HookErrors
 from memtrace.recording.hooks import install_hooks
 from memtrace.recording.job import JobMembership
 from memtrace.recording.labels import Labeller
@@ -127,7 +128,7 @@ class Recorder:
         self._is_stopped = False
         self._hooks = ExitStack()
         ring = self._make_ring()
-        self.labeller = Labeller(observer)
+        self.labeller = Labeller(observer, HookErrors(manifest.add_note))
         self._cuda = make_cuda_monitor(observer, manifest)
         self.steps = StepTracker(
             observer,
@@ -184,12 +185,13 @@ class Recorder:
     def _label_existing(
         self, models: Mapping[str, torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
     ) -> None:
+        labeller, protect = self.labeller, self.labeller.errors.protect
         for name, model in models.items():
-            self.labeller.add_model(model, name)
-        self.labeller.label_existing_tensors()
+            protect(labeller.add_model)(model, name)
+        protect(labeller.label_existing_tensors)()
         for optimizer in optimizers:
-            self.labeller.before_optimizer_step(optimizer)
-            self.labeller.after_optimizer_step(optimizer)
+            protect(labeller.before_optimizer_step)(optimizer)
+            protect(labeller.after_optimizer_step)(optimizer)
 
     def time_fetch(self, fetch: Callable[[], LoaderItem]) -> LoaderItem:
         """Call ``fetch``, record its time as a wait for data and label the tensors it returns as inputs."""
@@ -200,7 +202,7 @@ class Recorder:
         finally:
             self.observer.waiting(False)
         self.observer.span(_DATA_WAIT, -1, started_ns, self.observer.now(), -1)
-        self.labeller.label_inputs(item)
+        self.labeller.errors.protect(self.labeller.label_inputs)(item)
         return item
 
     def mark_range(self, name: str, started_ns: int) -> None:
@@ -257,7 +259,7 @@ class Recorder:
 
     def _stop_observing(self) -> None:
         self.is_recording = False
-        self.labeller.label_remaining_gradients()
+        self.labeller.errors.protect(self.labeller.label_remaining_gradients)()
         self.steps.close()
         if self._cuda is not None:
             self._cuda.stop()

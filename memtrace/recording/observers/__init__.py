@@ -75,8 +75,8 @@ class Observer(Protocol):
     def hide_frames_of(self, code: CodeType) -> None:
         """Leave the frames of a function out of Python stacks."""
 
-    def push_module(self, name: int) -> int:
-        """Record that a module's forward starts; return the depth of module calls including it."""
+    def push_module(self, name: int) -> bool:
+        """Record that a module's forward starts; return whether it is in no other module call and autograd records."""
 
     def pop_module(self, name: int) -> None:
         """Record that a module's forward ends, and with it any calls inside it that an exception ended."""
@@ -106,6 +106,9 @@ class Observer(Protocol):
             gradient_category: category for the gradients of the tensors; -1 leaves gradients unlabelled.
         """
 
+    def label_inputs(self, tensors: list[torch.Tensor], category: int) -> None:
+        """Label the blocks of tensors that autograd has not computed. ``category`` is an index into CATEGORIES."""
+
     def times_devices(self) -> bool:
         """Whether operators can be timed on a GPU."""
 
@@ -120,3 +123,9 @@ class Observer(Protocol):
 
     def baseline(self, tensors: list[torch.Tensor]) -> None:
         """Record the blocks of tensors that are older than the recording."""
+
+    def select_instances(self, objects: list[Any], base: type) -> list[Any]:
+        """The objects whose class is ``base`` or derived from it. Runs no code of the objects."""
+
+    def collected(self, phase: str, info: dict[str, int]) -> None:
+        """Take note of a garbage collection: an element of ``gc.callbacks``. Those that free objects become ranges."""

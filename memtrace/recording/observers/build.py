@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 from memtrace.allocator.rules import MAX_SLACK_BYTES, MIN_BLOCK_BYTES, SMALL_REQUEST_BYTES
+from memtrace.format.schema import CATEGORIES
 from memtrace.recording.observers.columns_header import HEADER_NAME, columns_header
 
 SOURCES = Path(__file__).parent / "native"
@@ -87,6 +88,7 @@ def _compile_flags() -> list[str]:
         f"-DMEMTRACE_MIN_BLOCK_BYTES={MIN_BLOCK_BYTES}",
         f"-DMEMTRACE_SMALL_REQUEST_BYTES={SMALL_REQUEST_BYTES}",
         f"-DMEMTRACE_MAX_SLACK_BYTES={MAX_SLACK_BYTES}",
+        f"-DMEMTRACE_GRADIENT_CATEGORY={CATEGORIES.index('gradient')}",
         *_include_flags(),
     ]
 

@@ -39,7 +39,10 @@ class NativeObserver:
         self.span = native.span
         self.waiting = native.waiting
         self.label = native.label
+        self.label_inputs = native.label_inputs
         self.baseline = native.baseline
+        self.select_instances = native.select_instances
+        self.collected = native.collected
         self.attach_cuda = native.attach_cuda
         self.cuda_settings = native.cuda_settings
         self.cuda_events = native.cuda_events

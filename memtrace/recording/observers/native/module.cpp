@@ -8,6 +8,8 @@
 
 #include "cuda_allocator.h"
 #include "device_time.h"
+#include "foreign_memory.h"
+#include "python_handlers.h"
 #include "state.h"
 #include "tables.h"
 
@@ -50,6 +52,7 @@ PyObject* start(PyObject*, PyObject* arguments) {
     r.t0 = std::chrono::steady_clock::now();
     resolver = std::make_unique<Resolver>();
     install_cpu_allocator(true);
+    see_operators_of_python_handlers(true);
     r.active = true;
     enable_thread(true);
   } catch (const std::exception& error) {
@@ -69,11 +72,13 @@ PyObject* stop(PyObject*, PyObject*) {
       threads = r.threads;
     }
     for (ThreadState* thread : threads) end_forward(*thread);
+    record_collections();
     finish_device_times();
   }
   r.active = false;
   install_cpu_allocator(false);
-  record_foreign_frees();
+  see_operators_of_python_handlers(false);
+  forget_foreign_memory();
   release_stacks();
   {
     Lock lock(r.mutex);
@@ -169,8 +174,9 @@ PyObject* drain(PyObject*, PyObject* until) {
   if (until_ns == -1 && PyErr_Occurred()) return nullptr;
   Recorder& r = recorder();
   Tables tables;
+  record_collections();
   Py_BEGIN_ALLOW_THREADS {
-    if (r.active) record_foreign_frees();
+    if (r.active) record_foreign_frees(SIZE_MAX);
     std::vector<Event> events, later;
     std::vector<OpCall> ops;
     std::vector<Span> spans;
@@ -270,7 +276,10 @@ PyMethodDef methods[] = {
     {"waiting", waiting, METH_O, nullptr},
     {"now", now, METH_NOARGS, nullptr},
     {"label", label, METH_VARARGS, nullptr},
+    {"label_inputs", label_inputs, METH_VARARGS, nullptr},
     {"baseline", baseline, METH_O, nullptr},
+    {"select_instances", select_instances, METH_VARARGS, nullptr},
+    {"collected", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&collected)), METH_FASTCALL, nullptr},
     {"cuda_events", cuda_events, METH_O, nullptr},
     {"attach_cuda", attach_cuda, METH_NOARGS, nullptr},
     {"cuda_settings", cuda_settings, METH_VARARGS, nullptr},
