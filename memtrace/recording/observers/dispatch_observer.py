@@ -269,7 +269,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not self._active:
             return func(*args, **kwargs)
-        if any(not issubclass(kind, FakeTensor) for kind in types):
+        if any(kind not in (torch.Tensor, torch.nn.Parameter) and not issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # the operators that the tensor subclass calls are recorded instead
         info, name = self._operators.get(func) or self._inspect(func)
         if not info.is_recorded:
