@@ -31,13 +31,15 @@ class HookErrors:
         self.num_errors = 0
 
     def caught(self, error: Exception) -> None:
-        """Report an error, unless the program is at its recursion limit, where any call fails."""
+        """Take note of an error, unless the program is at its recursion limit, where any call fails."""
         if isinstance(error, RecursionError):
             return
         self.num_errors += 1
-        if self.num_errors > 1:
-            return
-        text = f"a hook of memtrace failed ({type(error).__name__}: {error}); {_WHAT_IS_MISSING}"
+        if self.num_errors == 1:
+            self.report(f"a hook of memtrace failed ({type(error).__name__}: {error}); {_WHAT_IS_MISSING}")
+
+    def report(self, text: str) -> None:
+        """Warn the user and add a note to the manifest."""
         self._add_note(text)
         try:
             logger.warning("memtrace: training continues, but %s", text)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.optim import optimizer as optimizer_hooks
 
-from memtrace.recording.hook_errors import HookErrors
 from memtrace.recording.instrument import InstrumentError, instrument
 from memtrace.recording.labels import Labeller
 from memtrace.recording.observers import Observer
@@ -36,10 +35,7 @@ def install_hooks(
     errors = labeller.errors
     try:
         for watch in (_watch_modules, _watch_backward, _watch_functional_calls):
-            try:
-                watch(observer, labeller, undo)
-            except InstrumentError as error:
-                errors.caught(error)
+            _install(watch, observer, labeller, undo)
         _watch_collections(observer, undo)
         _watch_optimizers(labeller, errors.protect(optimizer_stepped), undo)
         watch_pipelining(observer, errors, undo)
@@ -47,6 +43,15 @@ def install_hooks(
         undo.close()
         raise
     return undo
+
+
+def _install(
+    watch: Callable[[Observer, Labeller, ExitStack], None], observer: Observer, labeller: Labeller, undo: ExitStack
+) -> None:
+    try:
+        watch(observer, labeller, undo)
+    except InstrumentError as error:
+        labeller.errors.report(f"names, labels and phases are incomplete: {error}")
 
 
 def _watch_modules(observer: Observer, labeller: Labeller, undo: ExitStack) -> None:

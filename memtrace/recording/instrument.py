@@ -6,7 +6,6 @@ copy with the calls compiled in, and put back when the recording ends.
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast

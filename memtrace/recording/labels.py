@@ -46,7 +46,7 @@ _WRAPPERS: Final = {
 
 
 def unwrap(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Wrappers such as DistributedDataParallel and that of torch.compile, outermost first, then the user's own module."""
+    """Wrappers such as DistributedDataParallel, outermost first, and then the module of the program within them."""
     modules = [module]
     while (attribute := _WRAPPERS.get(type_name(modules[-1]))) is not None:
         inner = child_module(modules[-1], attribute)

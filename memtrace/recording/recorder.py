@@ -22,6 +22,7 @@ from memtrace.recording.labels import Labeller
 from memtrace.recording.manifest import ManifestFile, new_manifest
 from memtrace.recording.observers import Observer
 from memtrace.recording.observers.select import select_observer
+from memtrace.recording.observers.unseen import unseen_accesses
 from memtrace.recording.output_dir import OutputDir, claim_output_dir, move_output_dir
 from memtrace.recording.steps import StepTracker
 from memtrace.recording.writer import Writer
@@ -267,6 +268,7 @@ class Recorder:
 
     def _finish_manifest(self, reason: str | None) -> None:
         manifest = self._manifest
+        manifest.set_unseen_accesses(unseen_accesses(self.observer))
         failure = manifest.current.stop_reason
         manifest.update(finished=failure is None, stop_reason=failure or reason, num_events=self._writer.num_events)
         if manifest.current.world_size != self.job.world_size and self._move_to_rank():

@@ -123,7 +123,9 @@ class StepTracker:
             # A thread that has ended, or has not trained for a while, does not continue its round.
             alive = {thread.ident for thread in threading.enumerate()}
             for thread, pending in list(self._rounds.items()):
-                if thread not in alive or (len(self._waiting) > _MAX_WAITING_STEPS and pending.end_ns < self._waiting[0]):
+                if thread not in alive or (
+                    len(self._waiting) > _MAX_WAITING_STEPS and pending.end_ns < self._waiting[0]
+                ):
                     insort(self._waiting, self._rounds.pop(thread).end_ns)
         first_open_ns = min((pending.end_ns for pending in self._rounds.values()), default=None)
         while self._waiting and (first_open_ns is None or self._waiting[0] <= first_open_ns):

@@ -14,9 +14,7 @@ import torch
 
 _eval_frame: Final[Any] = torch._C._dynamo.eval_frame
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_SKIP_WITH_CALLEES: Final = _eval_frame._FrameExecStrategy(
-    _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP
-)
+_SKIP_WITH_CALLEES: Final = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
 
 
 def never_compiled(function: _Function) -> _Function:

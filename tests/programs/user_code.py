@@ -292,6 +292,14 @@ def recursion_limit() -> object:
     return Deep.depth
 
 
+def traceback_of(fail: Callable[[], object]) -> str:
+    try:
+        fail()
+    except ValueError:
+        return traceback.format_exc()
+    return ""
+
+
 def tracebacks() -> object:
     """The traceback of an error in a module and in a backward hook."""
 
@@ -302,15 +310,9 @@ def tracebacks() -> object:
     def broken(gradient: torch.Tensor) -> torch.Tensor:
         raise ValueError("broken on purpose")
 
-    texts = []
     x = torch.ones(2, requires_grad=True)
     x.register_hook(broken)
-    for fail in (lambda: nn.Sequential(Broken())(x), lambda: (x * 2).sum().backward()):
-        try:
-            fail()
-        except ValueError:
-            texts.append(traceback.format_exc())
-    return texts
+    return [traceback_of(lambda: nn.Sequential(Broken())(x)), traceback_of(lambda: (x * 2).sum().backward())]
 
 
 def dictionary_of_variables() -> object:

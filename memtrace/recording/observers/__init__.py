@@ -112,6 +112,9 @@ class Observer(Protocol):
     def times_devices(self) -> bool:
         """Whether operators can be timed on a GPU."""
 
+    def sees_python_handlers(self) -> bool:
+        """Whether the operators are recorded that dispatch modes and tensor subclasses call."""
+
     def attach_cuda(self) -> bool:
         """Start to observe the CUDA allocator; False if that is not possible."""
 

@@ -15,12 +15,11 @@ It differs from the native observer as follows:
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, Final
 
 import torch
@@ -38,6 +37,7 @@ from memtrace.recording.observers.dispatch_operators import (
     next_sequence_nr,
     running_node_sequence_nr,
 )
+from memtrace.recording.observers.dispatch_stacks import PythonStacks
 from memtrace.recording.plain_access import is_tensor, tensors_in
 
 _EVENT: Final = {kind: code for code, kind in enumerate(EVENT_KINDS)}
@@ -49,7 +49,6 @@ _SEGMENT_EVENTS: Final = tuple(
 _FORWARD, _BACKWARD, _OPTIMIZER, _OTHER = (PHASES.index(name) for name in ("forward", "backward", "optimizer", "other"))
 MAX_FORWARD_NODES: Final = 1 << 17
 """Number of autograd nodes whose module and stack are kept for their backward operators."""
-_MAX_STACK_DEPTH: Final = 128
 
 
 @dataclass
@@ -96,7 +95,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._num_ops = self._num_threads = 0
         self._collections: list[tuple[int, int]] = []  # start and end
         self._collection_start_ns = 0
-        self._hidden: set[CodeType] = set()
+        self._python_stacks = PythonStacks(self._buffer, __file__)
         self._active = False
 
     # Start and stop.
@@ -149,7 +148,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def hide_frames_of(self, code: CodeType) -> None:
         """See ``Observer.hide_frames_of``."""
-        self._hidden.add(code)
+        self._python_stacks.hidden.add(code)
 
     def push_module(self, name: int) -> bool:
         """See ``Observer.push_module``."""
@@ -244,6 +243,10 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def times_devices(self) -> bool:
         """See ``Observer.times_devices``. Always False."""
         return False
+
+    def sees_python_handlers(self) -> bool:
+        """See ``Observer.sees_python_handlers``. Always True: other modes and subclasses run first."""
+        return True
 
     def attach_cuda(self) -> bool:
         """See ``Observer.attach_cuda``. Always False: Python has no such hook."""
@@ -344,7 +347,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
             module, stack = inherited
         else:
             is_large = allocated_bytes > 0 and allocated_bytes >= self._stack_min_bytes
-            stack = self._stack() if self._stacks and (is_large or len(new_nodes) > 0) else -1
+            stack = self._python_stacks.current() if self._stacks and (is_large or len(new_nodes) > 0) else -1
             if not is_backward:
                 self._keep_forward(new_nodes, module, stack)
         if call.accesses or allocated_bytes > 0:
@@ -405,21 +408,3 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._num_threads += 1
                 self.name_id(_NAME["thread"], f"{thread.index}\t{threading.current_thread().name}")
         return thread
-
-    def _stack(self) -> int:
-        """The id of the Python stack of the calling thread, without memtrace's own frames."""
-        frame: FrameType | None = sys._getframe(1)
-        positions: list[tuple[CodeType, int]] = []
-        while frame is not None and len(positions) < _MAX_STACK_DEPTH:
-            if frame.f_code not in self._hidden and frame.f_code.co_filename != __file__:
-                positions.append((frame.f_code, frame.f_lineno))
-            frame = frame.f_back
-        key = tuple(positions)
-        known = self._buffer.stack_id(key)
-        if known is not None:
-            return known
-        frames = [
-            self.name_id(_NAME["frame"], f"{code.co_filename}\t{line}\t{getattr(code, 'co_qualname', code.co_name)}")
-            for code, line in positions
-        ]
-        return self._buffer.add_stack(key, frames)

@@ -59,6 +59,10 @@ class NativeObserver:
         """See ``Observer.times_devices``. True if the module was built with the CUDA headers."""
         return bool(self._native.status()["device_time"])
 
+    def sees_python_handlers(self) -> bool:
+        """See ``Observer.sees_python_handlers``. True for the versions of torch that python_handlers.cpp knows."""
+        return bool(self._native.status()["python_handlers"])
+
     def overrun(self) -> bool:
         """See ``Observer.overrun``."""
         return bool(self._native.status()["overrun"])

@@ -253,10 +253,11 @@ PyObject* cuda_settings(PyObject*, PyObject* arguments) {
 // status() -> {"active": bool, ...}
 PyObject* status(PyObject*, PyObject*) {
   Recorder& r = recorder();
-  return Py_BuildValue("{s:O,s:O,s:O,s:O,s:O,s:L}", "active", r.active ? Py_True : Py_False, "overrun",
+  return Py_BuildValue("{s:O,s:O,s:O,s:O,s:O,s:O,s:L}", "active", r.active ? Py_True : Py_False, "overrun",
                        r.overrun ? Py_True : Py_False, "thread_enabled", thread_enabled() ? Py_True : Py_False, "cuda",
                        cuda_supported() ? Py_True : Py_False, "device_time",
-                       device_time_supported() ? Py_True : Py_False, "blocks",
+                       device_time_supported() ? Py_True : Py_False, "python_handlers",
+                       sees_operators_of_python_handlers() ? Py_True : Py_False, "blocks",
                        static_cast<long long>(resolver ? resolver->num_blocks() : 0));
 }
 

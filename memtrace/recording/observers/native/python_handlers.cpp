@@ -106,6 +106,10 @@ void exchange_functions(c10::impl::PyInterpreter& interpreter, bool on) {
 
 }  // namespace
 
+bool sees_operators_of_python_handlers() {
+  return !std::is_abstract_v<Forwarding<c10::impl::PyInterpreterVTable>>;
+}
+
 void see_operators_of_python_handlers(bool on) {
   exchange_functions<c10::impl::PyInterpreterVTable>(*getPyInterpreter(), on);
 }
