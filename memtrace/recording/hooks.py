@@ -22,27 +22,25 @@ from memtrace.recording.untraced import never_compiled
 
 
 def install_hooks(
-    observer: Observer, labeller: Labeller, optimizer_stepped: Callable[[torch.optim.Optimizer], None]
-) -> ExitStack:
-    """Install all hooks; closing the returned stack removes them.
+    observer: Observer,
+    labeller: Labeller,
+    optimizer_stepped: Callable[[torch.optim.Optimizer], None],
+    undo: ExitStack,
+) -> None:
+    """Install all hooks; closing ``undo`` removes them.
 
     Args:
         observer: is notified of module calls, backward passes and garbage collections.
         labeller: labels the tensors of modules and optimizers.
         optimizer_stepped: called after every optimizer step.
+        undo: receives what removes the hooks.
     """
-    undo = ExitStack()
     errors = labeller.errors
-    try:
-        for watch in (_watch_modules, _watch_backward, _watch_functional_calls):
-            _install(watch, observer, labeller, undo)
-        _watch_collections(observer, undo)
-        _watch_optimizers(labeller, errors.protect(optimizer_stepped), undo)
-        watch_pipelining(observer, errors, undo)
-    except BaseException:
-        undo.close()
-        raise
-    return undo
+    for watch in (_watch_modules, _watch_backward, _watch_functional_calls):
+        _install(watch, observer, labeller, undo)
+    _watch_collections(observer, undo)
+    _watch_optimizers(labeller, errors.protect(optimizer_stepped), undo)
+    watch_pipelining(observer, errors, undo)
 
 
 def _install(

@@ -248,13 +248,12 @@ class Labeller:
 
     def label_existing_tensors(self) -> None:
         """Record all tensors that exist when the recording starts, and name the modules among the live objects."""
-        objects = gc.get_objects()
-        self._observer.baseline(self._observer.select_instances(objects, torch.Tensor))
-        for module in self._observer.select_instances(objects, torch.nn.Module):
+        modules, tensors = self._observer.instances(gc.get_objects(), (torch.nn.Module, torch.Tensor))
+        self._observer.baseline(tensors)
+        for module in modules:
             self.modules.add(module)
             if id(module) in self.known_modules:
                 self.modules.named(module)
-        del objects
         self._name_new_models()
 
 

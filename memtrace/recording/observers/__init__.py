@@ -63,8 +63,11 @@ class Observer(Protocol):
     def drain(self, until_ns: int) -> Batch:
         """Return and remove the records up to ``until_ns``; -1 for all of them."""
 
-    def overrun(self) -> bool:
-        """Whether the observer stopped by itself because its records were not drained fast enough."""
+    def failure(self) -> str | None:
+        """Why the observer stopped by itself; None if it did not."""
+
+    def abandon(self) -> None:
+        """Become inert in a forked child: threads of the parent may have held any of the observer's locks."""
 
     def now(self) -> int:
         """Nanoseconds since ``start``."""
@@ -109,6 +112,9 @@ class Observer(Protocol):
     def label_inputs(self, tensors: list[torch.Tensor], category: int) -> None:
         """Label the blocks of tensors that autograd has not computed. ``category`` is an index into CATEGORIES."""
 
+    def instances(self, objects: list[Any], types: tuple[type, ...]) -> list[list[Any]]:
+        """For each type, the objects that are instances of it by their own type; no code of the program runs."""
+
     def times_devices(self) -> bool:
         """Whether operators can be timed on a GPU."""
 
@@ -126,9 +132,6 @@ class Observer(Protocol):
 
     def baseline(self, tensors: list[torch.Tensor]) -> None:
         """Record the blocks of tensors that are older than the recording."""
-
-    def select_instances(self, objects: list[Any], base: type) -> list[Any]:
-        """The objects whose class is ``base`` or derived from it. Runs no code of the objects."""
 
     def collected(self, phase: str, info: dict[str, int]) -> None:
         """Take note of a garbage collection: an element of ``gc.callbacks``. Those that free objects become ranges."""

@@ -158,8 +158,9 @@ class Call {
     thread_.current_op = op_;
     thread_.op_blocks.clear();
     thread_.op_allocated_bytes = 0;
+    thread_.op_freed = false;
     sequence_ = static_cast<int64_t>(at::sequence_number::peek());
-    if (r.options.accesses) add_argument_accesses(info, stack, accesses_);
+    if (r.options.accesses) record_or_give_up([&] { add_argument_accesses(info, stack, accesses_); });
     start_ = r.now();
     if (r.options.device_time_min_bytes != kNone) start_on_device(r.options.device_time_min_bytes);
     if (accesses_.empty()) return;
@@ -185,7 +186,7 @@ class Call {
       Lock lock(r.mutex);
       if (r.options.accesses) push_writes(r, end);
       if (info_.reduces_over_ranks && runs_accumulate_grad()) label_buckets(r, end);
-      if (call.has_accesses || call.num_nodes > 0) r.ops.push_back(call);
+      if (call.has_accesses || call.num_nodes > 0) r.push(call);
       r.notify_writer_if_due();
       is_full = r.events.size() + r.ops.size() > r.options.limit_records;
     }
@@ -211,7 +212,7 @@ class Call {
     call.op = op_;
     call.start_ns = start_;
     call.duration_ns = end - start_;
-    call.has_accesses = !accesses_.empty() || thread_.op_allocated_bytes > 0;
+    call.has_accesses = !accesses_.empty() || thread_.op_allocated_bytes > 0 || thread_.op_freed;
     if (call.phase == Phase::forward) {
       if (thread_.forward_start == kNone) thread_.forward_start = start_;
       thread_.forward_end = end;
@@ -220,7 +221,7 @@ class Call {
   }
 
   void push(Recorder& r, const Memory& memory, EventKind kind, int64_t time) {
-    r.events.push_back(Event{time, memory.address, memory.size, op_, kNone, thread_.index, memory.device, kind,
+    r.push(Event{time, memory.address, memory.size, op_, kNone, thread_.index, memory.device, kind,
                              memory.origin != Origin::traced});
   }
 
@@ -236,7 +237,7 @@ class Call {
   void label_buckets(Recorder& r, int64_t time) {
     const int32_t name = r.names.id(NameKind::tensor, "gradient bucket");
     for (const Access& access : accesses_)
-      r.events.push_back(Event{time, access.memory.address, access.memory.size, kGradientCategory, name, thread_.index,
+      r.push(Event{time, access.memory.address, access.memory.size, kGradientCategory, name, thread_.index,
                                access.memory.device, EventKind::label, access.memory.origin != Origin::traced});
   }
 
@@ -257,7 +258,7 @@ void record_nodes(const OperatorInfo& info, int64_t first, int64_t end) {
   call.num_nodes = static_cast<uint32_t>(end - first);
   if (r.options.stacks) call.stack = python_stack(true);
   Lock lock(r.mutex);
-  r.ops.push_back(call);
+  r.push(call);
   r.notify_writer_if_due();
 }
 
@@ -291,15 +292,22 @@ void observe(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit
     enable_thread(false);   // the mode of this thread was still enabled when the recording ended
     return op.redispatchBoxed(below, stack);
   }
-  const OperatorInfo& info = operator_info(op);
+  const OperatorInfo* inspected = nullptr;
+  record_or_give_up([&] {
+    thread_state();
+    inspected = &operator_info(op);
+  });
+  if (inspected == nullptr) return op.redispatchBoxed(below, stack);
+  const OperatorInfo& info = *inspected;
   const bool is_seen_through = sees_through(info, keys);
   if (info.role > Role::view && !(info.role == Role::no_access && is_seen_through)) {
-    ThreadState& thread = thread_state();
-    if (info.role == Role::range_exit) exit_range(thread);
-    if (info.role == Role::range_enter) {
+    record_or_give_up([&] {
+      ThreadState& thread = thread_state();
+      if (info.role == Role::range_exit) exit_range(thread);
+      if (info.role != Role::range_enter) return;
       const c10::IValue& name = (*stack)[stack->size() - info.num_arguments];
       if (name.isString()) enter_range(name.toStringRef(), thread);
-    }
+    });
     c10::impl::ExcludeDispatchKeyGuard guard(kMode);
     return op.redispatchBoxed(below, stack);
   }

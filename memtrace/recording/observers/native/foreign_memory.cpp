@@ -23,7 +23,7 @@ struct Watched {
   uint64_t address;
 };
 
-std::mutex mutex;
+ForkSafeMutex mutex;
 auto& watched = *new std::vector<Watched>;   // never destroyed
 auto& watched_keys = *new std::unordered_map<c10::StorageImpl*, size_t>;   // index into `watched`
 std::atomic<size_t> num_watched{0};
@@ -69,7 +69,7 @@ Origin watch_memory(c10::StorageImpl* storage, c10::DataPtr& data) {
   if (data.get_deleter() == traced_function_deleter) return Origin::foreign;
   if (data.get_context() != nullptr && data.compare_exchange_deleter(function_deleter(), traced_function_deleter))
     return Origin::foreign_new;
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<ForkSafeMutex> lock(mutex);
   // A watched storage keeps its address, so the key identifies it.
   if (!watched_keys.try_emplace(storage, watched.size()).second) return Origin::foreign;
   auto strong = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage);
@@ -82,7 +82,7 @@ void record_foreign_frees(size_t max_checks) {
   if (num_watched.load(std::memory_order_relaxed) == 0) return;
   c10::SmallVector<uint64_t, 8> freed;
   {
-    std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
+    std::unique_lock<ForkSafeMutex> lock(mutex, std::try_to_lock);
     if (!lock.owns_lock()) return;
     const size_t num_checks = std::min(max_checks, watched.size());
     for (size_t i = 0; i < num_checks && !watched.empty(); ++i) {
@@ -99,7 +99,7 @@ void record_foreign_frees(size_t max_checks) {
 }
 
 void forget_foreign_memory() {
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<ForkSafeMutex> lock(mutex);
   watched.clear();
   watched_keys.clear();
   num_watched = 0;

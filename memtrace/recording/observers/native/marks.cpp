@@ -53,7 +53,7 @@ PyObject* pop_module(PyObject*, PyObject* name) {
   while (true) {
     const auto [module, start] = open.back();
     open.pop_back();
-    r.spans.push_back(Span{start, now - start, kNone, module, thread.index, SpanKind::module});
+    r.push(Span{start, now - start, kNone, module, thread.index, SpanKind::module});
     if (module == id) break;
   }
   Py_RETURN_NONE;
@@ -83,8 +83,9 @@ PyObject* span(PyObject*, PyObject* arguments) {
   int kind = 0, name = 0;
   long long start = 0, end = 0, index = 0;
   if (!PyArg_ParseTuple(arguments, "iiLLL", &kind, &name, &start, &end, &index)) return nullptr;
-  if (static_cast<SpanKind>(kind) == SpanKind::step) end_forward(thread_state());
-  recorder().add(Span{start, end - start, index, name, thread_state().index, static_cast<SpanKind>(kind)});
+  const int16_t thread = thread_index_or_none();
+  if (static_cast<SpanKind>(kind) == SpanKind::step && thread != kNone) end_forward(thread_state());
+  recorder().add(Span{start, end - start, index, name, thread, static_cast<SpanKind>(kind)});
   Py_RETURN_NONE;
 }
 
@@ -110,14 +111,14 @@ Event event_of(const Memory& memory, EventKind kind, int64_t op, int32_t detail)
 // The events of labels. They are recorded together: they have the same time.
 class Labels {
  public:
-  Labels() : thread_(thread_state()), time_(recorder().now()) {}
+  Labels() : thread_(thread_index_or_none()), time_(recorder().now()) {}
 
   void add(const at::Tensor& tensor, int category, int32_t name) {
     const std::optional<Memory> memory = memory_of(tensor);
     if (!memory) return;
-    if (memory->origin == Origin::foreign_new) {
+    if (memory->origin == Origin::foreign_new && thread_ != kNone) {
       // No operator allocated it: its allocation is where the program first uses it.
-      if (calls_.empty()) calls_.push_back(unnamed_call(thread_));
+      if (calls_.empty()) calls_.push_back(unnamed_call(thread_state()));
       events_.push_back(event_of(*memory, EventKind::foreign_seen, calls_.front().op, kNone));
     }
     events_.push_back(event_of(*memory, EventKind::label, category, name));
@@ -127,16 +128,16 @@ class Labels {
     Recorder& r = recorder();
     Lock lock(r.mutex);
     if (!r.active) return;
-    r.ops.insert(r.ops.end(), calls_.begin(), calls_.end());
+    for (const OpCall& call : calls_) r.push(call);
     for (Event& event : events_) {
       event.time_ns = time_;
-      event.thread = thread_.index;
-      r.events.push_back(event);
+      event.thread = thread_;
+      r.push(event);
     }
   }
 
  private:
-  ThreadState& thread_;
+  const int16_t thread_;
   const int64_t time_;
   std::vector<Event> events_;
   std::vector<OpCall> calls_;
@@ -198,20 +199,8 @@ PyObject* baseline(PyObject*, PyObject* tensors) {
   }
   Recorder& r = recorder();
   Lock lock(r.mutex);
-  r.events.insert(r.events.end(), events.begin(), events.end());
+  for (const Event& event : events) r.push(event);
   Py_RETURN_NONE;
-}
-
-PyObject* select_instances(PyObject*, PyObject* arguments) {
-  PyObject *objects = nullptr, *base = nullptr;
-  if (!PyArg_ParseTuple(arguments, "O!O!", &PyList_Type, &objects, &PyType_Type, &base)) return nullptr;
-  PyObject* instances = PyList_New(0);
-  for (Py_ssize_t i = 0; instances != nullptr && i < PyList_GET_SIZE(objects); ++i) {
-    PyObject* object = PyList_GET_ITEM(objects, i);
-    if (!PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(base))) continue;
-    if (PyList_Append(instances, object) != 0) Py_CLEAR(instances);
-  }
-  return instances;
 }
 
 namespace {
@@ -231,7 +220,7 @@ PyObject* collected(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   }
   PyObject* num_freed = PyDict_GetItemString(arguments[1], "collected");
   if (num_freed != nullptr && PyLong_CheckExact(num_freed) && PyLong_AsLong(num_freed) > 0)
-    collections.emplace_back(collection_start, now);
+    record_or_give_up([&] { collections.emplace_back(collection_start, now); });
   PyErr_Clear();
   Py_RETURN_NONE;
 }
@@ -241,7 +230,7 @@ void record_collections() {
   Recorder& r = recorder();
   const int32_t name = r.names.id(NameKind::range, "gc");
   for (const auto& [start, end] : collections)
-    r.add(Span{start, end - start, kNone, name, thread_state().index, SpanKind::range});
+    r.add(Span{start, end - start, kNone, name, kNone, SpanKind::range});
   collections.clear();
 }
 

@@ -21,7 +21,6 @@ PyObject* waiting(PyObject*, PyObject* on);
 PyObject* label(PyObject*, PyObject* arguments);
 PyObject* label_inputs(PyObject*, PyObject* arguments);
 PyObject* baseline(PyObject*, PyObject* tensors);
-PyObject* select_instances(PyObject*, PyObject* arguments);
 PyObject* collected(PyObject*, PyObject* const* arguments, Py_ssize_t count);   // an element of gc.callbacks
 void record_collections();   // the spans of the garbage collections so far; call it with the GIL
 
