@@ -110,6 +110,10 @@ class FileCoverage:
     """Whether the blocks are the program's. A file of totals has one block per category, replaced at every change."""
     has_accesses: bool | None = None
     """Whether reads and writes were recorded; None: they were if there are any."""
+    unseen_accesses: tuple[str, ...] = ()
+    """Code that ran without its reads and writes being recorded, so that a block without accesses may have been used:
+    ``compiled`` (kernels that torch.compile generated), ``python_handlers`` (operators that dispatch modes and tensor
+    subclasses call: they are recorded with the versions of torch that are known)."""
     notes: tuple[str, ...] = ()
     """Sentences about what the trace cannot show, and why."""
 

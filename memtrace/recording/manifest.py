@@ -87,6 +87,12 @@ class ManifestFile:
             coverage = replace(self.current.coverage, dropped_events=num_events)
             self.current = replace(self.current, coverage=coverage)
 
+    def set_unseen_accesses(self, sources: Sequence[str]) -> None:
+        """Set which code ran without its reads and writes being recorded."""
+        with self._lock:
+            coverage = replace(self.current.coverage, unseen_accesses=tuple(sources))
+            self.current = replace(self.current, coverage=coverage)
+
     def write(self, folder: Path) -> None:
         """Write the manifest as it is now. Raises OSError."""
         write_manifest(folder, self.current)

@@ -17,11 +17,13 @@ from memtrace.format.manifest import RecordingOptions
 from memtrace.format.schema import NAME_KINDS, SPAN_KINDS
 from memtrace.recording.background import BackgroundTask
 from memtrace.recording.children import ChildProcesses
+from memtrace.recording.hook_errors import HookErrors
 from memtrace.recording.hooks import install_hooks
 from memtrace.recording.job import JobMembership
 from memtrace.recording.labels import Labeller
 from memtrace.recording.manifest import ManifestFile, new_manifest
 from memtrace.recording.observers import Observer
+from memtrace.recording.observers.unseen import unseen_accesses
 from memtrace.recording.output_dir import OutputDir, claim_output_dir, move_output_dir
 from memtrace.recording.reserve import AddressSpaceReserve
 from memtrace.recording.steps import StepTracker
@@ -73,12 +75,12 @@ class Recorder:
         self.is_recording = False
         self.is_complete = False
         self.job = JobMembership(requested_path.name, observer.now)
-        self.labeller = Labeller(observer)
         self.children = ChildProcesses()
         self._requested_path = requested_path
         self._options = options
         self._reserve = AddressSpaceReserve()
         self._manifest = ManifestFile(new_manifest(observer, options, notes, self.job.rank, self.job.world_size))
+        self.labeller = Labeller(observer, HookErrors(self._manifest.add_note))
         self._output_dir: OutputDir | None = None
         self._writer: Writer | None = None
         self._hooks = ExitStack()
@@ -187,12 +189,13 @@ class Recorder:
     def _label_existing(
         self, models: Mapping[str, torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
     ) -> None:
+        labeller, protect = self.labeller, self.labeller.errors.protect
         for name, model in models.items():
-            self.labeller.add_model(model, name)
-        self.labeller.label_existing_tensors()
+            protect(labeller.add_model)(model, name)
+        protect(labeller.label_existing_tensors)()
         for optimizer in optimizers:
-            self.labeller.before_optimizer_step(optimizer)
-            self.labeller.after_optimizer_step(optimizer)
+            protect(labeller.before_optimizer_step)(optimizer)
+            protect(labeller.after_optimizer_step)(optimizer)
 
     def undo_start(self) -> None:
         """Leave everything as it was before ``start``, however far that came."""
@@ -221,7 +224,7 @@ class Recorder:
         finally:
             self.observer.waiting(False)
         self.observer.span(_DATA_WAIT, -1, started_ns, self.observer.now(), -1)
-        self.labeller.label_inputs(item)
+        self.labeller.errors.protect(self.labeller.label_inputs)(item)
         return item
 
     def mark_range(self, name: str, started_ns: int) -> None:
@@ -276,7 +279,7 @@ class Recorder:
         self._do_all(self._hooks.close, self._align_clock)
         if self.is_recording:
             self.is_recording = False
-            self._do_all(self.labeller.label_remaining_gradients, self._stop_cuda)
+            self._do_all(self.labeller.errors.protect(self.labeller.label_remaining_gradients), self._stop_cuda)
         self._do_all(self.observer.stop, self._stop_writer, self._reserve.close, self._close_cuda)
         self._do_all(partial(self._finish_manifest, reason))
         if self._output_dir is not None:
@@ -311,6 +314,7 @@ class Recorder:
         assert self._writer is not None
         assert self._output_dir is not None
         manifest = self._manifest
+        manifest.set_unseen_accesses(unseen_accesses(self.observer))
         if (note := self.children.note()) is not None:
             manifest.add_note(note)
             with suppress(Exception):  # a handler of the program's

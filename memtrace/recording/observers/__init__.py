@@ -78,8 +78,8 @@ class Observer(Protocol):
     def hide_frames_of(self, code: CodeType) -> None:
         """Leave the frames of a function out of Python stacks."""
 
-    def push_module(self, name: int) -> int:
-        """Record that a module's forward starts; return the depth of module calls including it."""
+    def push_module(self, name: int) -> bool:
+        """Record that a module's forward starts; return whether it is in no other module call and autograd records."""
 
     def pop_module(self, name: int) -> None:
         """Record that a module's forward ends, and with it any calls inside it that an exception ended."""
@@ -109,11 +109,17 @@ class Observer(Protocol):
             gradient_category: category for the gradients of the tensors; -1 leaves gradients unlabelled.
         """
 
+    def label_inputs(self, tensors: list[torch.Tensor], category: int) -> None:
+        """Label the blocks of tensors that autograd has not computed. ``category`` is an index into CATEGORIES."""
+
     def instances(self, objects: list[Any], types: tuple[type, ...]) -> list[list[Any]]:
         """For each type, the objects that are instances of it by their own type; no code of the program runs."""
 
     def times_devices(self) -> bool:
         """Whether operators can be timed on a GPU."""
+
+    def sees_python_handlers(self) -> bool:
+        """Whether the operators are recorded that dispatch modes and tensor subclasses call."""
 
     def attach_cuda(self) -> bool:
         """Start to observe the CUDA allocator; False if that is not possible."""
@@ -126,3 +132,6 @@ class Observer(Protocol):
 
     def baseline(self, tensors: list[torch.Tensor]) -> None:
         """Record the blocks of tensors that are older than the recording."""
+
+    def collected(self, phase: str, info: dict[str, int]) -> None:
+        """Take note of a garbage collection: an element of ``gc.callbacks``. Those that free objects become ranges."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memtrace.format.schema import EVENT_KINDS
 from memtrace.recording.observers.dispatch_buffer import RecordBuffer
@@ -110,11 +111,18 @@ class BlockTable:
             self.add_event("free", block, self._now(), -1)
 
 
+def fake_mode_active() -> bool:
+    """Whether the calling thread runs under a FakeTensorMode."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is a fake tensor."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return isinstance(tensor, FakeTensor)
+    return issubclass(type(tensor), FakeTensor)
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:

@@ -9,6 +9,8 @@
 
 #include "cuda_allocator.h"
 #include "device_time.h"
+#include "foreign_memory.h"
+#include "python_handlers.h"
 #include "state.h"
 #include "tables.h"
 
@@ -51,6 +53,7 @@ PyObject* start(PyObject*, PyObject* arguments) {
     r.t0 = std::chrono::steady_clock::now();
     resolver = std::make_unique<Resolver>();
     install_cpu_allocator(true);
+    see_operators_of_python_handlers(true);
     thread_state();   // the thread that starts the recording is thread 0
     r.active = true;
     enable_thread(true);
@@ -71,11 +74,13 @@ PyObject* stop(PyObject*, PyObject*) {
       threads = r.threads;
     }
     for (ThreadState* thread : threads) end_forward(*thread);
+    record_collections();
     finish_device_times();
   }
   r.active = false;
   install_cpu_allocator(false);
-  record_foreign_frees();
+  see_operators_of_python_handlers(false);
+  forget_foreign_memory();
   release_stacks();
   {
     Lock lock(r.mutex);
@@ -92,6 +97,7 @@ PyObject* abandon(PyObject*, PyObject*) {
   recorder().active = false;
   enable_thread(false);
   install_cpu_allocator(false);
+  see_operators_of_python_handlers(false);
   Py_RETURN_NONE;
 }
 
@@ -185,7 +191,7 @@ void keep_later(std::vector<Event>& events, int64_t until_ns, std::vector<Event>
 // Takes the records up to `until_ns` and converts them. Throws std::bad_alloc.
 void take_records(int64_t until_ns, Tables& tables) {
   Recorder& r = recorder();
-  if (r.active) record_foreign_frees();
+  if (r.active) record_foreign_frees(SIZE_MAX);
   std::vector<Event> events, later;
   std::vector<OpCall> ops;
   std::vector<Span> spans;
@@ -223,6 +229,7 @@ PyObject* drain(PyObject*, PyObject* until) {
   const int64_t until_ns = PyLong_AsLongLong(until);
   if (until_ns == -1 && PyErr_Occurred()) return nullptr;
   Tables tables;
+  record_collections();
   bool has_memory = true;
   Py_BEGIN_ALLOW_THREADS {
     try {
@@ -278,10 +285,11 @@ PyObject* cuda_settings(PyObject*, PyObject* arguments) {
 // status() -> {"active": bool, ...}; "failure" is why the recording ended by itself, or None
 PyObject* status(PyObject*, PyObject*) {
   Recorder& r = recorder();
-  return Py_BuildValue("{s:O,s:z,s:O,s:O,s:O,s:L}", "active", r.active ? Py_True : Py_False, "failure",
+  return Py_BuildValue("{s:O,s:z,s:O,s:O,s:O,s:O,s:L}", "active", r.active ? Py_True : Py_False, "failure",
                        r.failure.load(), "thread_enabled", thread_enabled() ? Py_True : Py_False, "cuda",
                        cuda_supported() ? Py_True : Py_False, "device_time",
-                       device_time_supported() ? Py_True : Py_False, "blocks",
+                       device_time_supported() ? Py_True : Py_False, "python_handlers",
+                       sees_operators_of_python_handlers() ? Py_True : Py_False, "blocks",
                        static_cast<long long>(resolver ? resolver->num_blocks() : 0));
 }
 
@@ -331,7 +339,9 @@ PyMethodDef methods[] = {
     {"waiting", marking<waiting>, METH_O, nullptr},
     {"now", now, METH_NOARGS, nullptr},
     {"label", marking<label>, METH_VARARGS, nullptr},
+    {"label_inputs", marking<label_inputs>, METH_VARARGS, nullptr},
     {"baseline", marking<baseline>, METH_O, nullptr},
+    {"collected", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&collected)), METH_FASTCALL, nullptr},
     {"cuda_events", checked<cuda_events>, METH_O, nullptr},
     {"attach_cuda", checked<attach_cuda>, METH_NOARGS, nullptr},
     {"cuda_settings", checked<cuda_settings>, METH_VARARGS, nullptr},

@@ -16,16 +16,18 @@
 
 namespace memtrace {
 
-// In the order of memtrace.format.schema.EVENT_KINDS. `label` and `older_segment` are internal: they create no events.
+// In the order of memtrace.format.schema.EVENT_KINDS. The last three are internal: `label` and `older_segment`
+// create no events, `foreign_seen` is the first sight of memory from outside torch.
 enum class EventKind : int8_t {
   alloc, free, read, write, baseline, free_requested, segment_alloc, segment_free, segment_map, segment_unmap,
-  oom, snapshot, label, older_segment
+  oom, snapshot, label, older_segment, foreign_seen
 };
 enum class Phase : int8_t { forward, backward, optimizer, other };         // memtrace.format.schema.PHASES
 enum class SpanKind : int8_t { step, phase, module, data_wait, range, action };  // memtrace.format.schema.SPAN_KINDS
 enum class NameKind : int8_t { op, module, tensor, frame, stack, thread, range };  // memtrace.format.schema.NAME_KINDS
 
 constexpr int kNone = -1;
+constexpr int kGradientCategory = MEMTRACE_GRADIENT_CATEGORY;   // index into memtrace.format.schema.CATEGORIES
 constexpr const char* kNoMemory = "there is no memory left for the records";
 
 // Event and OpCall are kept small: an operator-bound program creates half a million of them per second.
@@ -88,6 +90,7 @@ struct ThreadState {
   std::vector<std::pair<int32_t, int64_t>> modules;      // name id and start of each module call
   std::vector<OpenRange> ranges;
   int backward_calls = 0, optimizer_ranges = 0, wait_ranges = 0;
+  int64_t first_node = INT64_MAX;                        // first autograd node recorded within the call that is seen through
   bool is_autograd_worker = false;                       // whether this is a thread of the autograd engine
   size_t modules_outside = 0;                            // depth of module calls at the start of backward or optimizer
   int64_t forward_start = kNone, forward_end = kNone;    // start, and end so far, of the current forward phase
@@ -109,6 +112,7 @@ class ForkSafeMutex {
   enum class Order { outer, inner };
   explicit ForkSafeMutex(Order order = Order::outer);
   void lock() { mutex_.lock(); }
+  bool try_lock() { return mutex_.try_lock(); }
   void unlock() { mutex_.unlock(); }
 
  private:
@@ -220,7 +224,6 @@ void install_dispatch_mode();               // throws std::runtime_error if anot
 void enable_thread(bool on);
 bool thread_enabled();
 void install_cpu_allocator(bool on);        // throws std::runtime_error if the allocator cannot be wrapped
-void record_foreign_frees();                // of foreign memory that was freed since the last call
 bool cuda_supported();
 void attach_cuda_allocator();
 // The name id of the Python stack of the calling thread, or kNone. Pass may_wait = false if the caller may hold a lock:

@@ -59,7 +59,8 @@ void Resolver::add_row(const Event& event, EventKind kind, const Live& block, Ev
   out.size.push_back(is_access ? kNone : block.size);
   out.allocated_size.push_back(is_access ? kNone : block.allocated_size);
   out.address.push_back(is_access || is_oom || event.address == 0 ? kNone : static_cast<int64_t>(event.address));
-  out.op_id.push_back(kind == EventKind::baseline ? kNone : event.op);
+  const bool has_op = kind != EventKind::baseline && event.kind != EventKind::label;
+  out.op_id.push_back(has_op ? event.op : kNone);
   out.stream.push_back(location.stream);
   out.pool.push_back(location.pool);
   out.device_free.push_back(is_oom ? static_cast<int64_t>(event.address) : kNone);
@@ -122,6 +123,10 @@ void Resolver::add(const std::vector<Event>& events, std::vector<StreamPool> str
       continue;
     }
     auto entry = live_.find(event.address);
+    if (event.kind == EventKind::foreign_seen) {
+      if (entry == live_.end()) begin_block(event, EventKind::alloc, out.events);
+      continue;
+    }
     if (entry == live_.end()) {
       if (event.size == 0) continue;
       // The allocation of NumPy memory or shared memory is not seen: it counts as allocated at the first access.
@@ -161,7 +166,11 @@ void Resolver::add(const std::vector<OpCall>& ops, Tables& out) {
     int32_t module = call.module, stack = call.stack;
     if (call.num_nodes > 0) {
       std::deque<Forward>& calls = forward_[call.forward_thread];
-      calls.push_back({call.sequence_nr, call.sequence_nr + call.num_nodes, call.module, call.stack});
+      const Forward forward{call.sequence_nr, call.sequence_nr + call.num_nodes, call.module, call.stack};
+      // Calls are recorded when they end, so a call that is seen through follows those within it.
+      auto place = calls.end();
+      while (place != calls.begin() && (place - 1)->sequence_nr > forward.sequence_nr) --place;
+      calls.insert(place, forward);
       if (calls.size() > kMaxForwardCalls) calls.pop_front();
     } else if (call.phase == Phase::backward && !call.recompute && call.sequence_nr >= 0) {
       if (const Forward* forward = forward_of(call)) {
