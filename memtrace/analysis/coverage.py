@@ -45,15 +45,17 @@ def outside_allocator_bytes(trace: Trace) -> int | None:
     """Return the largest memory in use on the trace's GPUs outside its allocator, by the driver's count.
 
     It belongs to CUDA contexts, libraries and other processes. Bytes, summed over the devices; None where the driver's
-    count was not read.
+    or the allocator's count was not read.
     """
     counters = trace.columns("counters", "device", "name", "value")
-    used = np.flatnonzero(counters["name"] == COUNTERS.index("device_used"))
+    name, device = counters["name"], counters["device"]
+    # The rows of one reading are neighbors: what the allocator reserved, if it reports that, then what is in use.
+    used = np.flatnonzero(name == COUNTERS.index("device_used"))
+    used = used[(name[used - 1] == COUNTERS.index("reserved")) & (device[used - 1] == device[used])]
     if not len(used):
         return None
-    # The rows of one reading are neighbors: what the allocator reserved, then what is in use.
     outside = counters["value"][used] - counters["value"][used - 1]
-    return sum(int(outside[counters["device"][used] == code].max()) for code in np.unique(counters["device"][used]))
+    return sum(int(outside[device[used] == code].max()) for code in np.unique(device[used]))
 
 
 def compute_coverage(trace: Trace) -> Coverage:

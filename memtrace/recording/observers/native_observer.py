@@ -41,6 +41,7 @@ class NativeObserver:
         self.label = native.label
         self.baseline = native.baseline
         self.attach_cuda = native.attach_cuda
+        self.finish_cuda = native.finish_cuda
         self.cuda_settings = native.cuda_settings
         self.cuda_events = native.cuda_events
 

@@ -8,12 +8,14 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstring>
 #include <mutex>
 #include <stdexcept>
 #include <typeinfo>
 
 #include "cpu_allocator.h"
+#include "cuda_storages.h"
 #include "device_time.h"
 #include "dispatch.h"
 #include "operator_info.h"
@@ -40,8 +42,12 @@ auto& foreign_blocks = *new std::unordered_map<c10::StorageImpl*, ForeignBlock>;
 
 // Whether a block is foreign; if so, its free will be recorded.
 bool watch_if_foreign(c10::StorageImpl* storage, c10::DataPtr& data) {
-  if (has_traced_deleter(data)) return false;
-  if (trace_deleter(data)) return false;
+  if (data.device().is_cpu()) {
+    if (has_traced_deleter(data) || trace_deleter(data)) return false;
+  } else {
+    const CudaBlock block = follow_cuda_block(data);
+    if (block != CudaBlock::unfollowed) return block == CudaBlock::newly_followed;
+  }
   std::lock_guard<std::mutex> lock(foreign_mutex);
   if (foreign_blocks.count(storage) == 0) {
     auto strong = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage);
@@ -78,9 +84,10 @@ void add_access(const at::Tensor& tensor, bool reads, bool writes, Accesses& out
       return;
     }
   }
-  const bool foreign = on_cpu && watch_if_foreign(storage, data);
   const int64_t size = storage->sym_nbytes().maybe_as_int().value_or(0);
   if (size == 0) return;
+  if (!on_cpu && recorder().cuda_source.load(std::memory_order_relaxed) == CudaSource::undecided) return;
+  const bool foreign = watch_if_foreign(storage, data);
   out.push_back({address, size, static_cast<int8_t>(on_cpu ? 0 : device.index() + 1), reads, writes, foreign});
 }
 
@@ -201,6 +208,18 @@ class Call {
     if (is_full) wait_for_writer();
   }
 
+  // Records the blocks that the operator returns and whose allocation is not reported.
+  void add_new_blocks(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+    if (recorder().cuda_source.load(std::memory_order_relaxed) != CudaSource::storages) return;
+    const size_t num_results = std::min(op.schema().returns().size(), stack.size());
+    for (size_t i = stack.size() - num_results; i < stack.size(); ++i) {
+      if (stack[i].isTensor()) record_new_cuda_block(stack[i].toTensor());
+      if (!stack[i].isTensorList()) continue;
+      for (const c10::IValue& element : stack[i].toListRef())
+        if (element.isTensor()) record_new_cuda_block(element.toTensor());
+    }
+  }
+
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
 
@@ -289,6 +308,7 @@ void observe(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit
   if (info.role == Role::view) return observe_view(info, op, below, stack);
   Call call(info, *stack);
   op.redispatchBoxed(below, stack);
+  call.add_new_blocks(op, *stack);
 }
 
 }  // namespace

@@ -42,6 +42,8 @@ PyObject* start(PyObject*, PyObject* arguments) {
       r.spans.clear();
       r.threads.clear();
       r.stream_pools.clear();
+      r.cuda_attachment = {};
+      r.cuda_source = CudaSource::undecided;
     }
     r.names.clear();
     r.next_op = 0;
@@ -177,11 +179,13 @@ PyObject* drain(PyObject*, PyObject* until) {
     std::vector<StreamPool> stream_pools;
     {
       Lock lock(r.mutex);
-      events.swap(r.events);
-      ops.swap(r.ops);
-      spans.swap(r.spans);
-      r.events.swap(r.spare_events);
-      r.ops.swap(r.spare_ops);
+      if (!r.cuda_attachment.in_progress) {   // otherwise the content of the allocator's snapshot is inserted first
+        events.swap(r.events);
+        ops.swap(r.ops);
+        spans.swap(r.spans);
+        r.events.swap(r.spare_events);
+        r.ops.swap(r.spare_ops);
+      }
       stream_pools = r.stream_pools;
       resolver->set_settings(r.cuda_settings);
       r.writer_notified = false;
@@ -213,26 +217,41 @@ PyObject* drain(PyObject*, PyObject* until) {
   return out;
 }
 
-// cuda_events([(kind, device, address, size, stream, pool, extra, time_ns)]): events of the CUDA allocator from sources
-// other than its trace tracker: existing blocks and segments, torch's own history, and tests
-PyObject* cuda_events(PyObject*, PyObject* rows) {
-  if (!PyList_Check(rows)) return fail("cuda_events(list of tuples)");
+// rows: [(kind, device, address, size, stream, pool, extra, time_ns)]
+bool parse_cuda_rows(PyObject* rows, std::vector<CudaEvent>& events) {
+  if (!PyList_Check(rows)) return fail("the events of the CUDA allocator must be a list of tuples") != nullptr;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(rows); ++i) {
     int kind = 0, device = 0;
     unsigned long long address = 0;
     long long size = 0, stream = 0, pool = 0, extra = 0, time_ns = 0;
     if (!PyArg_ParseTuple(PyList_GET_ITEM(rows, i), "iiKLLLLL", &kind, &device, &address, &size, &stream, &pool, &extra, &time_ns))
-      return nullptr;
-    record_cuda_event({static_cast<EventKind>(kind), device, address, size, stream, pool, extra, time_ns});
+      return false;
+    events.push_back({static_cast<EventKind>(kind), device, address, size, stream, pool, extra, time_ns});
   }
+  return true;
+}
+
+// cuda_events(rows): events of the CUDA allocator from sources other than its trace tracker: torch's own history, tests
+PyObject* cuda_events(PyObject*, PyObject* rows) {
+  std::vector<CudaEvent> events;
+  if (!parse_cuda_rows(rows, events)) return nullptr;
+  for (const CudaEvent& event : events) record_cuda_event(event);
   Py_RETURN_NONE;
 }
 
-// attach_cuda() -> whether the events of the CUDA allocator can be observed; starts to observe them
-PyObject* attach_cuda(PyObject*, PyObject*) {
-  attach_cuda_allocator();
-  return PyBool_FromLong(cuda_supported());
+// finish_cuda(rows, has_events): the blocks and segments that exist, and whether the allocator's events will follow;
+// otherwise blocks are known by the storages of tensors
+PyObject* finish_cuda(PyObject*, PyObject* arguments) {
+  PyObject* rows = nullptr;
+  int has_events = 0;
+  std::vector<CudaEvent> events;
+  if (!PyArg_ParseTuple(arguments, "Op", &rows, &has_events) || !parse_cuda_rows(rows, events)) return nullptr;
+  finish_cuda_attachment(events, has_events ? CudaSource::events : CudaSource::storages);
+  Py_RETURN_NONE;
 }
+
+// attach_cuda() -> whether the CUDA allocator reports its events; they are recorded from its next snapshot on
+PyObject* attach_cuda(PyObject*, PyObject*) { return PyBool_FromLong(attach_cuda_allocator()); }
 
 // cuda_settings(rounds_to_512, max_split_size)
 PyObject* cuda_settings(PyObject*, PyObject* arguments) {
@@ -273,6 +292,7 @@ PyMethodDef methods[] = {
     {"baseline", baseline, METH_O, nullptr},
     {"cuda_events", cuda_events, METH_O, nullptr},
     {"attach_cuda", attach_cuda, METH_NOARGS, nullptr},
+    {"finish_cuda", finish_cuda, METH_VARARGS, nullptr},
     {"cuda_settings", cuda_settings, METH_VARARGS, nullptr},
     {"status", status, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
