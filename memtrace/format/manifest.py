@@ -110,8 +110,8 @@ class Manifest:
     """Unix time at which ``time_ns`` is 0, ns."""
     num_events: int | None = None
     versions: Mapping[str, str | None] = field(default_factory=dict)
-    """Versions of python, torch and cuda in the recorded process; hip where torch is built for ROCm, whose devices torch
-    calls cuda too."""
+    """Versions of python, torch and cuda in the recorded process; hip where torch is built for ROCm, whose devices
+    torch calls cuda too."""
     devices: Mapping[str, DeviceInfo] = field(default_factory=dict)
     host: str | None = None
     process: int | None = None

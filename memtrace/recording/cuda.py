@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("memtrace")
 HISTORY_NOTE: Final = (
-    "CUDA blocks and segments come from torch's allocator history, whose times are in microseconds, so some accesses may "
-    "be assigned to the wrong block"
+    "CUDA blocks and segments come from torch's allocator history, whose times are in microseconds, so some accesses "
+    "may be assigned to the wrong block"
 )
 ALLOCATOR_NOTES: Final[Mapping[CudaAllocator, str]] = {
     "cudaMallocAsync": "the allocator cudaMallocAsync reports no events",
@@ -65,6 +65,7 @@ class CudaMonitor:
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._is_recording = False
+        self._is_starting = False
         self._is_attached = False
         self._cancel: Callable[[], None] = lambda: None
         self._history: CudaHistory | None = None
@@ -75,8 +76,9 @@ class CudaMonitor:
 
     def start(self) -> None:
         """Start now, or when the program initialises CUDA."""
-        self._is_recording = True
+        self._is_recording = self._is_starting = True
         self._cancel = self._driver.when_ready(self._attach)
+        self._is_starting = False
 
     def _attach(self) -> None:
         # A forked child inherits the queued call, but is not recorded.
@@ -108,7 +110,8 @@ class CudaMonitor:
         rows: list[CudaRow] = []
         has_events = False
         history = None
-        started_ns = self._observer.now()
+        # Blocks that were there when the recording began are recorded at its beginning, like those of the CPU.
+        time_ns = 0 if self._is_starting else self._observer.now()
         try:
             if self._observer.attach_cuda():
                 snapshot = self._driver.snapshot()
@@ -120,7 +123,7 @@ class CudaMonitor:
             self._manifest.update(allocator_settings=settings)
             segments, live = read_segments(snapshot["segments"])
             self._observer.cuda_settings(rounds_by_default(settings, live), int(settings.get("max_split_size", -1)))
-            rows, has_events = _existing_rows(segments, live, started_ns), True
+            rows, has_events = _existing_rows(segments, live, time_ns), True
         finally:
             self._observer.finish_cuda(rows, has_events)
         self._history = history

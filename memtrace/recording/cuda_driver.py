@@ -75,7 +75,7 @@ class TorchDriver:
     """``CudaDriver`` on top of ``torch.cuda``."""
 
     def when_ready(self, call: Callable[[], None]) -> Callable[[], None]:
-        """See ``CudaDriver``. torch runs its queued calls after it created the allocator and before anything uses it."""
+        """See ``CudaDriver``. torch runs queued calls after it creates the allocator and before anything uses it."""
         torch.cuda._lazy_call(call)  # type: ignore[no-untyped-call]
 
         def cancel() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ _SNAPSHOT: Final = EVENT_KINDS.index("snapshot")
 _NS_PER_US: Final = 1000
 _MAX_TIME_ERROR_US: Final = 1000
 """Bound on how far the times of one entry differ between two snapshots: each converts them with its own calibration."""
+_NUM_CLOCK_READS: Final = 5
 _NUM_COMPARED: Final = 16
 """Number of entries by which the last one that was read is found again."""
 
@@ -54,7 +56,7 @@ class CudaHistory:
         self._note = note
         self._lock = threading.RLock()
         self._has_gaps = False
-        self._epoch_ns = time.time_ns() - observer.now()
+        self._epoch_ns = 0
         self._last_read: dict[int, _LastRead] = {}
         self._is_ours = False
         self._stop_watching: Callable[[], None] = lambda: None
@@ -95,11 +97,21 @@ class CudaHistory:
         """
         with self._lock:
             until_ns = self._observer.now()
+            self._epoch_ns = self._measure_epoch()
             rows: list[CudaRow] = []
             for device, trace in enumerate(self._driver.snapshot().get("device_traces") or []):
                 rows += self._new_rows(device, trace)
             self._observer.cuda_events(rows)
             return until_ns
+
+    def _measure_epoch(self) -> int:
+        """Unix time at which the observer's clock was 0, ns. Measured at every read, because the two clocks drift."""
+        best_ns, epoch_ns = sys.maxsize, 0
+        for _ in range(_NUM_CLOCK_READS):
+            before_ns, unix_ns, after_ns = self._observer.now(), time.time_ns(), self._observer.now()
+            if after_ns - before_ns < best_ns:
+                best_ns, epoch_ns = after_ns - before_ns, unix_ns - (before_ns + after_ns) // 2
+        return epoch_ns
 
     def _new_rows(self, device: int, trace: Sequence[Mapping[str, Any]]) -> list[CudaRow]:
         entries = read_entries([trace])

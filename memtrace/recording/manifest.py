@@ -45,8 +45,8 @@ def new_manifest(
 ) -> Manifest:
     """Return what is known when a recording begins.
 
-    The GPUs are added when the program initialises CUDA: asking for them earlier would initialise it, and processes that
-    are forked afterwards could not use CUDA.
+    The GPUs are added when the program initialises CUDA: asking for them earlier would initialise it, and processes
+    that are forked afterwards could not use CUDA.
     """
     devices = {"cpu": DeviceInfo(platform.processor() or platform.machine(), num_threads=torch.get_num_threads())}
     return Manifest(

@@ -125,9 +125,7 @@ class BlockTable:
 
     def _add_cuda_event(self, kind: int, block: LiveBlock, time_ns: int, **columns: int) -> None:
         if self.cuda is not None:
-            self.cuda.add(
-                CudaEvent(time_ns, kind, block.device, block.address, block.size, is_storage=True, **columns)
-            )
+            self.cuda.add(CudaEvent(time_ns, kind, block.device, block.address, block.size, is_storage=True, **columns))
 
     def _end(self, key: int, block: LiveBlock) -> None:
         if not self._is_open:

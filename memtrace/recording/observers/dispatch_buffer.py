@@ -62,8 +62,8 @@ class RecordBuffer:
         """Return and remove rows and new names.
 
         Args:
-            until_ns: later events stay, with the labels of the blocks that begin with them; events are then in the order
-                of time. None: everything is removed.
+            until_ns: later events stay, with the labels of the blocks that begin with them; events are then in the
+                order of time. None: everything is removed.
         """
         with self.lock:
             rows, self.rows = self.rows, {table: [] for table in COLUMN_DTYPES}

@@ -166,9 +166,7 @@ class CudaBlocks:
         calls.end_ns.append(end_ns)
         calls.op.append(op)
 
-    def take(
-        self, until_ns: int | None, first_number: int
-    ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], int]:
+    def take(self, until_ns: int | None, first_number: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], int]:
         """Rows of ``events`` and ``labels`` up to ``until_ns`` (None: all), and the next unused block id."""
         self._pending.sort(key=lambda event: event.time_ns)
         end = len(self._pending)
@@ -206,6 +204,9 @@ class CudaBlocks:
                 labels.append((block.number, event.category, event.name))
         else:
             self.sizes.segment_event(event)
+            if event.kind == _OOM:
+                op, thread = self._operator_of(event.time_ns)
+                event = event._replace(op=op, thread=thread)
             if event.kind != OLDER_SEGMENT:
                 events.append(_row(event, event.kind, _Block(-1, event.size, -1, event.stream, event.pool)))
 
@@ -238,7 +239,7 @@ class CudaBlocks:
         self.sizes.free(event.device, event.address)
 
     def _operator_of(self, time_ns: int) -> tuple[int, int]:
-        """The operator call that runs at a time, and its thread; (-1, -1) if none does or calls of several threads do."""
+        """The operator call that runs at a time, and its thread; (-1, -1) if there is none or more than one."""
         running = []
         for thread, calls in self._calls.items():
             index = bisect.bisect_right(calls.start_ns, time_ns + _ENTRY_TIME_ERROR_NS) - 1

@@ -71,6 +71,7 @@ void finish_cuda_attachment(const std::vector<CudaEvent>& existing, CudaSource s
   std::vector<Event> events;
   events.reserve(existing.size());
   for (const CudaEvent& event : existing) events.push_back(make_event(event, thread_state()));
+  if (source == CudaSource::events && !r.cuda_attachment.in_progress) source = CudaSource::history;
   prepare_cuda_source(source);
   Lock lock(r.mutex);
   insert_before_later_events(events);

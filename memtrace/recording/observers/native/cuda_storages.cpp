@@ -41,7 +41,7 @@ void traced_deleter(void* context) {
 void prepare_cuda_source(CudaSource source) {
   c10::DeleterFnPtr deleter = nullptr;
   try {
-    if (source == CudaSource::events) deleter = c10::GetAllocator(c10::DeviceType::CUDA)->raw_deleter();
+    if (source != CudaSource::storages) deleter = c10::GetAllocator(c10::DeviceType::CUDA)->raw_deleter();
   } catch (const std::exception&) {   // torch is not built for CUDA: the events are those of a test
   }
   reported_deleter = deleter;
@@ -57,15 +57,20 @@ CudaBlock follow_cuda_block(c10::DataPtr& data) {
   return data.compare_exchange_deleter(deleter, &traced_deleter) ? CudaBlock::newly_followed : CudaBlock::unfollowed;
 }
 
-void record_new_cuda_block(const at::Tensor& tensor) {
+void add_returned_cuda_block(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.unsafeGetTensorImpl()->has_storage()) return;
   c10::StorageImpl* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
   if (storage == nullptr) return;
   c10::DataPtr& data = storage->_mutable_data_ptr_no_checks();
   const int64_t size = storage->sym_nbytes().maybe_as_int().value_or(0);
   if (data.get() == nullptr || !data.device().is_cuda() || size == 0) return;
-  if (follow_cuda_block(data) != CudaBlock::newly_followed) return;
-  record_allocation(reinterpret_cast<uint64_t>(data.get()), size, static_cast<int8_t>(data.device().index() + 1), kNone);
+  const auto address = reinterpret_cast<uint64_t>(data.get());
+  if (follow_cuda_block(data) == CudaBlock::newly_followed) {
+    record_allocation(address, size, static_cast<int8_t>(data.device().index() + 1), kNone);
+  } else if (recorder().cuda_source.load(std::memory_order_relaxed) == CudaSource::history) {
+    thread_state().op_blocks.push_back(address);
+    thread_state().op_allocated_bytes += size;
+  }
 }
 
 }  // namespace memtrace

@@ -16,8 +16,9 @@ enum class CudaBlock {
   unfollowed        // memory from elsewhere (another library, another process)
 };
 CudaBlock follow_cuda_block(c10::DataPtr& data);
-// Records the allocation of a tensor's block if neither the allocator reported it nor it was followed before.
-void record_new_cuda_block(const at::Tensor& tensor);
+// Takes note of a block that the current operator returns and that is not one of its arguments: records its allocation
+// if the allocator does not report it.
+void add_returned_cuda_block(const at::Tensor& tensor);
 // To be called before `Recorder::cuda_source` is set to this value.
 void prepare_cuda_source(CudaSource source);
 

@@ -8,6 +8,7 @@
 
 #include "cuda_allocator.h"
 #include "device_time.h"
+#include "late_events.h"
 #include "state.h"
 #include "tables.h"
 
@@ -20,7 +21,8 @@ PyObject* fail(const char* message) {
 
 namespace {
 
-std::unique_ptr<Resolver> resolver;   // of the current recording; used by one thread at a time
+std::unique_ptr<Resolver> resolver;          // of the current recording; used by one thread at a time
+std::unique_ptr<LateEventCalls> late_calls;  // the same
 
 // start(accesses, stacks, stack_min_bytes, device_time_min_bytes, wake_records, limit_records)
 PyObject* start(PyObject*, PyObject* arguments) {
@@ -51,6 +53,7 @@ PyObject* start(PyObject*, PyObject* arguments) {
     r.epoch++;
     r.t0 = std::chrono::steady_clock::now();
     resolver = std::make_unique<Resolver>();
+    late_calls = std::make_unique<LateEventCalls>();
     install_cpu_allocator(true);
     r.active = true;
     enable_thread(true);
@@ -164,10 +167,20 @@ void keep_later(std::vector<Event>& events, int64_t until_ns, std::vector<Event>
   events.erase(first, events.end());
 }
 
+// Requires the mutex.
+int64_t start_of_running_calls() {
+  int64_t first = INT64_MAX;
+  for (ThreadState* thread : recorder().threads) {
+    const int64_t start = std::atomic_ref(thread->op_start_ns).load(std::memory_order_relaxed);
+    if (start != kNone) first = std::min(first, start);
+  }
+  return first;
+}
+
 // drain(until_ns) -> {"events.time_ns": bytes, ..., "names": [(id, kind, text, frames)]}; until_ns -1 drains everything
 PyObject* drain(PyObject*, PyObject* until) {
   if (resolver == nullptr) return fail("no recording was started");
-  const int64_t until_ns = PyLong_AsLongLong(until);
+  int64_t until_ns = PyLong_AsLongLong(until);
   if (until_ns == -1 && PyErr_Occurred()) return nullptr;
   Recorder& r = recorder();
   Tables tables;
@@ -186,12 +199,14 @@ PyObject* drain(PyObject*, PyObject* until) {
         r.events.swap(r.spare_events);
         r.ops.swap(r.spare_ops);
       }
+      if (until_ns != kNone) until_ns = std::min(until_ns, start_of_running_calls() - 1);
       stream_pools = r.stream_pools;
       resolver->set_settings(r.cuda_settings);
       r.writer_notified = false;
     }
     r.buffer_taken.notify_all();
     if (until_ns != kNone) keep_later(events, until_ns, later);
+    if (r.cuda_source.load() == CudaSource::history) late_calls->assign(events, ops, until_ns);
     take_device_times(tables.device_times);
     resolver->add(events, stream_pools, tables);
     resolver->add(ops, tables);

@@ -30,6 +30,7 @@ enum class NameKind : int8_t { op, module, tensor, frame, stack, thread, range }
 enum class CudaSource : int8_t {
   undecided,
   events,     // the events of torch's caching allocator
+  history,    // the same events, read afterwards from torch's history: without operators and threads
   storages    // the storages of tensors, for allocators that report no events
 };
 
@@ -97,6 +98,7 @@ struct ThreadState {
   uint32_t epoch = 0;                                    // number of the recording that this state belongs to
   int16_t index = 0;
   int64_t current_op = kNone;
+  int64_t op_start_ns = kNone;                           // of the current operator; the writer reads it: use atomic_ref
   int64_t op_allocated_bytes = 0;
   std::vector<uint64_t> op_blocks;                       // live blocks allocated by the current operator
   std::vector<std::pair<int32_t, int64_t>> modules;      // name id and start of each module call
