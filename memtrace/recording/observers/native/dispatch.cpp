@@ -218,8 +218,7 @@ class Call {
 
   // Adds the blocks that the operator returns, unless the allocator reported them while it ran.
   void add_returned_blocks(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
-    const CudaSource source = recorder().cuda_source.load(std::memory_order_relaxed);
-    if (source != CudaSource::storages && source != CudaSource::history) return;
+    if (recorder().cuda_source.load(std::memory_order_relaxed) == CudaSource::undecided) return;
     const size_t num_results = std::min(op.schema().returns().size(), stack.size());
     for (size_t i = stack.size() - num_results; i < stack.size(); ++i) {
       if (stack[i].isTensor()) add_returned_block(stack[i].toTensor());
