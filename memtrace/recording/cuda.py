@@ -97,7 +97,7 @@ class CudaMonitor:
     def _attach_now(self) -> None:
         allocator = self._driver.allocator()
         self._manifest.update(cuda_allocator=allocator)
-        self._manifest.add_devices(self._driver.devices())
+        self._read_devices()
         if allocator == "native":
             self._follow_allocator()
         else:
@@ -174,6 +174,7 @@ class CudaMonitor:
         if self._is_attached and self._manifest.current.cuda_allocator == "native":
             self._guard(self._read_last_entries)
             self._guard(self._read_segments)
+            self._guard(self._read_devices)
         if self._num_replays:
             self._note(
                 f"{self._num_replays} replays of CUDA graphs: the memory of a graph is recorded when it is captured; "
@@ -188,6 +189,10 @@ class CudaMonitor:
         table = final_segments(self._driver.snapshot())
         with self._lock:
             self._segments = table
+
+    def _read_devices(self) -> None:
+        """Describe the devices; at the end again, because the program sets its share of their memory when it likes."""
+        self._manifest.add_devices(self._driver.devices())
 
     def close(self) -> None:
         """Leave torch as it was; call this after the last ``take_history``."""

@@ -93,7 +93,9 @@ class TorchDriver:
 
     def devices(self) -> dict[str, DeviceInfo]:
         """See ``CudaDriver``."""
-        return {f"cuda:{index}": _device_info(index) for index in range(torch.cuda.device_count())}
+        allocator = self.allocator()
+        with relaxed_capture_mode():
+            return {f"cuda:{index}": _device_info(index, allocator) for index in range(torch.cuda.device_count())}
 
     def snapshot(self) -> Mapping[str, Any]:
         """See ``CudaDriver``."""
@@ -145,7 +147,7 @@ class TorchDriver:
         return restore
 
 
-def _device_info(index: int) -> DeviceInfo:
+def _device_info(index: int, allocator: CudaAllocator) -> DeviceInfo:
     properties: Any = torch.cuda.get_device_properties(index)
     uuid = getattr(properties, "uuid", None)
     bus = getattr(properties, "pci_bus_id", None)
@@ -156,7 +158,20 @@ def _device_info(index: int) -> DeviceInfo:
         pci_address=None
         if bus is None
         else f"{properties.pci_domain_id:08x}:{bus:02x}:{properties.pci_device_id:02x}.0",
+        allowed_bytes=_allowed_bytes(index) if allocator == "native" else None,
     )
+
+
+def _allowed_bytes(device: int) -> int | None:
+    """Return the most that torch's allocator may reserve on a device; None: no limit, or a torch that hides it."""
+    read_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    # Reading the fraction of a device that the program does not use would initialise the device.
+    if read_fraction is None or not torch._C._cuda_hasPrimaryContext(device):
+        return None
+    fraction = read_fraction(device)
+    # torch multiplies the fraction with the total that the driver reports and cuts off what follows the point. Where it
+    # returns the quotient of the two, the product can be a little less than the whole number.
+    return int(fraction * torch.cuda.mem_get_info(device)[1] + 0.001) if fraction < 1 else None
 
 
 @contextmanager

@@ -126,9 +126,12 @@ bool is_in_snapshot(const Entry& entry) {
 
 // Called while the allocator holds its lock: must neither allocate on the device nor wait for the GIL.
 void on_entry(const Entry& entry) {
-  if (!recorder().active.load(std::memory_order_relaxed) || is_in_snapshot(entry)) return;
-  record_cuda_event({kind_of(entry.action_), entry.device_, entry.action_ == Entry::SNAPSHOT ? 0 : entry.addr_,
-                     static_cast<int64_t>(entry.size_), reinterpret_cast<int64_t>(entry.stream_), pool_of(entry)});
+  if (!recorder().active.load(std::memory_order_relaxed)) return;
+  record_or_give_up([&] {
+    if (is_in_snapshot(entry)) return;
+    record_cuda_event({kind_of(entry.action_), entry.device_, entry.action_ == Entry::SNAPSHOT ? 0 : entry.addr_,
+                       static_cast<int64_t>(entry.size_), reinterpret_cast<int64_t>(entry.stream_), pool_of(entry)});
+  });
 }
 
 void set_in_progress(bool in_progress) {

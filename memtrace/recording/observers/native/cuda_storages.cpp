@@ -10,7 +10,7 @@
 namespace memtrace {
 namespace {
 
-std::mutex deleters_mutex;
+ForkSafeMutex deleters_mutex{ForkSafeMutex::Order::inner};
 auto& deleters = *new std::unordered_map<void*, c10::DeleterFnPtr>;   // of the followed blocks, by context
 // Deleter of the blocks whose allocation and free the allocator reports; null if it reports none.
 std::atomic<c10::DeleterFnPtr> reported_deleter{nullptr};
@@ -19,7 +19,7 @@ std::atomic<c10::DeleterFnPtr> reported_deleter{nullptr};
 void traced_deleter(void* context) {
   c10::DeleterFnPtr original = nullptr;
   {
-    std::lock_guard<std::mutex> lock(deleters_mutex);
+    std::lock_guard<ForkSafeMutex> lock(deleters_mutex);
     const auto entry = deleters.find(context);
     if (entry != deleters.end()) {
       original = entry->second;
@@ -28,10 +28,12 @@ void traced_deleter(void* context) {
   }
   Recorder& r = recorder();
   if (r.active.load(std::memory_order_relaxed)) {
-    ThreadState& thread = thread_state();
-    const auto address = reinterpret_cast<uint64_t>(context);
-    r.add(Event{r.now(), address, 0, thread.current_op, kNone, thread.index, 0, EventKind::free, false});
-    std::erase(thread.op_blocks, address);
+    record_or_give_up([&] {
+      ThreadState& thread = thread_state();
+      const auto address = reinterpret_cast<uint64_t>(context);
+      r.add(Event{r.now(), address, 0, thread.current_op, kNone, thread.index, 0, EventKind::free, false});
+      std::erase(thread.op_blocks, address);
+    });
   }
   if (original != nullptr) original(context);
 }
@@ -52,7 +54,7 @@ CudaBlock follow_cuda_block(c10::DataPtr& data) {
   if (deleter == &traced_deleter) return CudaBlock::followed;
   if (reported_deleter != nullptr && deleter == reported_deleter) return CudaBlock::reported;
   if (deleter == nullptr || data.get() != data.get_context()) return CudaBlock::unfollowed;
-  std::lock_guard<std::mutex> lock(deleters_mutex);
+  std::lock_guard<ForkSafeMutex> lock(deleters_mutex);
   deleters[data.get_context()] = deleter;
   return data.compare_exchange_deleter(deleter, &traced_deleter) ? CudaBlock::newly_followed : CudaBlock::unfollowed;
 }

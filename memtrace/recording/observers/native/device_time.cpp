@@ -34,7 +34,7 @@ struct BaseEvent {
 };
 
 struct DeviceTimes {
-  std::mutex mutex;
+  ForkSafeMutex mutex;
   std::map<uint64_t, c10::Event> open;      // by ticket
   std::deque<TimedCall> running;
   std::map<int8_t, BaseEvent> bases;
@@ -108,7 +108,7 @@ bool device_time_supported() { return true; }
 
 uint64_t start_device_time(int8_t device) {
   DeviceTimes& all = times();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  std::lock_guard<ForkSafeMutex> lock(all.mutex);
   try {
     const c10::cuda::CUDAStream stream = stream_of(device);
     if (is_capturing(stream)) return kNotTimed;
@@ -126,7 +126,7 @@ uint64_t start_device_time(int8_t device) {
 
 void end_device_time(uint64_t ticket, int64_t op, int8_t device) {
   DeviceTimes& all = times();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  std::lock_guard<ForkSafeMutex> lock(all.mutex);
   auto start = all.open.find(ticket);
   if (start == all.open.end()) return;
   try {
@@ -143,7 +143,7 @@ void end_device_time(uint64_t ticket, int64_t op, int8_t device) {
 
 void take_device_times(DeviceTimeColumns& out) {
   DeviceTimes& all = times();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  std::lock_guard<ForkSafeMutex> lock(all.mutex);
   if (all.running.empty()) return;
   try {
     CaptureModeGuard guard(kRelaxed);
@@ -155,7 +155,7 @@ void take_device_times(DeviceTimeColumns& out) {
 
 void finish_device_times() {
   DeviceTimes& all = times();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  std::lock_guard<ForkSafeMutex> lock(all.mutex);
   if (all.running.empty()) return;
   try {
     CaptureModeGuard guard(kRelaxed);
