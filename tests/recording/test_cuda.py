@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Mapping
 from itertools import pairwise
@@ -23,7 +22,9 @@ from memtrace.format.schema import EVENT_KINDS
 from memtrace.readers.cuda_snapshot.entries import read_entries
 from memtrace.readers.unpickle import load_plain
 from memtrace.recording.cuda_driver import DeviceTotals, TorchDriver
+from memtrace.recording.observers import COLUMN_DTYPES
 from memtrace.recording.observers.dispatch_cuda import CudaBlocks, CudaBlockSizes, CudaEvent
+from memtrace.recording.observers.native_observer import NativeObserver
 from memtrace.trace import Trace
 from tests.recording.cuda_fakes import FakeDriver, segment, snapshot, use_driver
 from tests.recording.helpers import MIB, wait_until
@@ -283,7 +284,22 @@ def page_rows(events: list[tuple[bool, int, int]], device: int, base: int) -> li
     ]
 
 
-@settings(max_examples=25, deadline=None)
+def native_sizes(rows: list[Any]) -> list[int]:
+    """The allocated sizes that the native observer finds for the allocations among ``rows``, -1 where unknown."""
+    observer = NativeObserver()
+    observer.start(accesses=False, stacks=False, stack_min_bytes=0, device_time_min_bytes=-1)
+    observer.cuda_events(rows)
+    observer.stop()
+    batch = observer.drain(-1)
+    column = {
+        name: np.frombuffer(batch[f"events.{name}"], COLUMN_DTYPES["events"][name])
+        for name in ("kind", "device", "allocated_size")
+    }
+    is_allocation = (column["kind"] == CODE["alloc"]) & (column["device"] > 0)
+    return column["allocated_size"][is_allocation].tolist()  # type: ignore[no-any-return]
+
+
+@settings(deadline=None)
 @given(MappedEvents, MappedEvents)
 def test_blocks_in_any_mapped_part_of_an_expandable_segment_have_known_sizes(
     first: list[tuple[bool, int, int]], second: list[tuple[bool, int, int]]
@@ -293,12 +309,9 @@ def test_blocks_in_any_mapped_part_of_an_expandable_segment_have_known_sizes(
     addresses = [base + 2 * MIB * page for page in range(2 * PAGES)]
     allocations = [(CODE["alloc"], number // PAGES, address, 2 * MIB - 5, 0, 0, -1, -1)
                    for number, address in enumerate(addresses)]  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        trace = record_rows(Path(folder) / "run.memtrace", rows + allocations)
-    table = blocks(trace)
-    recorded = dict(zip(table.address.tolist(), table.allocated_size.tolist(), strict=True))
+    recorded = native_sizes(rows + allocations)
     expected = [2 * MIB if is_mapped else -1 for is_mapped in mapped_pages(first) + mapped_pages(second)]
-    assert [recorded[address] for address in addresses] == expected
+    assert recorded == expected
     sizes = CudaBlockSizes()
     for kind, device, address, size, *_ in rows:
         sizes.segment_event(CudaEvent(0, kind, 1 + device, address, size))
