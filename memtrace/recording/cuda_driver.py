@@ -108,7 +108,7 @@ class TorchDriver:
         totals = []
         with relaxed_capture_mode():
             for device in range(torch.cuda.device_count()):
-                if torch._C._cuda_hasPrimaryContext(device):
+                if _has_context(device):
                     free, total = torch.cuda.mem_get_info(device)
                     allocated = torch.cuda.memory_allocated(device) if has_statistics else None
                     reserved = torch.cuda.memory_reserved(device) if has_statistics else None
@@ -166,12 +166,17 @@ def _allowed_bytes(device: int) -> int | None:
     """Return the most that torch's allocator may reserve on a device; None: no limit, or a torch that hides it."""
     read_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
     # Reading the fraction of a device that the program does not use would initialise the device.
-    if read_fraction is None or not torch._C._cuda_hasPrimaryContext(device):
+    if read_fraction is None or not _has_context(device):
         return None
     fraction = read_fraction(device)
     # torch multiplies the fraction with the total that the driver reports and cuts off what follows the point. Where it
     # returns the quotient of the two, the product can be a little less than the whole number.
     return int(fraction * torch.cuda.mem_get_info(device)[1] + 0.001) if fraction < 1 else None
+
+
+def _has_context(device: int) -> bool:
+    bindings: Any = torch._C  # its stubs lack the function
+    return bool(bindings._cuda_hasPrimaryContext(device))
 
 
 @contextmanager

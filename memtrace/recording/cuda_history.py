@@ -148,8 +148,9 @@ class CudaHistory:
         if len(candidates):
             scores = [(_num_equal(signature[: index + 1], last.signature), index) for index in candidates.tolist()]
             most_equal = max(number for number, _ in scores)
-            best = [index for number, index in scores if number == most_equal]
-            return 1 + min(best, key=lambda index: abs(int(entries.time_us[index]) - last.time_us))  # type: ignore[index]
+            best: list[int] = [index for number, index in scores if number == most_equal]
+            distance = np.abs(entries.time_us[best] - last.time_us)
+            return 1 + best[int(distance.argmin())]
         if not self._has_gaps:
             self._has_gaps = True
             self._note("CUDA allocator events are missing: torch's history was overwritten before it was read")
