@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
+from collections.abc import Sequence
 from importlib import import_module
-from typing import ClassVar, Final
+from pathlib import Path
+from typing import ClassVar, Final, NoReturn
 
 import click
 
 from memtrace import __version__
 from memtrace.errors import MemtraceError
+from memtrace.text import to_printable
+
+ISSUES_URL: Final = "https://github.com/memtrace/memtrace/issues"
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "record": ("memtrace.cli.record", "Record an unmodified training script."),
@@ -68,14 +74,41 @@ def cli() -> None:
     """
 
 
-def main() -> None:
-    """Run the command line; a ``MemtraceError`` becomes a message on stderr and exit code 2."""
+INTERNAL_ERROR: Final = "This may be a bug in memtrace"
+"""Part of the message for an exception that no module expected."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line: an error becomes one sentence on stderr and exit code 2.
+
+    Args:
+        arguments: the arguments of the command; None: those of the process.
+    """
     try:
-        cli(prog_name="memtrace")
+        cli(arguments, prog_name="memtrace")
     except MemtraceError as error:
-        click.echo(f"memtrace: {error}", err=True)
-        sys.exit(2)
+        _fail(str(error))
     except BrokenPipeError:
         # The reader of stdout (head, less) has exited. Python must not fail again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except MemoryError:
+        _fail("the command needs more memory than this process can have. Run it on a machine with more memory.")
+    except Exception as error:
+        if os.environ.get("MEMTRACE_DEBUG"):
+            raise
+        _fail(
+            f"the command failed unexpectedly ({_describe(error)}). {INTERNAL_ERROR}: set MEMTRACE_DEBUG=1 to see the "
+            f"traceback, and report it with the input at {ISSUES_URL}."
+        )
+
+
+def _describe(error: Exception) -> str:
+    """Return the type of an unexpected exception and the line that raised it, on one line."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno}"
+
+
+def _fail(message: str) -> NoReturn:
+    click.echo(f"memtrace: {to_printable(message)}", err=True)
+    sys.exit(2)

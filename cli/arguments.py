@@ -8,7 +8,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-from memtrace.cli.output import open_traces
+from memtrace.cli.output import open_traces, print_line
 
 if TYPE_CHECKING:
     from memtrace.trace import Trace
@@ -47,7 +47,7 @@ class Selection:
         """Open the selected rank, or the first one with a note on stderr where there are several."""
         trace = open_traces(self.paths)
         if self.rank is None and len(trace.ranks) > 1:
-            click.echo(
+            print_line(
                 f"memtrace: showing rank {trace.ranks[0]} of {len(trace.ranks)}; select another with --rank", err=True
             )
         return self._window(trace.rank(trace.ranks[0] if self.rank is None else self.rank))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import click
-from memtrace.cli.output import print_json
+from memtrace.cli.output import print_json, print_line
 
 from memtrace.analysis.bandwidth import CopyBandwidths, CopyCost, measure_bandwidths
 from memtrace.recording.environment import Environment, examine_environment
@@ -59,9 +59,9 @@ def _print(report: DoctorReport) -> None:
         facts += [("D2H copies", _format_cost(bandwidth.d2h)), ("H2D copies", _format_cost(bandwidth.h2d))]
         facts.append(("copy source", bandwidth.source))
     for label, value in facts:
-        click.echo(f"{label:<14}{value}")
+        print_line(f"{label:<14}{value}")
     for sentence in environment.advice:
-        click.echo(f"Warning: {sentence}")
+        print_line(f"Warning: {sentence}")
     if not environment.advice:
         click.echo("No problems found.")
 

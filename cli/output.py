@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from memtrace.code_owner import SITE_SEPARATOR
 from memtrace.format.schema import NO_BLOCKS
+from memtrace.text import to_printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,11 +29,16 @@ SLOW_BYTES: Final = 20 << 20
 
 
 def escape(text: str) -> str:
-    """Return text in which rich finds no markup."""
+    """Return text of a trace on one line, in which rich finds no markup and the terminal no escape sequence."""
     # Imported here because JSON output does not need rich.
     from rich.markup import escape as escape_markup
 
-    return escape_markup(text)
+    return escape_markup(to_printable(text))
+
+
+def print_line(text: str, *, err: bool = False) -> None:
+    """Print one line of plain text that can contain names from a trace or paths from the user."""
+    click.echo(to_printable(text), err=err)
 
 
 def shorten(text: str, max_chars: int) -> str:
@@ -46,9 +53,16 @@ def shorten_site(site: str, max_chars: int) -> str:
     """Return an allocation site in at most ``max_chars``; the number of the line always stays whole.
 
     Args:
-        site: Such as ``package/module.py:12 Class.method``; text of another form is shortened in the middle.
+        site: Such as ``package/module.py:12 Class.method``, or two of these with an arrow between them; text of another
+            form is shortened in the middle.
         max_chars: Width of the column.
     """
+    user, arrow, library = site.partition(SITE_SEPARATOR)
+    if len(site) > max_chars and arrow:
+        # The user's line and that of the package share the width; a short one leaves its part to the other.
+        room = max_chars - len(arrow)
+        user = shorten_site(user, max(room // 2, room - len(library)))
+        return f"{user}{arrow}{shorten_site(library, room - len(user))}"
     path, colon, rest = site.rpartition(":")
     line, _, function = rest.partition(" ")
     if len(site) <= max_chars or not (colon and line.isdigit()):
@@ -60,6 +74,22 @@ def shorten_site(site: str, max_chars: int) -> str:
     return f"{path}:{line} {shorten(function, room - len(path))}"
 
 
+def site_with_modules(site: str, modules: Sequence[str], max_chars: int) -> str:
+    """Return an allocation site and the module that owns most of its blocks in at most ``max_chars``.
+
+    Args:
+        site: The allocation site, which gets at least half of the width.
+        modules: Modules that own blocks of the site, the largest first.
+        max_chars: Width of the column.
+    """
+    if not modules:
+        return shorten_site(site, max_chars)
+    more = f" +{len(modules) - 1}" if len(modules) > 1 else ""
+    room = max_chars - len(more) - 3
+    module = shorten(modules[0], max(room // 2, room - len(site)))
+    return f"{shorten_site(site, room - len(module))} [{module}{more}]"
+
+
 def console(*, stderr: bool = False) -> Console:
     """Return a console for stdout or stderr: colors on a terminal, plain text in a pipe.
 
@@ -67,11 +97,11 @@ def console(*, stderr: bool = False) -> Console:
     """
     from os import environ
 
-    from rich.console import Console
+    from memtrace.cli.safe_console import SafeConsole
 
     file = sys.stderr if stderr else sys.stdout
     width = None if file.isatty() or environ.get("COLUMNS", "").isdigit() else PIPE_WIDTH
-    return Console(file=file, width=width, highlight=False)
+    return SafeConsole(file=file, width=width, highlight=False)
 
 
 def plain_table(*headers: str) -> Table:
@@ -104,7 +134,7 @@ def working(task: str) -> Iterator[None]:
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(task):
+    with Console(stderr=True).status(escape(task)):
         yield
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Final
 import click
 from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.failure import print_failure
-from memtrace.cli.output import console, escape, fact_table, plain_table, print_json, shorten_site, working
+from memtrace.cli.output import console, escape, fact_table, plain_table, print_json, site_with_modules, working
 
+from memtrace.analysis.device_clock import CLOCK_LABELS
 from memtrace.analysis.summary import (
     DeviceSummary,
     JobSummary,
@@ -149,7 +150,7 @@ def _device_facts(device: DeviceSummary) -> list[str]:
 def _print_group_tables(out: Console, peak: PeakSummary) -> None:
     missing = []
     for noun, groups, absent in (
-        ("allocation site", peak.top_sites, "(no stack recorded)"),
+        ("allocation site", peak.top_sites, "(no stack)"),
         ("module", peak.top_modules, "(outside any module)"),
     ):
         if all(group.name is None for group in groups):
@@ -157,7 +158,8 @@ def _print_group_tables(out: Console, peak: PeakSummary) -> None:
             continue
         table = plain_table("size", "share", "blocks", f"Peak by {noun}")
         for group in groups[:NUM_ROWS]:
-            name = escape(shorten_site(group.name or absent, out.width - NUMBER_CHARS))
+            reason = f"(no stack: {group.no_stack_reason})" if group.no_stack_reason else absent
+            name = escape(site_with_modules(group.name or reason, group.modules, out.width - NUMBER_CHARS))
             share = format_share(group.bytes, peak.bytes)
             table.add_row(format_bytes(group.bytes), share, f"{group.num_blocks:,}", name)
         out.print()
@@ -208,15 +210,17 @@ def _pattern_facts(patterns: PatternSummary) -> list[tuple[str, str]]:
     if patterns.stability_share is not None:
         facts.append(("Stability", f"{format_share(patterns.stability_share)} of the bytes of a typical step recur in "
                       "the other steps"))  # fmt: skip
-    if patterns.leak_site:
+    if patterns.leak_bytes_per_step:
         speed = format_bytes(patterns.leak_bytes_per_step)
-        facts.append(("Leak", escape(f"{speed} per step, most at {patterns.leak_site}")))
+        where = f"most at {patterns.leak_site}" if patterns.leak_site else "spread over many allocation sites"
+        facts.append(("Leak", escape(f"{speed} per step, {where}")))
     best = patterns.best_finding
     if best is not None:
         what = best.pattern.replace("_", " ")
         facts.append(("Wasted memory", escape(f"{what} at {best.site or UNKNOWN}; fixing it lowers the peak to "
                                               f"{format_bytes(best.peak_if_fixed_bytes)}")))  # fmt: skip
     if patterns.swappable_bytes_at_peak:
+        clocks = ", ".join(CLOCK_LABELS[clock] for clock in patterns.num_intervals_by_clock or ())
         facts.append(("Swap candidates", f"{format_bytes(patterns.swappable_bytes_at_peak)} are idle across the peak "
-                      "for long enough to be offloaded"))  # fmt: skip
+                      f"for long enough to be offloaded (by {clocks})"))  # fmt: skip
     return facts

@@ -5,7 +5,11 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
+
+from memtrace.text import to_printable
+
+_FORMULA_STARTS: Final = ("=", "+", "-", "@")
 
 
 def print_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
@@ -17,4 +21,12 @@ def print_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None
     """
     writer = csv.DictWriter(sys.stdout, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+
+
+def _cell(value: Any) -> Any:
+    """Return a value of which a terminal shows every character and a spreadsheet takes no text for a formula."""
+    if not isinstance(value, str):
+        return value
+    text = to_printable(value)
+    return f"'{text}" if text.startswith(_FORMULA_STARTS) else text

@@ -12,8 +12,10 @@ from plotly.subplots import make_subplots
 from memtrace.analysis.access import SIZE_CLASSES, size_classes
 from memtrace.analysis.bandwidth import TITAN_XP
 from memtrace.analysis.blocks import blocks
+from memtrace.analysis.device_clock import count_clocks, describe_clocks
 from memtrace.analysis.intervals import access_intervals, device_intervals
 from memtrace.analysis.swap import IntervalSample, max_swappable_bytes, sample_intervals
+from memtrace.analysis.thresholds import MIN_SWAP_BYTES
 from memtrace.categories import CATEGORY_LABELS
 from memtrace.format.schema import CATEGORIES
 from memtrace.units import format_bytes, format_count, format_duration
@@ -67,7 +69,8 @@ def intervals_figure(trace: Trace, device: str) -> go.Figure | None:
         showlegend=False,
         violingap=0.1,
         meta={
-            "note": f"{format_count(len(rows), 'interval')} between accesses by different operator calls, in host time."
+            "note": f"{format_count(len(rows), 'interval')} between accesses by different operator calls. "
+            + describe_clocks(count_clocks(intervals.clock[rows]))
         },
     )
     return figure
@@ -101,7 +104,7 @@ def swap_figure(trace: Trace, device: str) -> go.Figure | None:
         yaxis={"type": "log", "title": {"text": "block size"}, "tickvals": _SIZE_TICKS,
                "ticktext": [format_bytes(num_bytes) for num_bytes in _SIZE_TICKS]},
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        meta={"note": _sample_note(sample)},
+        meta={"note": f"{_sample_note(sample)} {describe_clocks(count_clocks(intervals.clock[sample.rows]))}"},
     )  # fmt: skip
     return figure
 
@@ -145,8 +148,9 @@ def _sample_note(sample: IntervalSample) -> str:
     num_swappable = format_count(int(sample.is_swappable.sum()), "interval")
     return (
         f"{len(sample.rows):,} of {sample.num_intervals:,} intervals, half of them the longest of the largest blocks. "
-        f"{num_swappable} (dots; {format_bytes(sample.swappable_bytes)} of blocks) are long enough for a swap at "
-        f"{TITAN_XP.d2h.gb_per_s:.2f} GB/s D2H and {TITAN_XP.h2d.gb_per_s:.2f} GB/s H2D ({TITAN_XP.source})."
+        f"{num_swappable} (dots; {format_bytes(sample.swappable_bytes)} of blocks) are long enough to swap a block of "
+        f"at least {format_bytes(MIN_SWAP_BYTES)} at {TITAN_XP.d2h.gb_per_s:.2f} GB/s D2H and "
+        f"{TITAN_XP.h2d.gb_per_s:.2f} GB/s H2D ({TITAN_XP.source})."
     )
 
 

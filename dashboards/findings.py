@@ -19,7 +19,7 @@ MAX_RESTRUCTURING_ROWS: Final = 5
 """Most findings on the page whose fix needs more than a single line."""
 _COLUMNS: Final = (
     Column("Pattern"),
-    Column("Allocation site", "code"),
+    Column("Allocation site [module]", "code"),
     Column("Category", "category"),
     Column("Saves", "number"),
     Column("Share of peak", "share"),
@@ -51,7 +51,7 @@ def _row(waste: DeviceWaste, finding: Finding) -> Row:
     mark = "" if finding.is_single_line_fix else " *"
     cells = (
         f"{finding.pattern}{mark}",
-        name_text(finding.site or UNKNOWN),
+        name_text(f"{finding.site or UNKNOWN} [{finding.module}]" if finding.module else finding.site or UNKNOWN),
         finding.category,
         format_bytes(finding.saved_bytes),
         finding.saved_bytes / max(waste.peak_bytes, 1),

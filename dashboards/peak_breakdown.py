@@ -15,7 +15,6 @@ from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import find_peak, largest_peak_blocks, peak_by_category, peak_by_site
 from memtrace.analysis.summary import summarize_block
 from memtrace.categories import CATEGORY_LABELS
-from memtrace.frames import innermost_user_frame
 from memtrace.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -25,7 +24,8 @@ MAX_NODES: Final = 3000
 MAX_ROWS: Final = 25
 MAX_FRAMES: Final = 40
 OUTSIDE_MODULES: Final = "Outside any module"
-NO_STACK: Final = "No call stack (allocated before the recording, below the minimum size, or stacks off)"
+MAX_MODULES: Final = 3
+"""Most modules that a row of the table of allocation sites names."""
 
 
 def modules_figure(trace: Trace, device: str) -> go.Figure | None:
@@ -92,13 +92,15 @@ def sites_table(trace: Trace, device: str) -> Table | None:
         return None
     columns = (
         Column("allocation site", "code"),
+        Column("module", "code"),
         Column("size", "number"),
         Column("share of peak", "share"),
         Column("blocks", "number"),
     )
     rows = tuple(
-        Row((name_text(group.name or NO_STACK), format_bytes(group.bytes), group.bytes / total,
-             f"{group.num_blocks:,}"))
+        Row((name_text(group.name or f"No call stack: {group.no_stack_reason}"),
+             name_text(", ".join(group.modules[:MAX_MODULES]) or NO_VALUE), format_bytes(group.bytes),
+             group.bytes / total, f"{group.num_blocks:,}"))
         for group in groups[:MAX_ROWS]
     )  # fmt: skip
     note = (
@@ -125,7 +127,7 @@ def blocks_table(trace: Trace, device: str) -> Table | None:
 def _stack_lines(trace: Trace, block_id: int) -> tuple[str, ...]:
     """Return the frames of the stack that allocated a block, with a mark at the allocation site."""
     frames = trace.frames(int(blocks(trace).stack[block_id]))
-    own = innermost_user_frame(frames)
+    own = trace.code_owner.innermost_user_frame(frames)
     return tuple(
         name_text(f"{frame.file}:{frame.line} {frame.function}{'   <- your code' if frame is own else ''}")
         for frame in frames[:MAX_FRAMES]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from memtrace.text import to_printable
+
 MAX_NAME_CHARS: Final = 200
 """Longest name on the page; the names of a trace can have any length."""
 NO_VALUE: Final = "\N{EN DASH}"
@@ -15,7 +17,7 @@ def name_text(text: object, max_chars: int = MAX_NAME_CHARS) -> str:
 
     Markup stays as it is: the template escapes it for HTML, and :func:`figure_text` for plotly.
     """
-    printable = "".join(character if character.isprintable() else "\ufffd" for character in str(text)[: 20 * max_chars])
+    printable = to_printable(str(text)[: 20 * max_chars])
     if len(printable) <= max_chars:
         return printable
     num_head = (max_chars - 1) // 2

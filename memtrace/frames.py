@@ -1,33 +1,25 @@
-"""Stack frames: how they are written, whose code they are, and what they reveal about the training step.
+"""Stack frames: how they are written, and what they reveal about the training step.
 
-Every rule about the names of files and functions in a call stack is in this module: user code against library code,
-optimizer steps, module calls, backward passes, recomputation, and the C++ frames of CUDA snapshots. Rules name the
-functions of PyTorch 2.0 to 2.13.
+The rules name functions of PyTorch 2.0 to 2.13: optimizer steps, module calls, backward passes, recomputation, and the
+C++ frames of CUDA snapshots. Whose code a frame is: ``memtrace.code_owner``.
 """
 
 from __future__ import annotations
 
 import re
-import sys
-import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from pathlib import Path
 from typing import Final
 
 from memtrace.format.schema import PHASES
+from memtrace.text import to_printable
 
 FORWARD: Final = PHASES.index("forward")
 BACKWARD: Final = PHASES.index("backward")
 OPTIMIZER: Final = PHASES.index("optimizer")
 
-_SITE_PATH_PARTS: Final = 2
-
-_LIBRARY_PARTS: Final = ("/site-packages/", "/dist-packages/", "/lib/python3", "/torch/")
-_LIBRARY_PREFIXES: Final = ("torch/", "<frozen ", "<string>", "<eval_with_key>")
-_NATIVE_SUFFIXES: Final = (".cpp", ".cc", ".c", ".cxx", ".h", ".hpp", ".cu", ".cuh", ".so", ".o")
-_WINDOWS_LIBRARY: Final = re.compile(r"^[a-z]:/.*/lib/(\w+)(\.py$|/)", re.IGNORECASE)
+_MAX_LINE_DIGITS: Final = 9
 
 # The stack unwinder and the interpreter loop: part of every stack with C++ frames, whatever the program does.
 _MACHINERY_FUNCTION: Final = re.compile(
@@ -35,8 +27,8 @@ _MACHINERY_FUNCTION: Final = re.compile(
     r"^_?Py(Eval|Object|Function|Run|_BytesMain)|^pymain_|^cfunction_|^method_vectorcall|^slot_tp_"
 )
 _MACHINERY_FILE: Final = re.compile(r"(Python|Objects|Modules)/\w+\.c$|ceval\.c$|pycore_ceval\.h$")
-_DISPATCHED_OPERATOR: Final = re.compile(r"^at::_ops::(\w+)::(?:call|redispatch)\(")
-_AUTOGRAD_NODE: Final = re.compile(r"^torch::autograd::(?:generated::)?(\w+)::apply\(")
+DISPATCHED_OPERATOR: Final = re.compile(r"^at::_ops::(\w+)::(?:call|redispatch)\(")
+AUTOGRAD_NODE: Final = re.compile(r"^torch::autograd::(?:generated::)?(\w+)::apply\(")
 # `File "train.py", line 12, in forward`, as Python's tracebacks print it.
 _TRACEBACK_LINE: Final = re.compile(r'File "([^"\n]+)", line (\d{1,9})(?:, in ([^\n]+))?')
 _MAX_TRACEBACK_CHARS: Final = 100_000
@@ -62,10 +54,11 @@ class Frame:
 
     @classmethod
     def from_text(cls, text: str) -> Frame:
-        """Parse the form used in the table ``names``: ``file<TAB>line<TAB>function``."""
+        """Parse the form used in the table ``names``: ``file<TAB>line<TAB>function``; the text can be damaged."""
         file, _, rest = text.partition("\t")
         line, _, function = rest.partition("\t")
-        return cls(file, int(line) if line.isdecimal() else 0, function)
+        number = int(line) if line.isdecimal() and len(line) <= _MAX_LINE_DIGITS else 0
+        return cls(to_printable(file), number, to_printable(function))
 
     @property
     def text(self) -> str:
@@ -97,79 +90,6 @@ def parse_profiler_function(name: str) -> Frame | None:
     return Frame(match[1], int(match[2]), match[3]) if match else None
 
 
-# -- whose code a frame is ------------------------------------------------------------------------------------------
-
-
-def _normalized(file: str) -> str:
-    return file.replace("\\", "/")
-
-
-def _as_prefix(folder: str | Path) -> str:
-    return _normalized(str(folder)).rstrip("/") + "/"
-
-
-# In an editable install the packages memtrace.cli and memtrace.dashboards are next to the package memtrace.
-_OWN_FOLDERS: Final = (
-    _as_prefix(sysconfig.get_paths()["stdlib"]),
-    _as_prefix(Path(__file__).parent),
-    _as_prefix(Path(__file__).parents[1] / "cli"),
-    _as_prefix(Path(__file__).parents[1] / "dashboards"),
-)
-
-
-def is_library_frame(frame: Frame) -> bool:
-    """Return whether a frame belongs to PyTorch, an installed package, Python's library or memtrace, not to the user.
-
-    C++ frames count as library frames.
-    """
-    file = _normalized(frame.file)
-    if file in ("??", "") or file.startswith(_OWN_FOLDERS + _LIBRARY_PREFIXES) or file.endswith(_NATIVE_SUFFIXES):
-        return True
-    if any(part in file for part in _LIBRARY_PARTS):
-        return True
-    windows = _WINDOWS_LIBRARY.match(file)
-    return windows is not None and windows[1] in sys.stdlib_module_names
-
-
-def innermost_user_frame(frames: Sequence[Frame]) -> Frame | None:
-    """Return the innermost frame of the user's code, the innermost frame of all if there is none, None without frames.
-
-    Args:
-        frames: a call stack, innermost frame first.
-    """
-    return next((frame for frame in frames if not is_library_frame(frame)), frames[0] if frames else None)
-
-
-def format_allocation_site(frames: Sequence[Frame]) -> str | None:
-    """Format the place in the program that a call stack stands for, such as ``train.py:12 forward``.
-
-    The place is the innermost line of the user's code. Autograd's threads run no Python; their stacks are named by the
-    node of the autograd graph (``MmBackward0 (autograd)``), otherwise by the outermost operator (``aten::mm (torch)``).
-
-    Args:
-        frames: a call stack, innermost frame first.
-
-    Returns:
-        The place, or None for an empty stack.
-    """
-    frame = innermost_user_frame(frames)
-    if frame is None:
-        return None
-    if is_library_frame(frame):
-        node = _first_match(_AUTOGRAD_NODE, frames)
-        if node is not None:
-            return f"{node} (autograd)"
-        operator = _first_match(_DISPATCHED_OPERATOR, reversed(frames))
-        if operator is not None:
-            return f"aten::{operator} (torch)"
-    parts = Path(_normalized(frame.file)).parts
-    return f"{'/'.join(parts[-_SITE_PATH_PARTS:])}:{frame.line} {frame.function}"
-
-
-def _first_match(pattern: re.Pattern[str], frames: Iterable[Frame]) -> str | None:
-    return next((match[1] for frame in frames if (match := pattern.match(frame.function))), None)
-
-
 def is_stack_machinery(frame: Frame) -> bool:
     """Return whether a frame belongs to the stack unwinder or to CPython's interpreter loop."""
     return bool(_MACHINERY_FUNCTION.search(frame.function) or _MACHINERY_FILE.search(frame.file))
@@ -187,10 +107,15 @@ def dispatched_operator(frames: Iterable[Frame]) -> str:
     for frame in frames:
         if frame.file.endswith(".py") or "torch::autograd::Node::operator()" in frame.function:
             break
-        match = _DISPATCHED_OPERATOR.match(frame.function)
+        match = DISPATCHED_OPERATOR.match(frame.function)
         if match:
             operator = f"aten::{match[1]}"
     return operator
+
+
+def normalize_path(file: str) -> str:
+    """Return the path of a source file with forward slashes."""
+    return file.replace("\\", "/")
 
 
 # -- what a frame reveals about the training step -------------------------------------------------------------------
@@ -198,13 +123,13 @@ def dispatched_operator(frames: Iterable[Frame]) -> str:
 
 def is_optimizer_frame(frame: Frame) -> bool:
     """Return whether a frame is code of an optimizer of ``torch.optim`` (learning-rate schedulers are not)."""
-    file = _normalized(frame.file)
+    file = normalize_path(frame.file)
     return _OPTIMIZER_FOLDER in file and not file.endswith(_NOT_OPTIMIZERS)
 
 
 def is_optimizer_base_frame(frame: Frame) -> bool:
     """Return whether a frame is code of ``torch.optim.Optimizer`` itself, which wraps the step of every optimizer."""
-    return _normalized(frame.file).endswith(_OPTIMIZER_BASE_CLASS)
+    return normalize_path(frame.file).endswith(_OPTIMIZER_BASE_CLASS)
 
 
 class PhaseHint(Enum):
@@ -224,7 +149,7 @@ def phase_hint(frame: Frame) -> PhaseHint:
     """Return what a frame reveals about the phase: the rules name functions of PyTorch that only one phase calls."""
     if "torch::autograd::Engine::" in frame.function:
         return PhaseHint.BACKWARD
-    file, function = _normalized(frame.file), frame.function
+    file, function = normalize_path(frame.file), frame.function
     if "torch/" not in file:
         return PhaseHint.NONE
     if file.endswith("torch/utils/checkpoint.py"):
@@ -276,7 +201,7 @@ def category_hint(frame: Frame) -> str:
         return "gradient"
     if is_optimizer_frame(frame):
         return "optimizer_state" if function == "_init_group" else ""
-    file = _normalized(frame.file)
+    file = normalize_path(frame.file)
     if "torch/nn/modules/" not in file:
         return ""
     if file.endswith("torch/nn/modules/module.py"):

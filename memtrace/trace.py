@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
+from memtrace.code_owner import CodeOwner
 from memtrace.errors import TraceError
 from memtrace.format.arrays import Array, distinct
 from memtrace.format.decode import decode_columns, device_names
 from memtrace.format.keyframes import find_sorted
 from memtrace.format.manifest import Manifest
 from memtrace.format.part_reader import open_folder
-from memtrace.format.schema import SPAN_KINDS, TABLES, arrow_schema
+from memtrace.format.schema import EVENT_KINDS, SPAN_KINDS, TABLES, arrow_schema
 from memtrace.format.sources import MemoryTables, Source
 from memtrace.format.window import MemoizedSource, Window, WindowBounds, find_step_bounds
 from memtrace.frames import Frame
+from memtrace.text import to_printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -152,8 +154,17 @@ class Trace:
 
     @property
     def has_times(self) -> bool:
-        """Whether ``time_ns`` is a time. Where a file has no times it numbers the entries: durations are unknown."""
-        return self.manifest.coverage.has_times
+        """Whether times and durations are those of the program.
+
+        They are not where a file has no times and numbers its entries, and in a recording of fake tensors, whose
+        operators compute nothing: durations are unknown then.
+        """
+        return self.manifest.coverage.has_times and not self.has_fake_tensors
+
+    @property
+    def has_fake_tensors(self) -> bool:
+        """Whether the trace is a recording of fake tensors, which have sizes but no memory."""
+        return self.cached(Trace._finds_fake_tensors)
 
     @property
     def has_blocks(self) -> bool:
@@ -207,14 +218,23 @@ class Trace:
         return result
 
     def name(self, identity: int) -> str | None:
-        """Return the text of an id of the table names; None for -1 and for a name that was never written."""
+        """Return the text of an id of the table names; None for -1 and for a name that was never written.
+
+        Unprintable characters are replaced, here and in ``frames``: the text can go to a terminal.
+        """
         texts, _ = self._names
-        return texts.get(identity)
+        text = texts.get(identity)
+        return None if text is None else to_printable(text)
 
     def frames(self, stack: int) -> list[Frame]:
         """Return the frames of a stack, innermost first; empty for -1 and for a stack that was never written."""
         texts, stacks = self._names
         return [Frame.from_text(texts[identity]) for identity in stacks.get(stack, ()) if identity in texts]
+
+    @property
+    def code_owner(self) -> CodeOwner:
+        """Tells whose code the frames of the trace are."""
+        return self.cached(Trace._find_code_owner)
 
     # -- tables, for people ----------------------------------------------------------------------------------
 
@@ -306,6 +326,20 @@ class Trace:
 
     def _read_devices(self) -> tuple[str, ...]:
         return device_names([part for table in _DEVICE_TABLES for part in self._source.read(table, ("device",))])
+
+    def _finds_fake_tensors(self) -> bool:
+        if self.manifest.source.observer != "dispatch":
+            return False  # the native observer ignores fake tensors
+        events = self.columns("events", "kind", "address")
+        begins = np.isin(events["kind"], [EVENT_KINDS.index(kind) for kind in ("alloc", "baseline", "live")])
+        return bool((events["address"][begins] < 0).any())
+
+    def _find_code_owner(self) -> CodeOwner:
+        texts, stacks = self._names
+        frames = {identity for stack in stacks.values() for identity in stack}
+        return CodeOwner(
+            self.manifest.code, {Frame.from_text(texts[identity]).file for identity in frames & texts.keys()}
+        )
 
     def _read_names(self) -> tuple[dict[int, str], dict[int, list[int]]]:
         texts: dict[int, str] = {}

@@ -1,20 +1,14 @@
-"""Frames: their text form, whose code they are, and what they reveal about the training step."""
+"""Frames: their text form, and what they reveal about the training step."""
 
 from __future__ import annotations
 
-import json as standard_library_module
-
 import pytest
 
-import memtrace.trace
 from memtrace.frames import (
     BACKWARD,
     Frame,
     PhaseHint,
     dispatched_operator,
-    format_allocation_site,
-    innermost_user_frame,
-    is_library_frame,
     is_optimizer_base_frame,
     is_optimizer_frame,
     parse_profiler_function,
@@ -32,61 +26,12 @@ def test_the_text_of_a_frame_parses_to_the_same_frame(frame: Frame) -> None:
 
 
 def test_a_line_that_is_not_a_number_becomes_zero() -> None:
-    assert Frame.from_text("train.py\tx\tf") == Frame("train.py", 0, "f")
+    for text in ("x", "\N{SUPERSCRIPT TWO}", "9" * 5000):
+        assert Frame.from_text(f"train.py\t{text}\tf") == Frame("train.py", 0, "f")
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        f"{SITE_PACKAGES}/torch/nn/modules/module.py",
-        "/usr/lib/python3/dist-packages/numpy/core.py",
-        "torch/nn/functional.py",
-        r"C:\Users\me\torch\nn\functional.py",
-        r"C:\Python311\Lib\threading.py",
-        "/opt/conda/lib/python3.12/threading.py",
-        standard_library_module.__file__,
-        memtrace.trace.__file__,
-        "<frozen importlib._bootstrap>",
-        "<string>",
-        "<eval_with_key>.5",
-        "??",
-        "",
-        "/build/aten/src/ATen/native/Linear.cpp",
-        "libtorch_cpu.so",
-    ],
-)
-def test_library_frames_are_not_user_frames(file: str) -> None:
-    assert is_library_frame(Frame(file, 1, "f"))
-
-
-@pytest.mark.parametrize("file", ["train.py", "/home/me/project/train.py", r"C:\me\train.py", "/home/me/cli/main.py"])
-def test_files_of_the_user_are_user_frames(file: str) -> None:
-    assert not is_library_frame(Frame(file, 1, "f"))
-
-
-def test_the_innermost_user_frame_is_below_library_frames() -> None:
-    library = Frame(f"{SITE_PACKAGES}/torch/nn/modules/module.py", 1773, "_call_impl")
-    assert innermost_user_frame([library, USER, Frame("/home/me/main.py", 1, "<module>")]) == USER
-    assert innermost_user_frame([library]) == library
-    assert innermost_user_frame([]) is None
-
-
-@pytest.mark.parametrize(
-    ("stack", "site"),
-    [
-        ([Frame("x.cpp", 0, "at::_ops::mm::call(int)"), USER], "project/train.py:12 train"),
-        ([Frame(r"C:\me\train.py", 3, "f")], "me/train.py:3 f"),
-        ([Frame("x.cpp", 0, "at::_ops::sum::redispatch(int)"), Frame("x.cpp", 0, "at::_ops::sum_to::call(int)")], "aten::sum_to (torch)"),
-        (
-            [Frame("x.cpp", 0, "at::_ops::mm::call(int)"), Frame("x.cpp", 0, "torch::autograd::generated::MmBackward0::apply(int)")],
-            "MmBackward0 (autograd)",
-        ),
-        ([Frame("alloc.cpp", 0, "c10::malloc")], "alloc.cpp:0 c10::malloc"),
-        ([], None),
-    ],
-)  # fmt: skip
-def test_an_allocation_site_names_user_code_or_what_torch_ran(stack: list[Frame], site: str | None) -> None:
-    assert format_allocation_site(stack) == site
+def test_a_frame_has_no_unprintable_characters() -> None:
+    assert Frame.from_text("a\x1b[31m.py\t3\tf\u202e") == Frame("a\ufffd[31m.py", 3, "f\ufffd")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from memtrace.allocator.device_capacity import (
     CacheReleases,
     CapacityBounds,
     bound_capacity,
-    failed_requests,
     find_cache_releases,
     refused_requests,
 )
@@ -110,7 +109,7 @@ def replay_allocator(
     history, bounds = prepared.history, prepared.capacity
     refused: frozenset[int] = frozenset()
     if prepared.replays_refusals:
-        refused = frozenset(refused_requests(history, prepared.releases)) | frozenset(failed_requests(history))
+        refused = frozenset(refused_requests(history, prepared.releases).tolist())
     elif capacity is None and bounds.refused_bytes is not None:
         capacity = bounds.low_bytes
     device = ReplayDevice(_device_allocs(history), capacity, refused, history.device_bytes, history.range_device_bytes)

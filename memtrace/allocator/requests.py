@@ -29,6 +29,7 @@ from memtrace.allocator.operations import FREE as FREE_BLOCK
 from memtrace.allocator.rules import TORCH
 from memtrace.allocator.settings import AllocatorSettings
 from memtrace.allocator.virtual_ranges import estimate_device_bytes, walk_back
+from memtrace.format.manifest import Manifest
 from memtrace.format.schema import EVENT_KINDS
 
 if TYPE_CHECKING:
@@ -127,12 +128,19 @@ def _read_allocator_history(
         by_program=_released_by_program(trace, entries["kind"], entries["op_id"]),
         device_free=entries["device_free"].astype(np.int64),
         time_ns=entries["time_ns"].astype(np.int64),
-        settings=AllocatorSettings.from_snapshot(manifest.allocator_settings),
+        settings=_settings(manifest, device),
         segments=segments,
         blocks=_live_blocks_at_end(events),
         device_bytes=device_info.total_bytes if device_info else None,
         torch=manifest.versions.get("torch"),
     )
+
+
+def _settings(manifest: Manifest, device: str) -> AllocatorSettings:
+    settings, info = AllocatorSettings.from_snapshot(manifest.allocator_settings), manifest.devices.get(device)
+    if info is None or not info.total_bytes or info.allowed_bytes is None:
+        return settings
+    return settings.with_memory_limit(info.allowed_bytes, info.total_bytes)
 
 
 def _read_segments(trace: Trace, device: str) -> RecordedSegments:

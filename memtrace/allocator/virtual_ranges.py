@@ -103,13 +103,11 @@ def walk_back(history: AllocatorHistory, rules: Rules) -> tuple[list[VirtualRang
     rows = np.flatnonzero((history.kind == SEGMENT_MAP) | (history.kind == SEGMENT_UNMAP))
     if not len(rows):
         return walk.ranges, walk.num_contradictions
-    requests, owner = _requests_by_address(history, rules), _owner_ids(history.stream, history.pool)
-    for i in reversed(rows.tolist()):
-        address, size = int(history.address[i]), int(history.size[i])
-        small = requests.is_small(address, int(owner[i])) or size % history.settings.large_segment_bytes != 0
+    is_small = _find_pools(history, rows, rules)
+    for i, small in zip(reversed(rows.tolist()), reversed(is_small), strict=True):
         key = (int(history.stream[i]), int(history.pool[i]), small)
         undo = walk.undo_map if history.kind[i] == SEGMENT_MAP else walk.undo_unmap
-        undo(i, key, address, size)
+        undo(i, key, int(history.address[i]), int(history.size[i]))
     return walk.ranges, walk.num_contradictions
 
 
@@ -133,33 +131,80 @@ def _page_addresses(address: int, size: int) -> set[int]:
     return set(range(address, address + size, SMALL_SEGMENT_BYTES))
 
 
+def _find_pools(history: AllocatorHistory, rows: Int64s, rules: Rules) -> list[bool]:
+    """Return for map and unmap entries whether they belong to the small pool, which they do not say.
+
+    Pages of the small pool are mapped one by one, but unmapped together. The pool of unmapped pages is that of the
+    entry that mapped them. A whole number of large pages that are older than the history may be of either pool.
+    """
+    requests, owner = _requests(history, rules), _owner_ids(history.stream, history.pool)
+    maps = rows[history.kind[rows] == SEGMENT_MAP]
+    start, end = history.address[maps], history.address[maps] + history.size[maps]
+    pools: dict[int, bool | None] = {}
+    for i in rows.tolist():
+        address, size = int(history.address[i]), int(history.size[i])
+        mapped = maps[(maps <= i) & (owner[maps] == owner[i]) & (start <= address) & (address < end)]
+        if len(mapped):
+            pools[i] = bool(history.size[mapped[-1]] == rules.small_segment_bytes)
+        elif size % history.settings.large_segment_bytes:
+            pools[i] = True
+        else:
+            pools[i] = requests.nearest_is_small(address, int(owner[i]), before=i)
+    for i in [i for i, small in pools.items() if small is None]:
+        pools[i] = _pool_by_order(pools, history.stream, i)
+        if pools[i] is None:
+            pools[i] = requests.nearest_is_small(int(history.address[i]), int(owner[i]), before=len(history) + 1)
+    return [bool(small) for small in pools.values()]
+
+
+def _pool_by_order(pools: dict[int, bool | None], streams: Int64s, entry: int) -> bool | None:
+    """Return the pool of pages of the default pool that were unmapped in one release with others; None: unknown.
+
+    `release_cached_blocks` empties the large pool, stream by stream in the order of their handles, then the small pool.
+    """
+    following = entry + 1
+    while following in pools:
+        if pools[following] is False or streams[following] < streams[following - 1]:
+            return False
+        following += 1
+    previous = entry
+    while previous in pools:
+        if pools[previous] or (previous - 1 in pools and streams[previous] < streams[previous - 1]):
+            return True
+        previous -= 1
+    return None
+
+
 @dataclass(frozen=True, slots=True)
-class _RequestsByAddress:
+class _Requests:
     """Requests with the pool that served them: pages that hold a small request belong to the small pool."""
 
+    entry: Int64s
     address: Int64s
     small: Bools
     owner: Int64s
     """Stream and pool as one number."""
 
-    def is_small(self, address: int, owner: int) -> bool | None:
-        """Return whether the request nearest to an address was small; None: no request in the same virtual range."""
-        rows = np.flatnonzero((self.owner == owner) & (np.abs(self.address - address) < _MAX_RANGE_DISTANCE_BYTES))
-        if not len(rows):
-            return None
-        return bool(self.small[rows[np.argmin(np.abs(self.address[rows] - address))]])
+    def nearest_is_small(self, address: int, owner: int, *, before: int) -> bool | None:
+        """Return whether the request nearest to an address before an entry was small; None: there is none."""
+        is_near = (self.owner == owner) & (np.abs(self.address - address) < _MAX_RANGE_DISTANCE_BYTES)
+        rows = np.flatnonzero(is_near & (self.entry < before))
+        return bool(self.small[rows[np.argmin(np.abs(self.address[rows] - address))]]) if len(rows) else None
 
 
-def _requests_by_address(history: AllocatorHistory, rules: Rules) -> _RequestsByAddress:
+def _requests(history: AllocatorHistory, rules: Rules) -> _Requests:
     rows = np.flatnonzero((history.kind == ALLOC) | (history.kind == FREE))
     final = history.blocks
     segment = history.segments.containing(final.address)
-    address = np.concatenate([history.address[rows], final.address])
     size = np.concatenate([history.size[rows], final.requested])
     stream = np.concatenate([history.stream[rows], np.append(history.segments.stream, -1)[segment]])
     pool = np.concatenate([history.pool[rows], np.append(history.segments.pool, -1)[segment]])
-    small = history.settings.round_sizes(size, rules) <= rules.small_request_bytes
-    return _RequestsByAddress(address, small, _owner_ids(stream, pool))
+    return _Requests(
+        entry=np.concatenate([rows, np.full(len(final.address), len(history))]),
+        address=np.concatenate([history.address[rows], final.address]),
+        small=history.settings.round_sizes(size, rules) <= rules.small_request_bytes,
+        owner=_owner_ids(stream, pool),
+    )
 
 
 def _owner_ids(stream: Int64s, pool: Int64s) -> Int64s:

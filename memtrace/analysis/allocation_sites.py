@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from memtrace.format.arrays import Array
-from memtrace.frames import format_allocation_site
 from memtrace.trace import Trace
 
 
@@ -16,7 +15,7 @@ def allocation_site(trace: Trace, stack: int) -> str | None:
         trace: the trace of one rank.
         stack: the id of the stack in the table ``names``; -1 for none.
     """
-    return format_allocation_site(trace.frames(stack))
+    return trace.code_owner.format_site(trace.frames(stack))
 
 
 def allocation_sites(trace: Trace, stacks: Array) -> tuple[list[str | None], Array]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memtrace.analysis.allocation_sites import allocation_site
+from memtrace.analysis.allocation_sites import allocation_sites
 from memtrace.analysis.blocks import blocks
+from memtrace.analysis.missing_stacks import missing_stack_reasons
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
@@ -30,6 +31,10 @@ class BlockGroup:
     """Sum of the sizes of the blocks (requested bytes where the trace has them)."""
     num_blocks: int
     """Number of blocks in the group."""
+    modules: tuple[str, ...] = ()
+    """Of an allocation site: the modules that own its blocks, most bytes first; layers of a stack count as one."""
+    no_stack_reason: str | None = None
+    """Of blocks without an allocation site: why they have no call stack."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,28 @@ def group_by_category(trace: Trace, block_ids: Array) -> list[BlockGroup]:
 
 
 def group_by_site(trace: Trace, block_ids: Array) -> list[BlockGroup]:
-    """Group blocks by allocation site (the innermost frame of the user's own code), largest group first."""
-    return _group_by_column(trace, block_ids, "stack", lambda stack: allocation_site(trace, stack))
+    """Group blocks by allocation site, largest group first; blocks without a call stack by the reason for that."""
+    table = blocks(trace)
+    sites, site = allocation_sites(trace, table.stack[block_ids])
+    keys: list[tuple[str | None, str | None]] = [(name, None) for name in sites]
+    nameless = np.flatnonzero(np.array([name is None for name in sites], bool)[site]) if len(site) else site
+    if len(nameless):
+        reasons, reason = missing_stack_reasons(trace, block_ids[nameless])
+        site = site.copy()
+        site[nameless] = len(keys) + reason
+        keys += [(None, text) for text in reasons]
+    modules, owner = find_owning_modules(trace, block_ids)
+    patterns = [module_pattern(module) for module in modules]
+    names: dict[int, list[str]] = {}
+    for key, _, _ in _sum_by_key(site * len(modules) + owner, table.size[block_ids]):
+        pattern = patterns[key % len(modules)]
+        known = names.setdefault(key // len(modules), [])
+        if pattern is not None and pattern not in known:
+            known.append(pattern)
+    return [
+        BlockGroup(keys[key][0], num_bytes, num_blocks, tuple(names.get(key, ())), keys[key][1])
+        for key, num_bytes, num_blocks in _sum_by_key(site, table.size[block_ids])
+    ]
 
 
 def group_by_module_and_category(trace: Trace, block_ids: Array) -> list[ModuleCategoryGroup]:
@@ -72,6 +97,12 @@ def group_by_module_pattern(trace: Trace, block_ids: Array) -> list[BlockGroup]:
         BlockGroup(module_pattern(group.module), group.bytes, group.num_blocks)
         for group in group_by_module_and_category(trace, block_ids)
     )
+
+
+def largest_module(trace: Trace, block_ids: Array) -> str | None:
+    """Return the module that owns most bytes of some blocks, as a ``module_pattern``; None: outside any module."""
+    groups = group_by_module_pattern(trace, np.unique(block_ids))
+    return groups[0].name if groups else None
 
 
 def module_pattern(module: str | None) -> str | None:
@@ -118,7 +149,7 @@ def _group_by_column(
 
 
 def _merge_by_name(groups: Iterable[BlockGroup]) -> list[BlockGroup]:
-    """Add up groups of one name (several stacks lead to one site); largest group first."""
+    """Add up groups of one name (several layers of a stack are one module); largest group first."""
     merged: dict[str | None, BlockGroup] = {}
     for group in groups:
         earlier = merged.get(group.name, BlockGroup(group.name, 0, 0))

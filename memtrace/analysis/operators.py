@@ -26,7 +26,7 @@ class OperatorIndex:
         """Return the row of ``ops`` for each operator call, -1 where there is none."""
         if not len(self.row_of):
             return np.full(len(ops), -1, np.int32)
-        offset = ops - self.first
+        offset = ops - np.int64(self.first)
         is_near = (offset >= 0) & (offset < len(self.row_of))
         rows = np.where(is_near, self.row_of[np.where(is_near, offset, 0)], np.int32(-1))
         if len(self.far_ids):

@@ -12,7 +12,7 @@ import numpy as np
 from memtrace.analysis.event_codes import KIND, PHASE
 from memtrace.analysis.operators import op_column
 from memtrace.format.arrays import Array
-from memtrace.frames import Frame, is_library_frame, is_optimizer_base_frame, is_optimizer_frame
+from memtrace.frames import Frame, is_optimizer_base_frame, is_optimizer_frame
 from memtrace.trace import Trace
 
 _OTHER, _UNKNOWN, _OPTIMIZER = 0, -1, 1
@@ -173,7 +173,7 @@ def _classify_calls(trace: Trace, op: Array) -> _CallOrigin:
             continue
         caller = callers.setdefault(tuple(frames[outer + 1 :]), len(callers))
         step = next(n for n in range(outer, -1, -1) if _is_subclass_frame(frames[n]) or n == 0)
-        runs_closure = any(not is_library_frame(frame) for frame in frames[:step])
+        runs_closure = any(not trace.code_owner.is_library(frame) for frame in frames[:step])
         if runs_closure:
             closure_lines.setdefault((caller, frames[step].file), set()).add(frames[step].line)
         rows.append((_OPTIMIZER, caller, frames[step].file, frames[step].line))

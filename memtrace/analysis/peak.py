@@ -117,16 +117,23 @@ def _allocated_bytes(trace: Trace, device: str) -> LiveBytes | None:
     on_device = table.device == trace.devices.index(device)
     if not on_device.any() or (table.allocated_size[on_device] < 0).any():
         return _complete_totals(trace, device, "allocated")
-    return _bytes_until(trace, device, table.allocated_size, _program_frees(trace))
+    requested = _requested_frees(trace)
+    freed = np.where(requested >= 0, requested, table.free_event)
+    sizes = table.allocated_size
+    if (requested[on_device] >= 0).any():
+        # The program freed these blocks before the recording, and a stream used them until their free was completed.
+        waits_at_start = on_device & (table.alloc_event < 0) & (requested < 0) & (table.free_event >= 0)
+        sizes = np.where(waits_at_start, 0, sizes)
+    return _bytes_until(trace, device, sizes, freed)
 
 
-def _program_frees(trace: Trace) -> Array:
-    """Return the row of events in which the program frees each block; -1: it never does."""
+def _requested_frees(trace: Trace) -> Array:
+    """Return the row of events in which the program requests to free each block; -1: none."""
     events = trace.columns("events", "kind", "block_id")
     rows = np.flatnonzero((events["kind"] == KIND["free_requested"]) & (events["block_id"] >= 0))
-    freed = blocks(trace).free_event.copy()
-    freed[events["block_id"][rows]] = rows
-    return freed
+    requested = np.full(len(blocks(trace)), -1, np.int64)
+    requested[events["block_id"][rows]] = rows
+    return requested
 
 
 def reserved_bytes(trace: Trace, device: str) -> LiveBytes | None:

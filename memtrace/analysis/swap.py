@@ -1,13 +1,13 @@
 """Swap candidates: blocks whose access interval is long enough to copy them to the host and back.
 
-The swap inequality is S/B_d2h + S/B_h2d <= ATI. Source: "Pinpointing the Memory Behaviors of DNN Training" (ISPASS
-2021).
+The swap inequality is S/B_d2h + S/B_h2d <= ATI. Intervals are measured by the GPU's clock where the recording has it
+(``device_clock``). Source: "Pinpointing the Memory Behaviors of DNN Training" (ISPASS 2021).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from memtrace.analysis.allocation_sites import allocation_sites
 from memtrace.analysis.bandwidth import TITAN_XP, CopyBandwidths
 from memtrace.analysis.block_signatures import row_codes
 from memtrace.analysis.blocks import blocks
+from memtrace.analysis.device_clock import CLOCKS, Clock, count_clocks
 from memtrace.analysis.intervals import access_intervals, device_intervals, spans_peak
 from memtrace.analysis.thresholds import MIN_SWAP_BYTES
 from memtrace.format.arrays import Array
@@ -48,6 +49,9 @@ class SwapCandidate:
     num_intervals: int
     median_ns: int
     """Median length of these intervals."""
+    clock: Clock | Literal["mixed"]
+    """The clock that measured these intervals: ``host`` (operators on the CPU), ``launch`` (the host time at which
+    operators on a GPU were launched) or ``device`` (the GPU's time)."""
     swap_ns: int
     """Time of the copy to the host and back of one block."""
     bytes_at_peak: int
@@ -67,7 +71,9 @@ def max_swappable_bytes(interval_ns: Array | float, costs: CopyBandwidths, *, wi
     return num_bytes
 
 
-def swappable_intervals(trace: Trace, costs: CopyBandwidths, *, with_latency: bool = True, min_bytes: int = 0) -> Array:
+def swappable_intervals(
+    trace: Trace, costs: CopyBandwidths, *, with_latency: bool = True, min_bytes: int = MIN_SWAP_BYTES
+) -> Array:
     """Return the intervals, as positions in ``access_intervals(trace)``, that are long enough to swap their block.
 
     Args:
@@ -87,13 +93,23 @@ def swappable_intervals(trace: Trace, costs: CopyBandwidths, *, with_latency: bo
 def swappable_peak_bytes(
     trace: Trace, costs: CopyBandwidths = TITAN_XP, *, min_bytes: int = MIN_SWAP_BYTES
 ) -> int | None:
-    """Return the bytes that could be swapped out across the peak; None where accesses were not recorded."""
+    """Return the bytes that could be swapped out across the peak; None where accesses were not recorded.
+
+    ``interval_clocks`` returns the clocks of this answer.
+    """
     if not len(access_intervals(trace)):
         return None
     return _swap_totals(trace, swappable_intervals(trace, costs, min_bytes=min_bytes)).bytes_at_peak
 
 
-def swap_totals(trace: Trace, costs: CopyBandwidths, *, with_latency: bool = True, min_bytes: int = 0) -> SwapTotals:
+def interval_clocks(trace: Trace) -> dict[str, int]:
+    """Return the number of access intervals by the clock that measured them (``device_clock.CLOCKS``)."""
+    return count_clocks(access_intervals(trace).clock)
+
+
+def swap_totals(
+    trace: Trace, costs: CopyBandwidths, *, with_latency: bool = True, min_bytes: int = MIN_SWAP_BYTES
+) -> SwapTotals:
     """Return the totals of ``swappable_intervals``, of a trace with recorded accesses."""
     return _swap_totals(trace, swappable_intervals(trace, costs, with_latency=with_latency, min_bytes=min_bytes))
 
@@ -118,7 +134,9 @@ class IntervalSample:
     """Sum of the sizes of the distinct blocks of the sample with a swappable interval."""
 
 
-def sample_intervals(trace: Trace, device: str, costs: CopyBandwidths, max_intervals: int) -> IntervalSample | None:
+def sample_intervals(
+    trace: Trace, device: str, costs: CopyBandwidths, max_intervals: int, *, min_bytes: int = MIN_SWAP_BYTES
+) -> IntervalSample | None:
     """Return a sample of the access intervals of a device; None where it has none.
 
     Half of the sample are the intervals with the largest product of size and length, which matter most for swapping;
@@ -129,6 +147,7 @@ def sample_intervals(trace: Trace, device: str, costs: CopyBandwidths, max_inter
         device: name of a device of the trace.
         costs: cost of the copies.
         max_intervals: size of the sample, approximately.
+        min_bytes: smallest block to swap.
     """
     intervals, size = access_intervals(trace), blocks(trace).size
     rows = device_intervals(trace, device)
@@ -140,12 +159,14 @@ def sample_intervals(trace: Trace, device: str, costs: CopyBandwidths, max_inter
     head, rest = order[: max_intervals // 2], order[max_intervals // 2 :]
     stride = max(1, -(-2 * len(rest) // max_intervals))
     chosen = np.concatenate([head, rest[::stride]])
-    is_swappable = np.isin(chosen, swappable_intervals(trace, costs))
+    is_swappable = np.isin(chosen, swappable_intervals(trace, costs, min_bytes=min_bytes))
     swappable_blocks = np.unique(intervals.block[chosen[is_swappable]])
     return IntervalSample(chosen, is_swappable, len(rows), int(size[swappable_blocks].sum()))
 
 
-def find_swap_candidates(trace: Trace, costs: CopyBandwidths, *, min_bytes: int = 0) -> tuple[SwapCandidate, ...]:
+def find_swap_candidates(
+    trace: Trace, costs: CopyBandwidths, *, min_bytes: int = MIN_SWAP_BYTES
+) -> tuple[SwapCandidate, ...]:
     """Return the swap candidates by allocation site, category and size, most bytes at the peak first.
 
     Args:
@@ -170,6 +191,7 @@ def find_swap_candidates(trace: Trace, costs: CopyBandwidths, *, min_bytes: int 
         first = int(block[example[row]])
         size = int(table.size[first])
         durations = intervals.duration_ns[rows[group == row]]
+        clocks = np.unique(intervals.clock[rows[group == row]]).tolist()
         candidates.append(
             SwapCandidate(
                 site=sites[site[example[row]]],
@@ -177,6 +199,7 @@ def find_swap_candidates(trace: Trace, costs: CopyBandwidths, *, min_bytes: int 
                 bytes=size,
                 num_intervals=int(count[row]),
                 median_ns=int(np.percentile(durations, 50, method="inverted_cdf")),
+                clock=CLOCKS[clocks[0]] if len(clocks) == 1 else "mixed",
                 swap_ns=round(costs.round_trip_latency_ns + size * costs.round_trip_ns_per_byte),
                 bytes_at_peak=int(bytes_at_peak[row]),
             )

@@ -68,6 +68,13 @@ def _numbers(chunk: pa.Array) -> Array:
     return np.where(_valid(chunk), values, -1) if chunk.null_count else values
 
 
+def known_numbers(chunk: pa.Array) -> Array:
+    """Return the values of an integer array that are not null."""
+    values = np.frombuffer(chunk.buffers()[1], chunk.type.to_pandas_dtype()) if len(chunk) else np.empty(0, np.int64)
+    values = values[chunk.offset : chunk.offset + len(chunk)]
+    return values[_valid(chunk)] if chunk.null_count else values
+
+
 def _valid(chunk: pa.Array) -> Array:
     return _bits(chunk, 0) if chunk.null_count else np.ones(len(chunk), bool)
 
@@ -127,10 +134,7 @@ def vocabulary_coder(vocabulary: Sequence[str], column: str) -> Callable[[str], 
 
     def code_of(text: str) -> int:
         if text not in code_by_text:
-            raise TraceError(
-                f"the column {column} contains {text!r}, which is not one of {', '.join(vocabulary)}: the trace was "
-                "written by another tool or a newer memtrace. Install a newer memtrace, or record again."
-            )
+            raise TraceError(f"has {text[:40]!a} in the column {column}, which is not one of {', '.join(vocabulary)}")
         return code_by_text[text]
 
     return code_of

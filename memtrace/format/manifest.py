@@ -8,11 +8,22 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
 from memtrace.errors import TraceError
 from memtrace.format.files import replace_file
-from memtrace.format.schema import FORMAT_VERSION, MANIFEST_NAME
+from memtrace.format.regular_file import require_regular_file
+from memtrace.format.schema import FORMAT_VERSION, MANIFEST_NAME, TABLES
+from memtrace.text import to_printable
+
+MAX_FILE_BYTES: Final = 64 << 20
+MAX_NUMBER: Final = 1 << 62
+MAX_DEPTH: Final = 20
+"""Deepest nesting of a member without a type (``allocator_settings``)."""
+_MAX_RANK: Final = 1 << 24
+_MAX_PART: Final = 10**9
+_SIGNED: Final = ("clock.offset_ns", "clock.drift_ns", "options.device_time_min_bytes")
+"""Members that can be negative."""
 
 PartRanges = tuple[tuple[int, int], ...]
 """Numbers of the parts of a table as ranges: first and last number of each, both included."""
@@ -60,6 +71,18 @@ class RecordingOptions:
     flush_seconds: float = 5.0
     device_time_min_bytes: int = -1
     """Operators that touch a block on a GPU of at least this size are timed there; -1: none."""
+
+
+@dataclass(frozen=True)
+class CodeLocations:
+    """Where the files of the recorded process lie. Folders end in a slash; the longest that fits a file counts."""
+
+    package_folders: tuple[str, ...] = ()
+    """Folders of installed packages."""
+    internal_folders: tuple[str, ...] = ()
+    """PyTorch, Python's library, memtrace, and caches of generated code."""
+    user_paths: tuple[str, ...] = ()
+    """The running program: its file, and the folder of its package, even where that is among installed packages."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +144,8 @@ class Manifest:
     command: tuple[str, ...] = ()
     options: RecordingOptions | None = None
     """None: not a recording."""
+    code: CodeLocations | None = None
+    """None: not known; the paths of the files decide whose code a stack frame is."""
     clock: ClockOffset | None = None
     """None: the recording was of a single rank, or the file has no clock."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -146,7 +171,8 @@ class Manifest:
 def read_manifest(path: Path) -> Manifest:
     """Read ``manifest.json``; TraceError where it is missing, damaged, foreign or of another format version."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        require_regular_file(path, MAX_FILE_BYTES)
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except FileNotFoundError:
         raise TraceError(f"{path} is missing: {path.parent} is not the folder of a memtrace rank.") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -181,34 +207,50 @@ def parse_manifest(content: Any, where: str) -> Manifest:
             f"{where} has format version {version}, which this memtrace no longer reads (it reads version "
             f"{FORMAT_VERSION}). Record the program again, or import the original file again."
         )
-    manifest: Manifest = _parse(Manifest, content, where, "")
+    try:
+        manifest: Manifest = _parse(Manifest, content, "")
+        _check(manifest)
+    except _InvalidMember as error:
+        raise TraceError(f"{where}: {error}. Copy the trace again from where it was recorded.") from None
     return manifest
 
 
-def _parse(kind: Any, value: Any, where: str, member: str) -> Any:
+class _InvalidMember(Exception):
+    """A member of the manifest has an invalid value."""
+
+    def __init__(self, member: str, value: object) -> None:
+        is_plain = isinstance(value, str | float | bool | None) or (isinstance(value, int) and abs(value) < 10**30)
+        text = ascii(str(value)[:80]) if is_plain else f"of type {type(value).__name__}"
+        super().__init__(f"the member {to_printable(member.lstrip('.'))[:80]} has the invalid value {text}")
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")
+
+
+def _parse(kind: Any, value: Any, member: str) -> Any:
     """Return a JSON value as ``kind``: a dataclass, a mapping, a tuple, a union or a plain type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
         hints = get_type_hints(kind)
         present = {item.name for item in fields(kind)} & value.keys()
-        return kind(**{name: _parse(hints[name], value[name], where, f"{member}.{name}") for name in present})
+        return kind(**{name: _parse(hints[name], value[name], f"{member}.{name}") for name in present})
     if origin in (Union, UnionType):
         if value is None and NoneType in arguments:
             return None
-        return _parse(next(option for option in arguments if option is not NoneType), value, where, member)
+        return _parse(next(option for option in arguments if option is not NoneType), value, member)
     if origin is tuple and isinstance(value, list):
         if arguments[-1] is ...:
-            return tuple(_parse(arguments[0], item, where, member) for item in value)
+            return tuple(_parse(arguments[0], item, member) for item in value)
         if len(value) == len(arguments):
-            return tuple(_parse(option, item, where, member) for option, item in zip(arguments, value, strict=True))
+            return tuple(_parse(option, item, member) for option, item in zip(arguments, value, strict=True))
     if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, dict):
-        return {str(key): _parse(arguments[1], item, where, f"{member}.{key}") for key, item in value.items()}
-    if kind is Any or _is_plain(kind, value):
-        return value
-    raise TraceError(
-        f"{where}: the member {member.lstrip('.')} has the invalid value {str(value)[:80]!r}. Copy the trace again "
-        "from where it was recorded."
-    )
+        return {to_printable(key): _parse(arguments[1], item, f"{member}.{key}") for key, item in value.items()}
+    if kind is Any:
+        return _parse_any(value, member, MAX_DEPTH)
+    if _is_plain(kind, value):
+        return _bounded(value, member)
+    raise _InvalidMember(member, value)
 
 
 def _is_plain(kind: Any, value: Any) -> bool:
@@ -217,10 +259,50 @@ def _is_plain(kind: Any, value: Any) -> bool:
     return type(value) is kind
 
 
+def _bounded(value: Any, member: str) -> Any:
+    """Return a plain value: text as printable characters on one line, numbers only where they are in range."""
+    if isinstance(value, str):
+        return to_printable(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        lowest = -MAX_NUMBER if member.lstrip(".") in _SIGNED else 0
+        if not lowest <= value <= MAX_NUMBER:
+            raise _InvalidMember(member, value)
+    return value
+
+
+def _parse_any(value: Any, member: str, depth: int) -> Any:
+    """Return a JSON value without a type of its own, such as a setting of the allocator."""
+    if depth == 0:
+        raise _InvalidMember(member, value)
+    if isinstance(value, dict):
+        return {to_printable(key): _parse_any(item, member, depth - 1) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_parse_any(item, member, depth - 1) for item in value]
+    if isinstance(value, int | float) and abs(value) > 1 << 64:
+        raise _InvalidMember(member, value)
+    return to_printable(value) if isinstance(value, str) else value
+
+
+def _check(manifest: Manifest) -> None:
+    """Check what the types of the members do not say."""
+    if manifest.rank > _MAX_RANK:
+        raise _InvalidMember("rank", manifest.rank)
+    if not 1 <= manifest.world_size <= _MAX_RANK:
+        raise _InvalidMember("world_size", manifest.world_size)
+    for table, ranges in (manifest.parts or {}).items():
+        if table not in TABLES:
+            raise _InvalidMember("parts", table)
+        if any(low > high or high > _MAX_PART for low, high in ranges):
+            raise _InvalidMember(f"parts.{table}", list(ranges))
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest.json`` in one step, so that it is whole at every moment."""
     # One member a line: readable, and several times quicker than json's own indentation.
-    members = [f" {json.dumps(name)}: {json.dumps(value, sort_keys=True)}" for name, value in sorted(manifest.to_json().items())]
+    members = [
+        f" {json.dumps(name)}: {json.dumps(value, sort_keys=True)}"
+        for name, value in sorted(manifest.to_json().items())
+    ]
     replace_file(folder / MANIFEST_NAME, "\n".join(["{", ",\n".join(members), "}"]).encode())
 
 

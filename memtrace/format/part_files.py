@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from memtrace.errors import TraceError
 from memtrace.format.manifest import missing_parts, read_manifest
-from memtrace.format.schema import MANIFEST_NAME, RANK_TABLES, TABLES
+from memtrace.format.regular_file import require_regular_file
+from memtrace.format.schema import MANIFEST_NAME, RANK_TABLES, TABLES, find_column
+from memtrace.format.validation import check_column, check_order, check_schema
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 ORDER_KEY = b"memtrace.order_ns"
 """Key in the metadata of a file of the table ``live``: the largest time_ns of all events before the part."""
-_PART = re.compile(r"(?P<table>[a-z_]+)-(?P<number>\d+)\.parquet")
+_PART = re.compile(r"(?P<table>[a-z_]+)-(?P<number>\d{5,9})\.parquet", re.ASCII)
 
 
 def part_name(table: str, number: int) -> str:
@@ -100,16 +102,18 @@ class PartFiles:
         """Return the largest time of all events before a part, from the footer of its keyframe."""
         metadata = self._footer("live", number).metadata or {}
         try:
-            return int(metadata[ORDER_KEY])
+            return check_order(int(metadata[ORDER_KEY]))
         except (KeyError, ValueError) as error:
             raise self._damaged(self._files["live"][number], error) from error
 
     def value_range(self, table: str, number: int, column: str) -> tuple[int, int] | None:
         """Return the smallest and the largest value of a column in one part, from the statistics in its footer.
 
-        None where every value is null. TraceError where another tool removed the statistics.
+        None where every value is null, or the part lacks the column.
         """
         footer = self._footer(table, number)
+        if column not in footer.schema.names:
+            return None
         place = footer.schema.names.index(column)
         lows, highs = [], []
         for group in range(footer.num_row_groups):
@@ -126,17 +130,17 @@ class PartFiles:
         file = self._files[table][number]
         footer = self._footer(table, number)
         present = set(footer.schema.to_arrow_schema().names)
-        for column in TABLES[table]:
-            if column.is_required and column.name not in present:
-                raise TraceError(
-                    f"{file} lacks the column {column.name} of the table {table}: it was not written by memtrace, "
-                    "or was rewritten by another tool. Use the file as it was recorded."
-                )
         try:
             with pq.ParquetFile(file, metadata=footer) as part:
-                return part.read(columns=[name for name in columns if name in present], use_threads=False)
+                rows = part.read(columns=[name for name in columns if name in present], use_threads=False)
         except Exception as error:
             raise self._damaged(file, error) from error
+        try:
+            for name in rows.column_names:
+                check_column(find_column(table, name), rows.column(name))
+        except TraceError as error:
+            raise self._foreign(file, error) from error
+        return rows
 
     def _footer(self, table: str, number: int) -> Any:
         import pyarrow.parquet as pq
@@ -144,10 +148,23 @@ class PartFiles:
         file = self._files[table][number]
         if file not in self._footers:
             try:
-                self._footers[file] = pq.read_metadata(file)
+                require_regular_file(file)
+                footer = pq.read_metadata(file)
+                schema = footer.schema.to_arrow_schema()
             except Exception as error:
                 raise self._damaged(file, error) from error
+            try:
+                check_schema(table, schema, footer.num_rows)
+            except TraceError as error:
+                raise self._foreign(file, error) from error
+            self._footers[file] = footer
         return self._footers[file]
+
+    def _foreign(self, file: Path, error: TraceError) -> TraceError:
+        return TraceError(
+            f"{file} {error}: it was not written by memtrace, or was damaged or rewritten by another tool. Use the "
+            "file as it was recorded."
+        )
 
     def _damaged(self, file: Path, error: Exception) -> TraceError:
         lines = str(error).strip().splitlines()

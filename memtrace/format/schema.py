@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION: Final = 2
 MANIFEST_NAME: Final = "manifest.json"
+MAX_BYTES: Final = 1 << 48
+"""Largest size in bytes: no device has more memory, and the sum of 32,000 of them fits into 64 bits."""
+MAX_NS: Final = 1 << 56
+"""Largest time since the recording began and longest duration, ns: over two years."""
 NO_BLOCKS: Final = "the file holds totals by category and no blocks"
 """Why blocks cannot be analyzed in a trace of a file of totals (``Coverage.has_blocks`` is False)."""
 

@@ -14,10 +14,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from memtrace.format.schema import MAX_BYTES
 from memtrace.readers.tables import Array
 
-# No device has more memory, and the sum of 32,000 such sizes still fits into 64 bits.
-MAX_BYTES: Final = 1 << 48
 _CHUNK_ROWS: Final = 256
 _WORD_RANGE: Final = 1 << 64
 _INT64_MAX: Final = (1 << 63) - 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,6 +10,7 @@ import numpy as np
 from memtrace.format.encode import encode_lists, encode_numbers, encode_strings, encode_text
 from memtrace.format.manifest import Manifest, TraceSource
 from memtrace.format.schema import NAME_KINDS, arrow_schema
+from memtrace.text import to_printable
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -18,16 +18,13 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 MAX_TEXT: Final = 4096
-# Escape sequences in a file name would reach the user's terminal, marks of direction would turn its line around; tabs
-# and newlines separate our own fields.
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def clean(text: object) -> str:
     """Return ``text`` as one printable line of bounded length; text in a file may be hostile."""
     # A nested value is not printed: its text can be exponentially long.
     spelled = text if isinstance(text, str) else f"<{type(text).__name__}>"
-    line = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", spelled[: MAX_TEXT + 1])
+    line = to_printable(spelled[: MAX_TEXT + 1])
     return line if len(line) <= MAX_TEXT else line[:MAX_TEXT] + "..."
 
 

@@ -22,6 +22,7 @@ from memtrace.format.manifest import (
     TraceSource,
     write_manifest,
 )
+from memtrace.recording.code_locations import find_code_locations
 from memtrace.recording.observers import Observer
 
 ENVIRONMENT_VARIABLES: Final = (
@@ -68,6 +69,7 @@ def new_manifest(
         process=os.getpid(),
         command=tuple(sys.argv),
         options=options,
+        code=find_code_locations(),
         coverage=FileCoverage(0, 0, has_accesses=options.accesses, notes=tuple(notes)),
         parts={},
     )

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from memtrace.errors import MemtraceError
-from memtrace.format.files import FileIdentity, close_protected, is_file, open_protected
 from memtrace.format import schema
+from memtrace.format.files import FileIdentity, close_protected, is_file, open_protected
 
 MOVE_TIMEOUT_SECONDS: Final = 3.0
 MOVE_RETRY_SECONDS: Final = 0.05

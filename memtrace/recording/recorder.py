@@ -331,7 +331,9 @@ class Recorder:
 
     def _move_to_rank(self, output_dir: OutputDir) -> bool:
         """Move a trace that was started without a rank to the folder of its rank; whether that was possible."""
-        return any(move_output_dir(output_dir, trace, self.job.rank) for trace in (self._requested_path, output_dir.trace))
+        return any(
+            move_output_dir(output_dir, trace, self.job.rank) for trace in (self._requested_path, output_dir.trace)
+        )
 
 
 def _describe(error: BaseException) -> str:

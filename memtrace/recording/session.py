@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -187,8 +187,11 @@ class Recording:
 
     def _enter_method(self) -> Callable[[], Recording]:
         """Select the observer, and build it if necessary: an interrupt then leaves nothing to undo."""
-        observer, notes = (None, []) if _running else select_observer(self._options.observer)
-        enter = partial(self._enter, observer, notes)
+        try:
+            selected = None if _running else select_observer(self._options.observer)
+            enter = partial(self._enter, selected)
+        except (MemoryError, ImportError) as error:
+            enter = partial(self._enter_without_memory, error)
         native: Any = sys.modules.get(MODULE)
         return partial(_call_or_undo if native is None else native.call_or_undo, enter, self._undo_enter)
 
@@ -196,15 +199,22 @@ class Recording:
         native: Any = sys.modules.get(MODULE)
         return partial(_call_until_done if native is None else native.call_until_done, self._leave)
 
-    def _enter(self, observer: Observer | None, notes: Sequence[str]) -> Recording:
+    def _enter_without_memory(self, error: Exception) -> Recording:
+        logger.warning("memtrace: nothing is recorded, training continues: out of memory: %r", error)
+        return self
+
+    def _enter(self, selected: tuple[Observer, list[str]] | None) -> Recording:
         while (outer := _running.setdefault("recording", self)) is not self and outer._is_over:
             outer._finish()  # it was interrupted too often to wait for its end
         if outer is not self:
             self._enter_nested(outer)
             return self
-        if observer is None:  # the recording that was running has ended since
-            observer, notes = select_observer(self._options.observer)
-        self._recorder = Recorder(self._requested_path, self._options, observer, notes)
+        try:
+            # Without an observer here, the recording that was running has ended since.
+            observer, notes = selected or select_observer(self._options.observer)
+            self._recorder = Recorder(self._requested_path, self._options, observer, notes)
+        except (MemoryError, ImportError) as error:
+            return self._enter_without_memory(error)
         if not self._recorder.start(self._models, self._optimizers):
             self._recorder = None
         return self

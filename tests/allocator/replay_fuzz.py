@@ -116,7 +116,9 @@ def compare_replay(path: Path, allocated: int, peaks: dict[str, int]) -> tuple[t
         num_older = prepared.operations.num_older
         size = replay_blocks(prepared).size[num_older : num_older + int((history.kind == ALLOC).sum())]
         if int(size.sum()) != allocated:
-            differences.append(f"Blocks of {int(size.sum()):,} bytes were allocated in the replay, of {allocated:,} here.")
+            differences.append(
+                f"Blocks of {int(size.sum()):,} bytes were allocated in the replay, of {allocated:,} here."
+            )
         table = blocks(trace)
         born = np.flatnonzero((table.alloc_event >= 0) & (table.device == trace.devices.index("cuda:0")))
         recorded = table.allocated_size[born[np.argsort(table.alloc_event[born], kind="stable")]]
@@ -181,7 +183,9 @@ def main() -> int:
         wrong = [result for result in results if result.differences]
         num_wrong += len(wrong)
         exact = f"{len(results) - len(wrong)} of {len(results)}"
-        totals = [sum(getattr(result, name) for result in results) for name in ("num_allocations", "num_segment_events")]
+        totals = [
+            sum(getattr(result, name) for result in results) for name in ("num_allocations", "num_segment_events")
+        ]
         num_ooms = sum(result.num_ooms for result in results)
         print(f"{setting or 'default':90s} {exact:>9s} {totals[0]:>11,} {totals[1]:>14,} {num_ooms:>5}", flush=True)
         for result in wrong:

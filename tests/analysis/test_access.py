@@ -21,7 +21,15 @@ from memtrace.analysis.bandwidth import (
 )
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.intervals import spans_peak
-from memtrace.analysis.swap import SwapTotals, max_swappable_bytes, sample_intervals, swappable_intervals
+from memtrace.analysis.swap import (
+    SwapTotals,
+    max_swappable_bytes,
+    sample_intervals,
+    swap_totals,
+    swappable_intervals,
+    swappable_peak_bytes,
+)
+from memtrace.analysis.thresholds import MIN_SWAP_BYTES
 from memtrace.errors import MemtraceError
 from tests.builders import event, op, trace_of
 
@@ -75,7 +83,20 @@ def test_the_largest_swappable_block_is_that_of_the_papers() -> None:
 
 def test_an_interval_of_exactly_the_copy_time_is_swappable() -> None:
     rows = [event("alloc", 0, 0, 1000), event("write", 0, 1), event("read", 0, 2001), event("read", 0, 4000)]
-    assert swappable_intervals(trace_of(events=rows), bandwidths_from_rates(1, 1)).tolist() == [0]
+    assert swappable_intervals(trace_of(events=rows), bandwidths_from_rates(1, 1), min_bytes=0).tolist() == [0]
+
+
+def test_the_command_the_summary_and_the_page_agree_on_the_smallest_block_to_swap() -> None:
+    sizes = (MIN_SWAP_BYTES - 1, MIN_SWAP_BYTES)
+    rows = [event("alloc", block, block, size) for block, size in enumerate(sizes)]
+    rows += [event("read", block, 10**12 * time + block) for time in (1, 2) for block in (0, 1)]
+    trace = trace_of(events=rows)
+    sample = sample_intervals(trace, "cpu", TITAN_XP, 20)
+    assert sample is not None and sample.swappable_bytes == MIN_SWAP_BYTES
+    result = analyze_access(trace)
+    assert result.swappable.bytes == swap_totals(trace, TITAN_XP).bytes == MIN_SWAP_BYTES
+    assert [candidate.bytes for candidate in result.candidates] == [MIN_SWAP_BYTES]
+    assert swappable_peak_bytes(trace) == result.swappable.bytes_at_peak == MIN_SWAP_BYTES
 
 
 def test_an_interval_spans_the_peak_if_the_peak_is_between_its_accesses() -> None:
@@ -96,7 +117,7 @@ def test_a_sample_of_intervals_holds_the_longest_of_the_largest_blocks() -> None
     rows = [event("alloc", 0, 0, 10**6), event("alloc", 1, 0, 10)]
     rows += [event("read", block, 10**6 * (number + 1) + block) for number in range(50) for block in (0, 1)]
     trace = trace_of(events=rows)
-    sample = sample_intervals(trace, "cpu", bandwidths_from_rates(10, 10), 20)
+    sample = sample_intervals(trace, "cpu", bandwidths_from_rates(10, 10), 20, min_bytes=0)
     assert sample is not None
     block = access_intervals(trace).block[sample.rows]
     assert sample.num_intervals == 98 and 15 <= len(block) <= 21

@@ -64,7 +64,7 @@ def test_the_json_of_summary_has_the_fields_of_the_result(recorded_trace: Path) 
     assert device["peak"]["by_category"]["gradient"] == weights
     assert device["peak"]["by_category"]["optimizer_state"] == 2 * weights + 8
     assert sum(device["peak"]["by_category"].values()) == device["peak"]["requested_bytes"]
-    assert set(device["peak"]["top_sites"][0]) == {"name", "bytes", "num_blocks"}
+    assert set(device["peak"]["top_sites"][0]) == {"name", "bytes", "num_blocks", "modules", "no_stack_reason"}
 
 
 @pytest.mark.parametrize("code", ["3", "text"])

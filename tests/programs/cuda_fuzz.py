@@ -137,7 +137,8 @@ class FuzzProgram:
             return
         torch.cuda.synchronize()
         graph, kept = torch.cuda.CUDAGraph(), []
-        with torch.cuda.graph(graph):
+        # The stream that torch would choose belongs to the device of the process's first capture.
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(self.device)):
             for _ in range(self._random.randint(1, 6)):
                 tensor = torch.empty(min(self._next_size(), 30 * _MIB), dtype=torch.uint8, device=self.device)
                 if self._random.random() < 0.4:

@@ -41,6 +41,7 @@ def loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_is_loaded: No
     (tmp_path / "native").mkdir()
     (tmp_path / "native" / "module.cpp").write_text(EMPTY_MODULE)
     monkeypatch.setattr(toolchain, "SOURCES", tmp_path / "native")
+    monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setenv("MEMTRACE_CACHE", str(tmp_path / "cache"))
     loaded = Loads()
 
@@ -264,7 +265,7 @@ def test_without_a_home_the_module_is_kept_in_the_temporary_folder(
 SLOW_COMPILER = "#!/bin/sh\ntouch {folder}/started\nexec sleep 600\n"
 LOAD = (
     "import sys\nfrom pathlib import Path\nfrom memtrace.recording.observers import build, toolchain\n"
-    "toolchain.SOURCES = Path(sys.argv[1])\nprint(build.load_native().module.__file__)"
+    "import torch\ntorch.version.cuda = None\ntoolchain.SOURCES = Path(sys.argv[1])\nprint(build.load_native().module.__file__)"
 )
 
 

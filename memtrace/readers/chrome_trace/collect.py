@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from memtrace.errors import TraceError
-from memtrace.readers.fields import MAX_BYTES
+from memtrace.format.schema import MAX_BYTES
 from memtrace.readers.tables import Array
 from memtrace.units import format_bytes
 

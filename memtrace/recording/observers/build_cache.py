@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 LOCK_NAME: Final = "lock"
 STALE_LOCK_SECONDS: Final = 20
@@ -166,7 +166,7 @@ class BuildCache:
         failure = _Failure(key, message, time.time() + RETRY_SECONDS if is_transient else None)
         self._write(f"{key}.failed.json", json.dumps(asdict(failure)).encode())
 
-    def _read_record(self, name: str) -> dict[str, object]:
+    def _read_record(self, name: str) -> dict[str, Any]:
         with suppress(ValueError, RecursionError):
             fields = json.loads(self._read(name, _MAX_RECORD_BYTES) or b"{}")
             if isinstance(fields, dict):
