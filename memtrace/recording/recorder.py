@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from memtrace.recording.ring import Ring
 
 logger = logging.getLogger("memtrace")
+NO_DEVICE_TIMES_NOTE: Final = "no device times: they need the native observer, built for the CUDA version of torch"
 
 LoaderItem = TypeVar("LoaderItem")
 _DATA_WAIT: Final = SPAN_KINDS.index("data_wait")
@@ -146,6 +147,9 @@ class Recorder:
 
     def _open(self) -> None:
         self._reserve.acquire()
+        if self._options.device_time_min_bytes >= 0 and not self.observer.times_devices():
+            self._manifest.add_note(NO_DEVICE_TIMES_NOTE)
+            logger.warning("memtrace: %s", NO_DEVICE_TIMES_NOTE)
         self._output_dir = claim_output_dir(self._requested_path, self.job.rank, self.job.world_size)
         self._manifest.write(self._output_dir.folder)
         if self._ring is not None:

@@ -66,7 +66,7 @@ def test_intervals_and_swappable_ones_equal_brute_force(rows: Rows) -> None:
     swappable = {
         row for row, (block, ns) in enumerate(expected) if size[block] * (0.1563 + 0.1574) + 8242 + 12352 <= ns
     }
-    assert set(swappable_intervals(trace, TITAN_XP).tolist()) == swappable
+    assert set(swappable_intervals(trace, TITAN_XP, min_bytes=0).tolist()) == swappable
     assert (analyze_access(trace).num_intervals or 0) == len(expected) == len(access_intervals_table(trace))
 
 

@@ -122,7 +122,18 @@ class Observer(Protocol):
         """Whether the operators are recorded that dispatch modes and tensor subclasses call."""
 
     def attach_cuda(self) -> bool:
-        """Start to observe the CUDA allocator; False if that is not possible."""
+        """Start to observe torch's CUDA allocator, from the next snapshot that torch takes of it; False if that is not
+        possible. ``finish_cuda`` must follow.
+        """
+
+    def finish_cuda(self, rows: list[CudaRow], has_events: bool) -> None:
+        """Record the CUDA segments and blocks that exist, and record accesses to CUDA blocks from now on.
+
+        Args:
+            rows: segments and blocks that are older than the recording, before the first event of the allocator.
+            has_events: whether the allocator's events follow, from ``attach_cuda`` or ``cuda_events``; otherwise blocks
+                are known by the storages of tensors.
+        """
 
     def cuda_settings(self, rounds_to_512: bool, max_split_size: int) -> None:
         """Set the CUDA allocator settings that determine block sizes. ``max_split_size`` is in bytes, -1 for none."""

@@ -2,19 +2,22 @@
 
 It differs from the native observer as follows:
 
-* Memory that an operator allocates and frees in one call (workspace) is not recorded: Python has no hook below the
-  dispatcher.
+* CPU memory that an operator allocates and frees in one call (workspace) is not recorded: Python has no hook below the
+  dispatcher. CUDA allocations, frees and segments of all threads come from torch's allocator history, and get the
+  operator that ran in their microsecond; where operators of several threads did, their operator is unknown.
 * torch behaves differently under a Python dispatch mode: where autograd sums gradients, or an operator adds a bias, it
   adds out of place, and each such sum is a block of its own.
-* The allocation of a block is recorded when the operator returns, with the end time of the operator.
+* The allocation of a CPU block is recorded when the operator returns, with the end time of the operator.
 * Fake tensors have sizes but no addresses; their address is null.
 * Memory that changes its size in place (``Tensor.resize_``) keeps the size it had when it was first seen.
-* Other threads are recorded only if torch carries its modes to them: autograd's threads, but not the user's own.
+* Operators of other threads are recorded only if torch carries its modes to them: autograd's threads, but not the
+  user's own.
 * It is slower; BENCHMARKS.md compares the two.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -30,6 +33,7 @@ from memtrace.format.schema import EVENT_KINDS, NAME_KINDS, PHASES, SPAN_KINDS
 from memtrace.recording.observers import Batch, CudaRow
 from memtrace.recording.observers.dispatch_blocks import BlockTable, LiveBlock, fake_mode_active, is_fake
 from memtrace.recording.observers.dispatch_buffer import RecordBuffer
+from memtrace.recording.observers.dispatch_cuda import CudaBlocks
 from memtrace.recording.observers.dispatch_operators import (
     ArgumentAccess,
     OperatorInfo,
@@ -43,9 +47,6 @@ from memtrace.recording.plain_access import is_tensor, tensors_in
 _EVENT: Final = {kind: code for code, kind in enumerate(EVENT_KINDS)}
 _NAME: Final = {kind: code for code, kind in enumerate(NAME_KINDS)}
 _SPAN: Final = {kind: code for code, kind in enumerate(SPAN_KINDS)}
-_SEGMENT_EVENTS: Final = tuple(
-    _EVENT[kind] for kind in ("segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom")
-)
 _FORWARD, _BACKWARD, _OPTIMIZER, _OTHER = (PHASES.index(name) for name in ("forward", "backward", "optimizer", "other"))
 MAX_FORWARD_NODES: Final = 1 << 17
 """Number of autograd nodes whose module and stack are kept for their backward operators."""
@@ -92,6 +93,8 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._operators: dict[Any, tuple[OperatorInfo, int]] = {}
         self._blocks = BlockTable(self._buffer, self.now, lambda: self._thread().index)
         self._forward: OrderedDict[int, tuple[int, int]] = OrderedDict()  # module and stack by sequence number
+        self._cuda = CudaBlocks()
+        self._running: dict[int, int] = {}  # start of each operator call that has not returned
         self._num_ops = 0
         self._threads: list[_Thread] = []
         self._collections: list[tuple[int, int]] = []  # start and end
@@ -147,7 +150,15 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def drain(self, until_ns: int) -> Batch:
         """See ``Observer.drain``. Events of segments that arrive late are recorded later than they happened."""
         self._record_collections()
-        return self._buffer.drain()
+        with self._lock:
+            if self._blocks.cuda is None:
+                return self._buffer.drain()
+            # Events of the allocator get their operators, so they wait for the calls that are running.
+            until = None if until_ns < 0 else min([until_ns, *(start - 1 for start in self._running.values())])
+            events, labels, self._blocks.num_blocks = self._cuda.take(until, self._blocks.num_blocks)
+            self._buffer.rows["events"] += events
+            self._buffer.rows["labels"] += labels
+            return self._buffer.drain(sys.maxsize if until is None else until)
 
     # Marks.
 
@@ -274,18 +285,22 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """See ``Observer.attach_cuda``. Always False: Python has no such hook."""
         return False
 
+    def finish_cuda(self, rows: list[CudaRow], has_events: bool) -> None:
+        """See ``Observer.finish_cuda``."""
+        with self._lock:
+            if has_events:
+                self._blocks.cuda = self._cuda
+            self.cuda_events(rows)
+
     def cuda_settings(self, rounds_to_512: bool, max_split_size: int) -> None:
-        """See ``Observer.cuda_settings``. Not needed: block sizes come from tensors."""
+        """See ``Observer.cuda_settings``."""
+        self._cuda.sizes.rounds_to_512, self._cuda.sizes.max_split_size = rounds_to_512, max_split_size
 
     def cuda_events(self, rows: list[CudaRow]) -> None:
-        """See ``Observer.cuda_events``. Events of blocks are ignored: this observer knows blocks by their tensors."""
-        for kind, device, address, size, stream, pool, _, time_ns in rows:
-            if kind in _SEGMENT_EVENTS:
-                time_ns = self.now() if time_ns < 0 else time_ns
-                address, device_free = (-1, address) if kind == _EVENT["oom"] else (address, -1)
-                self._buffer.add(
-                    "events", (time_ns, kind, 1 + device, -1, size, -1, address, -1, stream, -1, pool, device_free)
-                )
+        """See ``Observer.cuda_events``."""
+        with self._lock:
+            if self._active and self._blocks.cuda is not None:
+                self._cuda.add_rows(rows, self.now())
 
     # Operators.
 
@@ -301,20 +316,29 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)
             self._follow_range(func, args)
             return result
-        thread = self._thread()
-        call = _Call(info, name, self._num_ops, thread, self.now(), {})
-        self._num_ops += 1
-        if self._accesses:
+        call = self._begin_call(info, name)
+        try:
+            if self._accesses:
+                with torch._C.DisableTorchFunction():
+                    call.accesses = self._argument_accesses(info, args, kwargs)
+            with self._lock:
+                for block, access in call.accesses.values():
+                    if access.reads:
+                        self._blocks.add_event("read", block, call.started_ns, call.op)
+            result = func(*args, **kwargs)
             with torch._C.DisableTorchFunction():
-                call.accesses = self._argument_accesses(info, args, kwargs)
-        with self._lock:
-            for block, access in call.accesses.values():
-                if access.reads:
-                    self._blocks.add_event("read", block, call.started_ns, call.op)
-        result = func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            self._finish_call(call, result)
+                self._finish_call(call, result)
+        finally:
+            self._running.pop(call.op, None)
         return result
+
+    def _begin_call(self, info: OperatorInfo, name: int) -> _Call:
+        thread = self._thread()
+        with self._lock:
+            call = _Call(info, name, self._num_ops, thread, self.now(), {})
+            self._num_ops += 1
+            self._running[call.op] = call.started_ns
+        return call
 
     def _inspect(self, func: Any) -> tuple[OperatorInfo, int]:
         info = inspect_operator(func)
@@ -338,6 +362,8 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _finish_call(self, call: _Call, result: Any) -> None:
         ended_ns = self.now()
         with self._lock:
+            if self._blocks.cuda is not None:
+                self._cuda.add_call(call.thread.index, call.op, call.started_ns, ended_ns)
             results = tensors_in(result)
             allocated = (self._blocks.allocate(tensor, ended_ns, call.op) for tensor in results)
             new_blocks = [block for block in allocated if block is not None]

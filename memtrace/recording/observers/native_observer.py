@@ -50,6 +50,7 @@ class NativeObserver:
         self.instances = native.instances
         self.collected = native.collected
         self.attach_cuda = native.attach_cuda
+        self.finish_cuda = native.finish_cuda
         self.cuda_settings = native.cuda_settings
         self.cuda_events = native.cuda_events
 

@@ -10,10 +10,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <stdexcept>
 #include <typeinfo>
 #include <utility>
 
+#include "cuda_storages.h"
 #include "device_time.h"
 #include "dispatch.h"
 #include "operator_info.h"
@@ -48,8 +50,9 @@ std::optional<Memory> memory_of(const at::Tensor& tensor) {
   if (data.get() == nullptr || !(on_cpu || device.is_cuda())) return std::nullopt;
   const int64_t size = storage->sym_nbytes().maybe_as_int().value_or(0);
   if (size == 0) return std::nullopt;
+  if (!on_cpu && recorder().cuda_source.load(std::memory_order_relaxed) == CudaSource::undecided) return std::nullopt;
   return Memory{reinterpret_cast<uint64_t>(data.get()), size, static_cast<int8_t>(on_cpu ? 0 : device.index() + 1),
-                on_cpu ? watch_memory(storage, data) : Origin::traced};
+                watch_memory(storage, data)};
 }
 
 namespace {
@@ -162,6 +165,7 @@ class Call {
     sequence_ = static_cast<int64_t>(at::sequence_number::peek());
     if (r.options.accesses) record_or_give_up([&] { add_argument_accesses(info, stack, accesses_); });
     start_ = r.now();
+    std::atomic_ref(thread_.op_start_ns).store(start_, std::memory_order_relaxed);
     if (r.options.device_time_min_bytes != kNone) start_on_device(r.options.device_time_min_bytes);
     if (accesses_.empty()) return;
     Lock lock(r.mutex);
@@ -177,7 +181,11 @@ class Call {
     thread_.current_op = outer_op_;
     OpCall call = describe(end);
     const bool inherits = call.phase == Phase::backward && !call.recompute && call.sequence_nr >= 0;
-    const bool allocates = thread_.op_allocated_bytes > 0 && thread_.op_allocated_bytes >= r.options.stack_min_bytes;
+    // A failed allocation needs the stack too; torch's history reports it only later.
+    const bool failed = r.cuda_source == CudaSource::history && std::uncaught_exceptions() > num_exceptions_;
+    const bool allocates =
+        failed || (thread_.op_allocated_bytes > 0 && thread_.op_allocated_bytes >= r.options.stack_min_bytes);
+    call.has_accesses |= failed;
     // A call that creates nodes gets a stack even if it allocates nothing: its backward operators inherit that stack.
     const bool needs_stack = (allocates || call.num_nodes > 0) && !(inherits && !runs_python_node());
     if (r.options.stacks && needs_stack) call.stack = python_stack(true);
@@ -191,13 +199,35 @@ class Call {
       is_full = r.events.size() + r.ops.size() > r.options.limit_records;
     }
     thread_.op_blocks.clear();
+    // After the call is in the buffer: a drain finds it there or here.
+    std::atomic_ref(thread_.op_start_ns).store(kNone, std::memory_order_relaxed);
     if (is_full) wait_for_writer();
+  }
+
+  // Adds the blocks that the operator returns, unless the allocator reported them while it ran.
+  void add_returned_blocks(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+    if (recorder().cuda_source.load(std::memory_order_relaxed) == CudaSource::undecided) return;
+    const size_t num_results = std::min(op.schema().returns().size(), stack.size());
+    for (size_t i = stack.size() - num_results; i < stack.size(); ++i) {
+      if (stack[i].isTensor()) add_returned_block(stack[i].toTensor());
+      if (!stack[i].isTensorList()) continue;
+      for (const c10::IValue& element : stack[i].toListRef())
+        if (element.isTensor()) add_returned_block(element.toTensor());
+    }
   }
 
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
 
  private:
+  void add_returned_block(const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.has_storage()) return;
+    const auto address = reinterpret_cast<uint64_t>(tensor.unsafeGetTensorImpl()->unsafe_storage().data());
+    const bool is_argument = std::any_of(accesses_.begin(), accesses_.end(),
+                                         [&](const Access& access) { return access.memory.address == address; });
+    if (!is_argument) add_returned_cuda_block(tensor);
+  }
+
   void start_on_device(int64_t min_bytes) {
     for (const Access& access : accesses_) {
       if (access.memory.device == 0 || access.memory.size < min_bytes) continue;
@@ -222,7 +252,7 @@ class Call {
 
   void push(Recorder& r, const Memory& memory, EventKind kind, int64_t time) {
     r.push(Event{time, memory.address, memory.size, op_, kNone, thread_.index, memory.device, kind,
-                             memory.origin != Origin::traced});
+                 memory.origin != Origin::traced});
   }
 
   void push_writes(Recorder& r, int64_t end) {
@@ -238,13 +268,14 @@ class Call {
     const int32_t name = r.names.id(NameKind::tensor, "gradient bucket");
     for (const Access& access : accesses_)
       r.push(Event{time, access.memory.address, access.memory.size, kGradientCategory, name, thread_.index,
-                               access.memory.device, EventKind::label, access.memory.origin != Origin::traced});
+                   access.memory.device, EventKind::label, access.memory.origin != Origin::traced});
   }
 
   const OperatorInfo& info_;
   ThreadState& thread_;
   Accesses accesses_;
   int64_t outer_op_, op_, start_, sequence_;
+  int num_exceptions_ = std::uncaught_exceptions();
   uint64_t ticket_ = kNotTimed;   // of the GPU timing
   int8_t device_ = 0;
 };
@@ -316,6 +347,7 @@ void observe(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit
   if (info.role == Role::view) return observe_view(info, op, below, stack);
   Call call(info, *stack);
   op.redispatchBoxed(below, stack);
+  record_or_give_up([&] { call.add_returned_blocks(op, *stack); });
 }
 
 }  // namespace

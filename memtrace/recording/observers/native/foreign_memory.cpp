@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cpu_allocator.h"
+#include "cuda_storages.h"
 #include "state.h"
 
 namespace memtrace {
@@ -65,7 +66,12 @@ void stop_watching(size_t index) {   // requires the mutex
 }  // namespace
 
 Origin watch_memory(c10::StorageImpl* storage, c10::DataPtr& data) {
-  if (has_traced_deleter(data) || trace_deleter(data)) return Origin::traced;
+  if (data.device().is_cpu()) {
+    if (has_traced_deleter(data) || trace_deleter(data)) return Origin::traced;
+  } else {
+    const CudaBlock block = follow_cuda_block(data);
+    if (block != CudaBlock::unfollowed) return block == CudaBlock::newly_followed ? Origin::foreign_new : Origin::traced;
+  }
   if (data.get_deleter() == traced_function_deleter) return Origin::foreign;
   if (data.get_context() != nullptr && data.compare_exchange_deleter(function_deleter(), traced_function_deleter))
     return Origin::foreign_new;
