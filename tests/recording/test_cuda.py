@@ -229,8 +229,8 @@ def test_replays_of_cuda_graphs_are_noted(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_missing_device_times_are_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU: see test_device_times_lie_within_the_run")
+    if torch.version.cuda is not None:
+        pytest.skip("this torch is a CUDA build: see test_device_times_lie_within_the_run")
     with memtrace.record(tmp_path / "run.memtrace", device_time=True):
         torch.ones(1 << 20)
     assert "no device times" in caplog.text
