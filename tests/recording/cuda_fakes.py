@@ -71,8 +71,7 @@ def use_driver(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, *, tracks_al
     """
 
     def make(observer: Observer, manifest: ManifestFile) -> CudaMonitor:
-        if tracks_allocator:
-            observer.attach_cuda = lambda: True  # type: ignore[method-assign]
+        observer.attach_cuda = lambda: tracks_allocator  # type: ignore[method-assign]
         return CudaMonitor(observer, driver, manifest)
 
     monkeypatch.setattr(recorder, "make_cuda_monitor", make)
