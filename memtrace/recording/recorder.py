@@ -55,8 +55,8 @@ def make_cuda_monitor(observer: Observer, manifest: ManifestFile) -> CudaMonitor
 class Recorder:
     """The parts of one running recording.
 
-    ``start`` and ``stop`` work on threads of their own, which no interrupt of the program can reach: only what belongs to
-    the thread that is recorded is done there, in steps that can be repeated. After an interrupt of ``start`` call
+    ``start`` and ``stop`` work on threads of their own, which no interrupt of the program can reach. Only what belongs
+    to the recorded thread is done there, in steps that can be repeated. After an interrupt of ``start`` call
     ``undo_start``, after one of ``stop`` call it again.
 
     Attributes:
@@ -294,7 +294,7 @@ class Recorder:
         for step in steps:
             try:
                 step()
-            except BaseException as error:  # whatever it is, the program must go on
+            except BaseException as error:  # noqa: PERF203 (whatever it is, the next step must be taken)
                 self._warn(f"the trace may be incomplete: {_describe(error)}")
 
     def _align_clock(self) -> None:
