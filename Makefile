@@ -8,8 +8,17 @@ READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip install -q $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 # One process per core; tests of one file stay together, so that what a file records is recorded once.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
+# The CUDA build of torch (three equal signs: PyPI's own build) has an environment for each version, of about 5 GB.
+CUDA_TORCH ?= 2.13.0
+CUDA_VENV := .venv-cuda-$(CUDA_TORCH)
+CUDA_READY := $(CUDA_VENV)/ready
+CUDA_PYTEST = $(CUDA_VENV)/bin/python -m pytest -m cuda
+NULLCUDA := $(CUDA_VENV)/nullcuda
+# Random programs for each setting of the CUDA allocator.
+CUDA_FUZZ_SEEDS ?= 20
+export CUDA_FUZZ_SEEDS
 
-.PHONY: demo test test-all lint mypy docs docs-serve dist check-dist bench clean
+.PHONY: demo test test-all test-cuda test-cuda-null cuda-env lint mypy docs docs-serve dist check-dist bench clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +37,26 @@ test: $(READY)
 
 test-all: $(READY)
 	$(PYTEST)
+
+$(CUDA_READY): setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -m pip install -q "torch===$(CUDA_TORCH)"
+	$(CUDA_VENV)/bin/python -m pip install -q -e ".[test]"
+	touch $@
+
+cuda-env: $(CUDA_READY)
+
+# The tests of CUDA on a GPU, one process: they fill its memory.
+test-cuda: $(CUDA_READY)
+	$(CUDA_PYTEST)
+
+# The same without a GPU, on a device that computes nothing: tests/nullcuda/README.md.
+test-cuda-null: $(NULLCUDA)/built
+	NULLCUDA_LIB=$(NULLCUDA) bash tests/nullcuda/nullcuda $(CUDA_PYTEST) -n auto
+
+$(NULLCUDA)/built: $(CUDA_READY) $(wildcard tests/nullcuda/*.cpp tests/nullcuda/*.h tests/nullcuda/build.sh)
+	bash tests/nullcuda/build.sh $(CUDA_VENV)/bin/python $(NULLCUDA)
+	touch $@
 
 lint: $(READY) mypy
 	$(BIN)/ruff check .
@@ -64,4 +93,4 @@ bench: $(READY)
 	$(BIN)/python benchmarks/pipeline_measured.py
 
 clean:
-	rm -rf $(VENV) build dist out site
+	rm -rf $(VENV) .venv-cuda-* build dist out site

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memtrace.analysis.swap import SwapCandidate
 
 RESULT: Final = AccessAnalysis
-CSV_COLUMNS: Final = ("site", "category", "bytes", "num_intervals", "median_ns", "swap_ns", "bytes_at_peak")
+CSV_COLUMNS: Final = ("site", "category", "bytes", "num_intervals", "median_ns", "clock", "swap_ns", "bytes_at_peak")
 
 
 @click.command("access")
@@ -47,8 +47,9 @@ def command(
     """Show the access intervals of TRACE and the swap candidates.
 
     An access interval is the time between two accesses of a block. A block is a swap candidate if it can be copied to
-    the host and back within one. Bandwidths are those of a TITAN Xp (6.4 GB/s) unless --bandwidths, or --d2h and --h2d,
-    are given.
+    the host and back within one. Intervals on a GPU are measured there if TRACE was recorded with device_time=True,
+    otherwise between the launches on the host. Bandwidths are those of a TITAN Xp (6.4 GB/s) unless --bandwidths, or
+    --d2h and --h2d, are given.
     """
     costs = _copy_bandwidths(bandwidths, d2h_gb_per_s, h2d_gb_per_s)
     trace = selection.open_rank()
@@ -84,10 +85,12 @@ def _copy_bandwidths(file: str | None, d2h_gb_per_s: float | None, h2d_gb_per_s:
 
 def _print(out: Console, name: str, result: AccessAnalysis) -> None:
     if not result.num_intervals:
-        reason = "reads and writes were not recorded" if result.num_intervals is None else "no block is accessed twice"
+        unknown = "reads and writes, or their times, were not recorded"
+        reason = unknown if result.num_intervals is None else "no block is accessed twice"
         out.print(f"[bold]{escape(name)}[/]: no access intervals ({reason})")
         return
     out.print(f"[bold]{escape(name)}[/]: {format_count(result.num_intervals, 'access interval')}")
+    out.print(result.clock_note)
     out.print("\nPercentiles of the interval length")
     table = plain_table(*(f"{percent} %" for percent in result.percentiles_ns), "")
     table.add_row(*map(format_duration, result.percentiles_ns.values()))
@@ -124,13 +127,14 @@ def _print_swap_totals(out: Console, result: AccessAnalysis) -> None:
 def _print_candidates(out: Console, candidates: tuple[SwapCandidate, ...]) -> None:
     if not candidates:
         return
-    table = plain_table("at peak", "block", "intervals", "median", "D2H + H2D", "allocation site (category)")
+    table = plain_table("at peak", "block", "intervals", "median", "clock", "D2H + H2D", "allocation site (category)")
     for row in candidates:
         table.add_row(
             format_bytes(row.bytes_at_peak),
             format_bytes(row.bytes),
             f"{row.num_intervals:,}",
             format_duration(row.median_ns),
+            row.clock,
             format_duration(row.swap_ns),
             escape(f"{row.site or UNKNOWN} ({row.category})"),
         )

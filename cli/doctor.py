@@ -23,14 +23,21 @@ class DoctorReport:
 
 
 RESULT: Final = DoctorReport
+_OBSERVERS: Final = {"native": "native", "dispatch": "dispatch (pure Python)"}
+_CUDA_EVENTS: Final = {
+    "observer": "native observer",
+    "history": "torch's allocator history",
+    None: "none (torch is built without CUDA)",
+}
 
 
 @click.command("doctor")
 @click.option("--bandwidth", is_flag=True, help="Also measure copies between device and host (takes seconds).")
+@click.option("--rebuild", is_flag=True, help="Build the native observer anew, even if that has failed before.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
-def command(as_json: bool, bandwidth: bool) -> None:
+def command(as_json: bool, bandwidth: bool, rebuild: bool) -> None:
     """Check the installation on this machine and list what is missing."""
-    report = DoctorReport(examine_environment(), measure_bandwidths() if bandwidth else None)
+    report = DoctorReport(examine_environment(rebuild=rebuild), measure_bandwidths() if bandwidth else None)
     if as_json:
         print_json(report)
     else:
@@ -43,9 +50,10 @@ def _print(report: DoctorReport) -> None:
     facts += [
         ("compiler", environment.compiler or "none"),
         ("build cache", environment.build_cache),
-        ("observer", environment.observer),
-        ("GPU", ", ".join(environment.gpus) or "none"),
+        ("observer", _OBSERVERS[environment.observer]),
+        ("CUDA events", _CUDA_EVENTS[environment.cuda_events]),
         ("CUDA headers", environment.cuda_headers or "none"),
+        ("GPU", ", ".join(environment.gpus) or "none"),
     ]
     if bandwidth is not None:
         facts += [("D2H copies", _format_cost(bandwidth.d2h)), ("H2D copies", _format_cost(bandwidth.h2d))]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from memtrace.cli.output import console, escape, plain_table
 
+from memtrace.analysis.outside_memory import describe_outside_memory
 from memtrace.units import format_bytes, format_count, format_duration
 
 NO_STACK = "(no stack: allocated before the recording, or recorded without stacks)"
@@ -39,6 +40,8 @@ def print_failure(out: Console, failure: OutOfMemory, name: str) -> None:
     out.print(f"Live memory: {format_bytes(failure.live_bytes)}{free}.")
     if failure.room is not None:
         out.print(_room_sentence(failure.room))
+    if failure.device != "cpu":
+        out.print(describe_outside_memory(failure.outside))
     table = plain_table("Held", "Blocks", "Allocation site")
     for holder in failure.holders[:MAX_HOLDERS]:
         table.add_row(format_bytes(holder.requested_bytes), f"{holder.num_blocks:,}", escape(holder.site or NO_STACK))

@@ -32,7 +32,7 @@ _KINDS_OF_FIX: Final = (
 @click.option(
     "--min-bytes",
     type=BYTES,
-    help="Leave out findings that waste less than this, such as 1MiB; default: 0.1 % of the peak.",
+    help="Leave out findings that waste less than this, such as 1MiB; default: 1 % of the peak.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print one CSV row per finding.")
@@ -91,7 +91,7 @@ def _print_findings(out: Console, title: str, findings: list[Finding]) -> None:
         table = plain_table("saves", "new peak", "blocks", "allocation site [module] (category)")
         for row in rows:
             table.add_row(
-                format_bytes(row.saved_bytes),
+                f"{'up to ' if row.is_upper_bound else ''}{format_bytes(row.saved_bytes)}",
                 format_bytes(row.peak_if_fixed_bytes),
                 f"{row.num_blocks:,}",
                 escape(f"{row.site or UNKNOWN}{f' [{row.module}]' if row.module else ''} ({_spaced(row.category)})"),

@@ -55,9 +55,13 @@ def _print(out: Console, name: str, result: LeakAnalysis) -> None:
         return
     excluded = format_count(result.num_warm_up_steps, "warm-up step")
     steps = f"{format_count(result.num_steps, 'step')}; {excluded} excluded"
-    if result.leaks:
+    if result.bytes_per_step:
         out.print(f"[bold]{escape(name)}: grows by {format_bytes(result.bytes_per_step)} per step[/] ({steps})")
-        _print_leaks(out, result.leaks)
+        if result.leaks:
+            _print_leaks(out, result.leaks)
+        if result.unattributed_bytes_per_step:
+            spread = format_bytes(result.unattributed_bytes_per_step)
+            out.print(f"{spread} per step are spread over allocation sites that do not keep growing themselves.")
     else:
         out.print(f"[bold]{escape(name)}[/]: no leaks ({steps})")
     if result.steps_to_capacity is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import runpy
 import sys
 import traceback
@@ -49,10 +50,11 @@ def command(output: str, is_module: bool, program: str, arguments: tuple[str, ..
         raise MemtraceError(f"{program}: no such file; pass a Python script, or -m and a module name")
     sys.argv = [program, *arguments]
     sys.path.insert(0, str(Path.cwd()) if is_module else str(Path(program).resolve().parent))
-    recording = record(output, **options)
+    recording, folder = record(output, **options), Path.cwd()
     with recording:
-        exit_code = _run_program(program, is_module, recording)
-    _print_result(recording.path)
+        # As python does, the script gets an absolute __file__, which stays valid when it changes the working directory.
+        exit_code = _run_program(program if is_module else str(Path(program).absolute()), is_module, recording)
+    _print_result(recording.path, folder)
     if isinstance(exit_code, str):  # as the interpreter does for sys.exit("message")
         click.echo(exit_code, err=True)
         exit_code = 1
@@ -86,10 +88,12 @@ def _program_frames(frames: TracebackType | None, program: str) -> TracebackType
     return frames
 
 
-def _print_result(trace: Path) -> None:
+def _print_result(trace: Path, folder: Path) -> None:
+    """Print where the trace is, as seen from ``folder``, the working directory of the shell."""
     from memtrace.recording.job import rank_and_world_size
 
     rank, _ = rank_and_world_size()
     with contextlib.suppress(OSError):
         size = sum(part.stat().st_size for part in (trace / f"rank={rank}").iterdir())
-        print_line(f"memtrace: wrote {trace} ({format_bytes(size)}). Next: memtrace summary {trace}", err=True)
+        name = os.path.relpath(trace, folder) if trace.is_relative_to(folder) else trace
+        print_line(f"memtrace: wrote {name} ({format_bytes(size)}). Next: memtrace summary {name}", err=True)

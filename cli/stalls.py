@@ -35,7 +35,8 @@ def command(selection: Selection, synthetic: str | None, cached: str | None, as_
     """Show how long the steps of TRACE wait for data.
 
     Given three recordings, the stall is broken down into fetching (from storage) and preprocessing (decoding,
-    augmenting): TRACE, recorded with an empty cache, --cached and --synthetic.
+    augmenting): TRACE, recorded with an empty cache, --cached and --synthetic. Recordings with device_time=True are
+    measured on the GPU, where a wait is the time without work; others on the host.
     """
     from memtrace.analysis.stalls import measure_stalls
 
@@ -64,25 +65,29 @@ def _print(out: Console, result: DataStalls) -> None:
     if result.wait_share is None:
         out.print(f"{num_steps}, median {format_duration(result.median_duration_ns)}; time waiting for data: unknown.")
         out.print("Waits are recorded for a DataLoader and for loaders that are passed to rec.steps(loader).")
+        out.print(result.clock_note)
     else:
         out.print(f"[bold]{num_steps} spend {format_share(result.wait_share)} of their time waiting for data[/]")
         out.print(
             f"Median step: {format_duration(result.median_duration_ns)}, of which "
             f"{format_duration(result.median_wait_ns)} waiting for data"
         )
+        out.print(result.clock_note)
         _print_steps(out, result)
     if result.breakdown is not None:
         _print_breakdown(out, result.breakdown)
 
 
 def _print_steps(out: Console, result: DataStalls) -> None:
-    table = plain_table("step", "duration", "waiting", "share")
+    by_device = result.clock == "device"
+    table = plain_table("step", "duration", "waiting", "share", *(["waiting on the host"] if by_device else []))
     for row in sorted(result.steps, key=lambda row: -(row.data_wait_ns or 0))[:MAX_ROWS]:
         table.add_row(
             str(row.step),
             format_duration(row.duration_ns),
             format_duration(row.data_wait_ns),
             format_share(row.data_wait_ns, row.duration_ns),
+            *([format_duration(row.host_wait_ns)] if by_device else []),
         )
     out.print()
     out.print(table)
@@ -91,7 +96,7 @@ def _print_steps(out: Console, result: DataStalls) -> None:
 
 
 def _print_breakdown(out: Console, breakdown: StallBreakdown) -> None:
-    table = plain_table("median step", "duration", "")
+    table = plain_table("median step", f"duration ({breakdown.clock} time)", "")
     table.add_row("synthetic data", format_duration(breakdown.synthetic_ns), "")
     table.add_row("cached data", format_duration(breakdown.cached_ns), "")
     table.add_row("cold cache", format_duration(breakdown.cold_ns), "")

@@ -10,6 +10,7 @@ from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.failure import print_failure
 from memtrace.cli.output import console, escape, fact_table, plain_table, print_json, site_with_modules, working
 
+from memtrace.analysis.device_clock import CLOCK_LABELS
 from memtrace.analysis.summary import (
     DeviceSummary,
     JobSummary,
@@ -209,15 +210,17 @@ def _pattern_facts(patterns: PatternSummary) -> list[tuple[str, str]]:
     if patterns.stability_share is not None:
         facts.append(("Stability", f"{format_share(patterns.stability_share)} of the bytes of a typical step recur in "
                       "the other steps"))  # fmt: skip
-    if patterns.leak_site:
+    if patterns.leak_bytes_per_step:
         speed = format_bytes(patterns.leak_bytes_per_step)
-        facts.append(("Leak", escape(f"{speed} per step, most at {patterns.leak_site}")))
+        where = f"most at {patterns.leak_site}" if patterns.leak_site else "spread over many allocation sites"
+        facts.append(("Leak", escape(f"{speed} per step, {where}")))
     best = patterns.best_finding
     if best is not None:
         what = best.pattern.replace("_", " ")
         facts.append(("Wasted memory", escape(f"{what} at {best.site or UNKNOWN}; fixing it lowers the peak to "
                                               f"{format_bytes(best.peak_if_fixed_bytes)}")))  # fmt: skip
     if patterns.swappable_bytes_at_peak:
+        clocks = ", ".join(CLOCK_LABELS[clock] for clock in patterns.num_intervals_by_clock or ())
         facts.append(("Swap candidates", f"{format_bytes(patterns.swappable_bytes_at_peak)} are idle across the peak "
-                      "for long enough to be offloaded"))  # fmt: skip
+                      f"for long enough to be offloaded (by {clocks})"))  # fmt: skip
     return facts

@@ -12,6 +12,7 @@ from plotly.subplots import make_subplots
 from memtrace.analysis.access import SIZE_CLASSES, size_classes
 from memtrace.analysis.bandwidth import TITAN_XP
 from memtrace.analysis.blocks import blocks
+from memtrace.analysis.device_clock import count_clocks, describe_clocks
 from memtrace.analysis.intervals import access_intervals, device_intervals
 from memtrace.analysis.swap import IntervalSample, max_swappable_bytes, sample_intervals
 from memtrace.analysis.thresholds import MIN_SWAP_BYTES
@@ -68,7 +69,8 @@ def intervals_figure(trace: Trace, device: str) -> go.Figure | None:
         showlegend=False,
         violingap=0.1,
         meta={
-            "note": f"{format_count(len(rows), 'interval')} between accesses by different operator calls, in host time."
+            "note": f"{format_count(len(rows), 'interval')} between accesses by different operator calls. "
+            + describe_clocks(count_clocks(intervals.clock[rows]))
         },
     )
     return figure
@@ -102,7 +104,7 @@ def swap_figure(trace: Trace, device: str) -> go.Figure | None:
         yaxis={"type": "log", "title": {"text": "block size"}, "tickvals": _SIZE_TICKS,
                "ticktext": [format_bytes(num_bytes) for num_bytes in _SIZE_TICKS]},
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        meta={"note": _sample_note(sample)},
+        meta={"note": f"{_sample_note(sample)} {describe_clocks(count_clocks(intervals.clock[sample.rows]))}"},
     )  # fmt: skip
     return figure
 

@@ -74,6 +74,7 @@ def failures_table(trace: Trace, device: str) -> Table | None:
         Column("time", "number"),
         Column("request", "number"),
         Column("live memory", "number"),
+        Column("outside torch", "number"),
         Column("allocation site", "code"),
         Column("what to try"),
     )
@@ -89,6 +90,7 @@ def _failure_row(failure: OutOfMemory) -> Row:
         format_duration(failure.time_ns),
         format_bytes(failure.asked_bytes),
         format_bytes(failure.live_bytes),
+        format_bytes(failure.outside.bytes if failure.outside else None),
         name_text(failure.site or NO_STACK),
         " ".join(failure.advice),
     )

@@ -106,11 +106,13 @@ def bound_capacity(history: AllocatorHistory, releases: CacheReleases) -> Capaci
         before, asked = _refusals(history, releases)
         # A request can release twice and asks the device again only after the second time: the first release counts.
         by_allocator = np.flatnonzero(~releases.by_program)
-        _, first = np.unique(refused_requests(history, releases), return_index=True)
-        refused = (before + asked)[by_allocator[first]].tolist()
+        _, first = np.unique(_releasing_requests(history, releases), return_index=True)
+        runs = by_allocator[first]
+        runs = runs[~_exceeds_limit(history, releases.end[runs], before[runs])]
+        refused = (before + asked)[runs].tolist()
     reserved = history.reserved()
     failed = np.flatnonzero(history.kind == OOM)
-    for row in failed.tolist():
+    for row in failed[~_exceeds_limit(history, failed, reserved[failed])].tolist():
         refused.append(int(reserved[row]) + _bytes_from_device(history, row))
     free = history.device_free[failed]
     estimates = (reserved[failed] + free)[free >= 0]
@@ -137,13 +139,35 @@ def _bytes_from_device(history: AllocatorHistory, row: int) -> int:
     return history.settings.device_request_size(int(history.size[row + requests[0]]))
 
 
-def refused_requests(history: AllocatorHistory, releases: CacheReleases) -> Int64s:
+def _exceeds_limit(history: AllocatorHistory, rows: Int64s, reserved: Int64s) -> Bools:
+    """Return whether the memory fraction, and not the device, refused the first request from each entry on.
+
+    Args:
+        history: the history.
+        rows: entries.
+        reserved: bytes reserved when each request was refused.
+    """
+    if history.allowed_bytes is None:
+        return np.zeros(len(rows), np.bool_)
+    requests = np.flatnonzero((history.kind == ALLOC) | (history.kind == OOM))
+    place = np.searchsorted(requests, rows)
+    requested = np.append(history.size[requests], 0)[place]
+    segment = np.array([history.settings.segment_size(size) for size in requested.tolist()], np.int64)
+    exceeds: Bools = reserved + segment > history.allowed_bytes
+    return exceeds
+
+
+def _releasing_requests(history: AllocatorHistory, releases: CacheReleases) -> Int64s:
     """Return the number of the request (from 1, failed ones included) that each release by the allocator was for."""
     number = history.request_numbers()
     return np.append(number, 0)[releases.end[~releases.by_program] - 1] + 1
 
 
-def failed_requests(history: AllocatorHistory) -> Int64s:
-    """Return the numbers of the requests that failed."""
-    failed: Int64s = history.request_numbers()[history.kind == OOM]
-    return failed
+def refused_requests(history: AllocatorHistory, releases: CacheReleases) -> Int64s:
+    """Return the numbers of the requests that the device refused, whether they failed or the cache was released."""
+    runs = np.flatnonzero(~releases.by_program)
+    before, _ = _refusals(history, releases)
+    released = _releasing_requests(history, releases)[~_exceeds_limit(history, releases.end[runs], before[runs])]
+    failed = np.flatnonzero(history.kind == OOM)
+    failed = failed[~_exceeds_limit(history, failed, history.reserved()[failed])]
+    return np.union1d(released, history.request_numbers()[failed])

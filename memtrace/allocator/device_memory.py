@@ -41,6 +41,15 @@ class Device(Protocol):
     def reserve_range(self, free_list: FreeList, *, request: int) -> tuple[int, int]:
         """Return address and length of a new virtual range for an expandable segment; takes no memory."""
 
+    def restore_range(self, address: int, length: int) -> None:
+        """Note a virtual range that is older than the first request."""
+
+    def release_range(self, address: int) -> None:
+        """Give up the virtual range that starts at an address; none of its pages is mapped."""
+
+    def range_size(self, page: int) -> int:
+        """Return the length of the virtual ranges with pages of a size."""
+
     def map_pages(self, size: int, *, request: int, reserved: int) -> bool:
         """Return whether the device gives pages of `size` bytes in all."""
 
@@ -77,6 +86,11 @@ class DeviceMemory:
         """Reserve a virtual range and return its address and length."""
         self.num_segments += 1
         return self.device.reserve_range(free_list, request=self.num_requests)
+
+    def release_range(self, address: int) -> None:
+        """Give up a virtual range that has no mapped pages."""
+        self.num_segments -= 1
+        self.device.release_range(address)
 
     def map_pages(self, address: int, size: int) -> bool:
         """Map pages at `address`; return False where the device refuses."""

@@ -48,7 +48,7 @@ def unmap_whole_pages(memory: DeviceMemory, block: Block) -> None:
     if block.prev is not None or block.next is not None:
         insort(free_list.unmapped, (block.address, block))
     else:
-        memory.num_segments -= 1  # an empty range is released
+        memory.release_range(block.range_start)
 
 
 def insert_unmapped(before: Block | None, block: Block, after: Block | None) -> None:

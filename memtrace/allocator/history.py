@@ -110,11 +110,24 @@ class AllocatorHistory:
     """Blocks after the last entry."""
     device_bytes: int | None = None
     """Memory of the device; None: unknown."""
+    estimated_device_bytes: int | None = None
+    """Most memory that the device can have by the distances between virtual ranges; None: unknown."""
     torch: str | None = None
     """Version of PyTorch that recorded the history; None: unknown."""
 
     def __len__(self) -> int:
         return len(self.kind)
+
+    @property
+    def allowed_bytes(self) -> int | None:
+        """Most that the allocator may reserve by the memory fraction; None: no limit, or unknown."""
+        fraction = self.settings.memory_fraction
+        return None if fraction is None or self.device_bytes is None else int(fraction * self.device_bytes)
+
+    @property
+    def range_device_bytes(self) -> int | None:
+        """Memory of the device that determines the length of virtual ranges; None: unknown."""
+        return self.estimated_device_bytes if self.device_bytes is None else self.device_bytes
 
     @property
     def reserved_at_start(self) -> int:

@@ -23,7 +23,7 @@ def reproduce_history(history: AllocatorHistory) -> tuple[PreparedHistory, Repla
     check_plausible(history)
     closest: tuple[PreparedHistory, ReplayResult] | None = None
     for rules in candidate_rules(history):
-        for prepared in _interpretations(history, rules):
+        for prepared in _all_interpretations(history, rules):
             result = replay_history(prepared)[0]
             if result.is_exact:
                 return prepared, result
@@ -31,6 +31,16 @@ def reproduce_history(history: AllocatorHistory) -> tuple[PreparedHistory, Repla
                 closest = prepared, result
     assert closest is not None
     return closest
+
+
+def _all_interpretations(history: AllocatorHistory, rules: Rules) -> Iterator[PreparedHistory]:
+    """Yield the interpretations with the estimated length of virtual ranges, then those without an estimate.
+
+    The estimate is too small where a range older than the history begins below its lowest page in the history.
+    """
+    yield from _interpretations(history, rules)
+    if history.device_bytes is None and history.estimated_device_bytes is not None:
+        yield from _interpretations(replace(history, estimated_device_bytes=None), rules)
 
 
 def _interpretations(history: AllocatorHistory, rules: Rules) -> Iterator[PreparedHistory]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -59,10 +59,18 @@ class OperationSequence:
         return entries
 
 
+class PlacedBlocks(NamedTuple):
+    """Where an allocator placed the blocks of a sequence, by number; -1 where the request failed."""
+
+    address: Int64s
+    size: Int64s
+    """Size of each block when it was allocated, rounding and slack included."""
+
+
 def run_operations(
     sequence: OperationSequence, allocator: CachingAllocator, older: Iterable[Block] | None = None
-) -> Int64s:
-    """Execute the operations and return the address of each block; -1 where the request failed.
+) -> PlacedBlocks:
+    """Execute the operations and return where each block was placed.
 
     Args:
         sequence: the operations.
@@ -76,14 +84,14 @@ def run_operations(
         blocks = [malloc(requested[i], stream[i], pool[i]) for i in range(sequence.num_older)]
     else:
         blocks = list(older)
-    addresses = [-1 if block is None else block.address for block in blocks]
     blocks += [None] * (len(requested) - len(blocks))
-    addresses += [-1] * (len(requested) - len(addresses))
+    addresses = [-1 if block is None else block.address for block in blocks]
+    sizes = [-1 if block is None else block.size for block in blocks]
     for operation, number in zip(sequence.operation.tolist(), sequence.number.tolist(), strict=True):
         if operation == ALLOCATE:
             block = blocks[number] = malloc(requested[number], stream[number], pool[number])
             if block is not None:
-                addresses[number] = block.address
+                addresses[number], sizes[number] = block.address, block.size
         elif operation == FREE:
             block = blocks[number]
             if block is not None:
@@ -94,7 +102,7 @@ def run_operations(
                 free(block)
         else:
             _run_rare_operation(allocator, operation, number, blocks)
-    return np.array(addresses, np.int64)
+    return PlacedBlocks(np.array(addresses, np.int64), np.array(sizes, np.int64))
 
 
 def _run_rare_operation(allocator: CachingAllocator, operation: int, number: int, blocks: list[Block | None]) -> None:

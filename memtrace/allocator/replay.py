@@ -17,7 +17,6 @@ from memtrace.allocator.device_capacity import (
     CacheReleases,
     CapacityBounds,
     bound_capacity,
-    failed_requests,
     find_cache_releases,
     refused_requests,
 )
@@ -36,7 +35,7 @@ from memtrace.allocator.history import (
 )
 from memtrace.allocator.history_operations import extract_operations
 from memtrace.allocator.model import CachingAllocator, FreeListFactory
-from memtrace.allocator.operations import OperationSequence, run_operations
+from memtrace.allocator.operations import OperationSequence, PlacedBlocks, run_operations
 from memtrace.allocator.restored_state import restore_state
 from memtrace.allocator.rules import TORCH, Rules
 from memtrace.allocator.simulated_devices import FIRST_SYNTHETIC_ADDRESS, RecordedDeviceAlloc, ReplayDevice
@@ -110,10 +109,10 @@ def replay_allocator(
     history, bounds = prepared.history, prepared.capacity
     refused: frozenset[int] = frozenset()
     if prepared.replays_refusals:
-        refused = frozenset(refused_requests(history, prepared.releases)) | frozenset(failed_requests(history))
+        refused = frozenset(refused_requests(history, prepared.releases).tolist())
     elif capacity is None and bounds.refused_bytes is not None:
         capacity = bounds.low_bytes
-    device = ReplayDevice(_device_allocs(history), capacity, refused, history.device_bytes)
+    device = ReplayDevice(_device_allocs(history), capacity, refused, history.device_bytes, history.range_device_bytes)
     settings = history.settings if history.device_bytes else replace(history.settings, memory_fraction=None)
     return CachingAllocator(settings, device, prepared.rules, make_list=make_list)
 
@@ -134,8 +133,14 @@ def replay_history(
         return _impossible_start(prepared), None
     allocator = replay_allocator(prepared, capacity)
     blocks = restore_state(allocator, prepared.start)
-    addresses = run_operations(prepared.operations, allocator, blocks)
-    return _compare(prepared, allocator, addresses), allocator
+    placed = run_operations(prepared.operations, allocator, blocks)
+    return _compare(prepared, allocator, placed.address), allocator
+
+
+def replay_blocks(prepared: PreparedHistory) -> PlacedBlocks:
+    """Replay a history and return where the model places each block (numbered as in `OperationSequence`)."""
+    allocator = replay_allocator(prepared)
+    return run_operations(prepared.operations, allocator, restore_state(allocator, prepared.start))
 
 
 def _device_allocs(history: AllocatorHistory) -> list[RecordedDeviceAlloc]:

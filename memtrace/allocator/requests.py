@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -11,6 +11,7 @@ from memtrace.allocator.history import (
     ALLOC,
     FREE,
     FREE_REQUESTED,
+    MAX_ADDRESS,
     OOM,
     SEGMENT_ALLOC,
     SEGMENT_FREE,
@@ -21,10 +22,14 @@ from memtrace.allocator.history import (
     Int64s,
     RecordedBlocks,
     RecordedSegments,
+    resolve_pools,
 )
 from memtrace.allocator.operations import ALLOCATE, OperationSequence
 from memtrace.allocator.operations import FREE as FREE_BLOCK
+from memtrace.allocator.rules import TORCH
 from memtrace.allocator.settings import AllocatorSettings
+from memtrace.allocator.virtual_ranges import estimate_device_bytes, walk_back
+from memtrace.format.manifest import Manifest
 from memtrace.format.schema import EVENT_KINDS
 
 if TYPE_CHECKING:
@@ -76,9 +81,35 @@ def read_device_history(trace: Trace, device: str) -> AllocatorHistory | Request
     on_device = events["device"] == trace.devices.index(device)
     device_events = {name: column[on_device] for name, column in events.items()}
     segments = _read_segments(trace, device)
-    if len(segments) or np.isin(device_events["kind"], _SEGMENT_KINDS).any():
-        return _read_allocator_history(trace, device, device_events, segments)
-    return _read_requests(device, device_events)
+    if not len(segments) and not np.isin(device_events["kind"], _SEGMENT_KINDS).any():
+        return _read_requests(device, device_events)
+    history = _read_allocator_history(trace, device, device_events, segments)
+    has_ranges = segments.expandable.any() or (history.kind == SEGMENT_MAP).any()
+    if history.device_bytes is not None or not has_ranges:
+        return history
+    return replace(history, estimated_device_bytes=trace.cached(_estimate_device_bytes))
+
+
+def _estimate_device_bytes(trace: Trace) -> int | None:
+    """Return the most memory that the GPUs can have by the virtual ranges of all, taken to be alike; None: unknown."""
+    lifetimes = []
+    events = trace.columns("events", *_EVENT_COLUMNS)
+    for device in devices_to_plan(trace):
+        rows = events["device"] == trace.devices.index(device)
+        device_events = {name: column[rows] for name, column in events.items()}
+        history = _read_allocator_history(trace, device, device_events, _read_segments(trace, device))
+        ranges, _ = walk_back(replace(history, pool=resolve_pools(history)), TORCH)
+        time = history.time_ns
+        lifetimes += [
+            (
+                owner,
+                int(time[owner.first]) if owner.first >= 0 else -1,
+                int(time[owner.end]) if owner.end < len(history) else MAX_ADDRESS,
+            )
+            for owner in ranges
+        ]
+    settings = AllocatorSettings.from_snapshot(trace.manifest.allocator_settings)
+    return estimate_device_bytes(lifetimes, settings.large_segment_bytes)
 
 
 def _read_allocator_history(
@@ -97,12 +128,19 @@ def _read_allocator_history(
         by_program=_released_by_program(trace, entries["kind"], entries["op_id"]),
         device_free=entries["device_free"].astype(np.int64),
         time_ns=entries["time_ns"].astype(np.int64),
-        settings=AllocatorSettings.from_snapshot(manifest.allocator_settings),
+        settings=_settings(manifest, device),
         segments=segments,
         blocks=_live_blocks_at_end(events),
         device_bytes=device_info.total_bytes if device_info else None,
         torch=manifest.versions.get("torch"),
     )
+
+
+def _settings(manifest: Manifest, device: str) -> AllocatorSettings:
+    settings, info = AllocatorSettings.from_snapshot(manifest.allocator_settings), manifest.devices.get(device)
+    if info is None or not info.total_bytes or info.allowed_bytes is None:
+        return settings
+    return settings.with_memory_limit(info.allowed_bytes, info.total_bytes)
 
 
 def _read_segments(trace: Trace, device: str) -> RecordedSegments:

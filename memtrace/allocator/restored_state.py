@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from memtrace.allocator.blocks import Block, FreeList
 from memtrace.allocator.expandable import insert_unmapped
 from memtrace.allocator.model import CachingAllocator
-from memtrace.allocator.rules import virtual_range_size
 from memtrace.allocator.start_state import StartState
 
 _LiveBlock = tuple[int, int, int]  # address, size, requested
+
+
+@dataclass(slots=True)
+class _RestoredRange:
+    """A virtual range while its mapped parts are restored, by address."""
+
+    start: int
+    age_key: int
+    last: Block | None = None
+    """The last block so far."""
+
+    def append(self, first: Block, last: Block) -> None:
+        """Link a mapped part to the one before it, or to the unmapped beginning of the range."""
+        end = self.start if self.last is None else self.last.address + self.last.size
+        if first.address > end:
+            insert_unmapped(self.last, first.part(end, first.address - end), first)
+        self.last = last
+
+    def close(self, length: int) -> None:
+        """Append the unmapped rest of the range."""
+        assert self.last is not None
+        end = self.last.address + self.last.size
+        if end < self.start + length:
+            insert_unmapped(self.last, self.last.part(end, self.start + length - end), None)
 
 
 def restore_state(allocator: CachingAllocator, state: StartState) -> list[Block]:
@@ -24,28 +49,33 @@ def restore_state(allocator: CachingAllocator, state: StartState) -> list[Block]
     for row, *live in zip(rows, state.address.tolist(), state.size.tolist(), state.requested.tolist(), strict=True):
         inside.setdefault(row, []).append((live[0], live[1], live[2]))
     blocks: dict[int, Block] = {}
-    last_in_range: dict[FreeList, Block] = {}
+    ranges: dict[tuple[FreeList, int], _RestoredRange] = {}
     columns = (segments.address, segments.size, segments.stream, segments.pool, segments.small, segments.expandable)
     table = list(zip(*(column.tolist() for column in columns), strict=True))
     age_keys = {row: allocator.memory.next_age_key() for row in state.segment_order.tolist()}
-    device_bytes = allocator.memory.device.total_bytes
     for row in sorted(range(len(table)), key=lambda row: int(table[row][0])):
         address, size, stream, pool, small, expandable = table[row]
-        free_list = allocator.free_list(small, stream, pool)
-        age_key, range_start = age_keys[row], None
+        free_list, owner = allocator.free_list(small, stream, pool), None
         if expandable:
-            length = virtual_range_size(device_bytes, free_list.page)
-            lowest = state.range_starts.get((stream, pool, small))
-            age_key, range_start = _find_range(free_list, address, age_key, last_in_range, lowest, length)
+            start = max(low for low in state.range_starts[stream, pool, small] if low <= address)
+            owner = ranges.setdefault((free_list, start), _RestoredRange(start, age_keys[row]))
+        age_key, range_start = (age_keys[row], None) if owner is None else (owner.age_key, owner.start)
         first, last = _create_blocks(free_list, address, size, inside.get(row, []), range_start, age_key)
-        if range_start is not None:
-            _append_to_range(last_in_range, free_list, range_start, first, last)
+        if owner is not None:
+            owner.append(first, last)
         _add_to_allocator(allocator, first, blocks)
-    for free_list, last in last_in_range.items():
-        _close_range(last, virtual_range_size(device_bytes, free_list.page))
-    allocator.memory.num_segments = len(table)
+    _close_ranges(allocator, ranges)
+    allocator.memory.num_segments = len(ranges) + int((~segments.expandable).sum())
     allocator.record_peak()
     return [blocks[address] for address in state.address.tolist()]
+
+
+def _close_ranges(allocator: CachingAllocator, ranges: dict[tuple[FreeList, int], _RestoredRange]) -> None:
+    device = allocator.memory.device
+    for (free_list, start), owner in ranges.items():
+        length = device.range_size(free_list.page)
+        device.restore_range(start, length)
+        owner.close(length)
 
 
 def _create_blocks(
@@ -85,39 +115,3 @@ def _add_to_allocator(allocator: CachingAllocator, first: Block, blocks: dict[in
             block.free_list.insert(block)
         block = block.next
     allocator.peak_allocated = allocator.allocated
-
-
-def _find_range(
-    free_list: FreeList,
-    address: int,
-    age_key: int,
-    last_in_range: dict[FreeList, Block],
-    lowest: int | None,
-    length: int,
-) -> tuple[int, int]:
-    """Return age key and start of the virtual range of a mapped part: the range of the part before it, or a new one."""
-    last = last_in_range.get(free_list)
-    if last is not None and last.range_start is not None and address - last.range_start < length:
-        return last.age_key, last.range_start
-    if last is not None:
-        _close_range(last_in_range.pop(free_list), length)
-    if lowest is not None and 0 <= address - lowest < length:
-        return age_key, lowest
-    return age_key, address
-
-
-def _append_to_range(
-    last_in_range: dict[FreeList, Block], free_list: FreeList, range_start: int, first: Block, last: Block
-) -> None:
-    """Link a mapped part to the one before it in its range, or to the unmapped beginning of the range."""
-    before = last_in_range.get(free_list)
-    end = range_start if before is None else before.address + before.size
-    if first.address > end:
-        insert_unmapped(before, first.part(end, first.address - end), first)
-    last_in_range[free_list] = last
-
-
-def _close_range(last: Block, length: int) -> None:
-    assert last.range_start is not None
-    end = last.address + last.size
-    insert_unmapped(last, last.part(end, last.range_start + length - end), None)

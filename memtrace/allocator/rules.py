@@ -189,6 +189,11 @@ def virtual_range_size(device_bytes: int | None, page: int) -> int:
     return round_up((_LARGEST_DEVICE_BYTES if device_bytes is None else device_bytes) * 9 // 8, page)
 
 
+def device_size_of_range(length: int, page: int) -> int:
+    """Return the memory of a device whose virtual ranges are at most `length` long (`virtual_range_size`)."""
+    return length // page * page * 8 // 9
+
+
 def round_up(size: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from memtrace.allocator.rules import (
@@ -23,6 +23,7 @@ from memtrace.allocator.rules import (
     device_request_size,
     round_size,
     round_sizes,
+    segment_size,
 )
 from memtrace.errors import MemtraceError
 
@@ -116,6 +117,20 @@ class AllocatorSettings:
             large_segment_bytes=self.large_segment_bytes,
             rules=rules,
         )
+
+    def segment_size(self, requested: int, rules: Rules = TORCH) -> int:
+        """Return the size of the segment for a request, by which a memory fraction is judged."""
+        rounded = self.round_size(requested, rules)
+        return segment_size(rounded, large_segment_bytes=self.large_segment_bytes, rules=rules)
+
+    def with_memory_limit(self, allowed_bytes: int, device_bytes: int) -> AllocatorSettings:
+        """Return the settings with the memory fraction that allows some bytes of a device, with as few digits as do."""
+        if self.memory_fraction is not None and int(self.memory_fraction * device_bytes) == allowed_bytes:
+            return self
+        share = allowed_bytes / device_bytes
+        rounded = (round(share, digits) for digits in range(1, 17))
+        fraction = next((f for f in rounded if int(f * device_bytes) == allowed_bytes), share)
+        return replace(self, memory_fraction=fraction)
 
     @classmethod
     def parse(cls, text: str) -> AllocatorSettings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
 
@@ -49,7 +50,17 @@ class SyntheticDevice:
 
     def reserve_range(self, free_list: FreeList, *, request: int) -> tuple[int, int]:
         """Return address and length of a new virtual range."""
-        return self._next_address(), virtual_range_size(self.total_bytes, free_list.page)
+        return self._next_address(), self.range_size(free_list.page)
+
+    def restore_range(self, address: int, length: int) -> None:
+        """Do nothing: ranges are far apart."""
+
+    def release_range(self, address: int) -> None:
+        """Do nothing: no address is used twice."""
+
+    def range_size(self, page: int) -> int:
+        """Return the length of a virtual range."""
+        return virtual_range_size(self.total_bytes, page)
 
     def map_pages(self, size: int, *, request: int, reserved: int) -> bool:
         """Return whether the pages are within the capacity."""
@@ -76,6 +87,7 @@ class ReplayDevice:
         capacity: bytes that the device gives; None: unlimited.
         refused_requests: numbers of the requests that the device refuses once, whatever its capacity.
         total_bytes: memory of the device; None: unknown.
+        range_device_bytes: memory of the device that determines the length of virtual ranges; None: unknown.
     """
 
     def __init__(
@@ -84,13 +96,15 @@ class ReplayDevice:
         capacity: int | None = None,
         refused_requests: frozenset[int] = frozenset(),
         total_bytes: int | None = None,
+        range_device_bytes: int | None = None,
     ) -> None:
         self.total_bytes = total_bytes
+        self._range_device_bytes = range_device_bytes
         self._segments = {alloc.request: alloc for alloc in allocs if not alloc.mapped}
         self._pages = [alloc for alloc in allocs if alloc.mapped]
         self._capacity = FIRST_SYNTHETIC_ADDRESS if capacity is None else capacity
         self._to_refuse = set(refused_requests)
-        self._range_starts: set[int] = set()
+        self._ranges: dict[int, int] = {}  # end of each range by its start
         self._synthetic = SyntheticDevice(total_bytes=total_bytes)
 
     def allocate(self, size: int, *, request: int, reserved: int) -> int | None:
@@ -104,19 +118,30 @@ class ReplayDevice:
 
     def reserve_range(self, free_list: FreeList, *, request: int) -> tuple[int, int]:
         """Return a range that starts where the next recorded pages of this stream and pool were mapped."""
-        address, length = self._synthetic.reserve_range(free_list, request=request)
-        self._range_starts |= {block.range_start for _, block in free_list.unmapped if block.range_start is not None}
-        for pages in self._pages:
+        length = self.range_size(free_list.page)
+        for pages in self._pages[bisect_left(self._pages, request, key=lambda pages: pages.request) :]:
             size_matches = pages.size == free_list.page if free_list.pool.small else pages.size % free_list.page == 0
             same_list = pages.stream == free_list.stream and pages.pool == free_list.pool.private
-            in_known_range = any(start <= pages.address < start + length for start in self._range_starts)
-            if pages.request >= request and same_list and size_matches and not in_known_range:
+            in_known_range = any(start <= pages.address < end for start, end in self._ranges.items())
+            if same_list and size_matches and not in_known_range:
                 address = pages.address
                 break
         else:
-            address += FIRST_SYNTHETIC_ADDRESS
-        self._range_starts.add(address)
+            address = FIRST_SYNTHETIC_ADDRESS + self._synthetic.reserve_range(free_list, request=request)[0]
+        self.restore_range(address, length)
         return address, length
+
+    def restore_range(self, address: int, length: int) -> None:
+        """Note a range that exists."""
+        self._ranges[address] = address + length
+
+    def release_range(self, address: int) -> None:
+        """Forget a range: the driver can hand out its addresses again."""
+        self._ranges.pop(address, None)
+
+    def range_size(self, page: int) -> int:
+        """Return the length of a virtual range."""
+        return virtual_range_size(self._range_device_bytes, page)
 
     def map_pages(self, size: int, *, request: int, reserved: int) -> bool:
         """Return False where the device refuses."""

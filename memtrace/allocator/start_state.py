@@ -25,7 +25,8 @@ from memtrace.allocator.history import (
     resolve_pools,
 )
 from memtrace.allocator.rules import MAX_SLACK_BYTES, NO_LIMIT, Rules
-from memtrace.allocator.start_mappings import RangeKey, mappings_at_start
+from memtrace.allocator.start_mappings import mappings_at_start
+from memtrace.allocator.virtual_ranges import RangeKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +45,8 @@ class StartState:
     """Allocations and frees of blocks, as rows of the history."""
     segment_order: Int64s
     """Rows of `segments`, oldest first where the history reveals their age, otherwise by address."""
-    range_starts: dict[RangeKey, int]
-    """Lowest address seen in each virtual range that existed before the history."""
+    range_starts: dict[RangeKey, tuple[int, ...]]
+    """Lowest address seen in each virtual range that existed before the history, in rising order."""
     num_contradictions: int
     """Entries that contradict the final segments or blocks."""
     num_misplaced: int

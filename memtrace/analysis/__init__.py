@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from memtrace.analysis.intervals import AccessIntervals, access_intervals, access_intervals_table
     from memtrace.analysis.leaks import LeakAnalysis, find_leaks
     from memtrace.analysis.oom import MemoryHolder, OutOfMemory, RequestRoom, explain_out_of_memory
+    from memtrace.analysis.outside_memory import OutsideMemory
     from memtrace.analysis.peak import Peak, find_peak, live_blocks_at, peak_by_category, peak_by_module, peak_by_site
     from memtrace.analysis.ranks import RankComparison, RankSummary, compare_ranks, ranks_table
     from memtrace.analysis.stability import AllocationFit, Stability, fit_allocations, measure_stability
@@ -92,6 +93,7 @@ __all__ = [
     "MemoryLimits",
     "ModuleCategoryGroup",
     "OutOfMemory",
+    "OutsideMemory",
     "Peak",
     "RankComparison",
     "RankSummary",
@@ -185,6 +187,7 @@ _HOMES = {
     "MemoryLimits": "memtrace.analysis.check",
     "ModuleCategoryGroup": "memtrace.analysis.block_groups",
     "OutOfMemory": "memtrace.analysis.oom",
+    "OutsideMemory": "memtrace.analysis.outside_memory",
     "Peak": "memtrace.analysis.peak",
     "RankComparison": "memtrace.analysis.ranks",
     "RankSummary": "memtrace.analysis.ranks",

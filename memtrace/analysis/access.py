@@ -10,8 +10,9 @@ import numpy as np
 from memtrace.analysis.bandwidth import TITAN_XP, CopyBandwidths
 from memtrace.analysis.block_accesses import has_accesses
 from memtrace.analysis.blocks import blocks
+from memtrace.analysis.device_clock import describe_clocks
 from memtrace.analysis.intervals import access_intervals
-from memtrace.analysis.swap import SwapCandidate, SwapTotals, find_swap_candidates, swap_totals
+from memtrace.analysis.swap import SwapCandidate, SwapTotals, find_swap_candidates, interval_clocks, swap_totals
 from memtrace.analysis.thresholds import MIN_SWAP_BYTES
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
@@ -44,7 +45,12 @@ class AccessAnalysis:
     """Access intervals and swap candidates, as ``memtrace access --json`` prints them."""
 
     num_intervals: int | None
-    """None where reads and writes were not recorded."""
+    """None where reads and writes were not recorded, or times are unknown (fake tensors)."""
+    num_intervals_by_clock: dict[str, int]
+    """Number of intervals by the clock that measured them: ``host`` (operators on the CPU), ``launch`` (the host time
+    at which operators on a GPU were launched) and ``device`` (the GPU's time)."""
+    clock_note: str
+    """A sentence about these clocks."""
     percentiles_ns: dict[str, int | None]
     """Length of the intervals at each percentile (``"50"`` is the median); None without intervals."""
     by_category: tuple[IntervalGroup, ...]
@@ -71,11 +77,14 @@ def analyze_access(
         min_bytes: smallest block to swap.
     """
     intervals, table = access_intervals(trace), blocks(trace)
-    records_accesses = has_accesses(trace)
+    records_accesses = has_accesses(trace) and trace.has_times
     unknown = SwapTotals(None, None, None)
+    clocks = interval_clocks(trace)
     percentiles = _percentiles(intervals.duration_ns, PERCENTILES) if len(intervals) else [None] * len(PERCENTILES)
     return AccessAnalysis(
         num_intervals=len(intervals) if records_accesses else None,
+        num_intervals_by_clock=clocks,
+        clock_note=describe_clocks(clocks),
         percentiles_ns={str(percent): value for percent, value in zip(PERCENTILES, percentiles, strict=True)},
         by_category=_groups(intervals.duration_ns, table.category[intervals.block], CATEGORIES),
         by_size=_groups(

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from memtrace.analysis.attribution import KIND
 from memtrace.analysis.blocks import blocks
 from memtrace.format.arrays import Array
+from memtrace.format.schema import NAME_KINDS
 from memtrace.trace import Trace
+
+_INDUCTOR_PATHS: Final = ("/torch/_inductor/", "/torchinductor_")
+"""Parts of the paths of torch.compile's own code, and of the code that it generates."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,17 @@ def _group_accesses_by_block(trace: Trace) -> BlockAccesses:
 def has_accesses(trace: Trace) -> bool:
     """Return whether the trace records reads and writes; a CUDA snapshot, for example, does not."""
     return len(group_accesses_by_block(trace).event) > 0
+
+
+def runs_compiled_kernels(trace: Trace) -> bool:
+    """Return whether kernels that torch.compile generated ran, which use memory without being recorded."""
+    return trace.cached(_runs_compiled_kernels)
+
+
+def _runs_compiled_kernels(trace: Trace) -> bool:
+    kinds = trace.columns("names", "kind", "id")
+    frames = kinds["id"][kinds["kind"] == NAME_KINDS.index("frame")].tolist()
+    return any(part in (trace.name(frame) or "") for frame in frames for part in _INDUCTOR_PATHS)
 
 
 def find_initial_fills(trace: Trace) -> Array:
@@ -138,26 +154,3 @@ def last_needed_rows(trace: Trace, block: Array, *, allow_in_place: bool = False
     accesses = group_accesses_by_block(trace)
     last_event: Array = accesses.event[accesses.offset[block + 1] - 1]
     return last_event if allow_in_place else operator_end_rows(trace, last_event)
-
-
-def compute_peak_lower_bound(trace: Trace, device: str) -> int | None:
-    """Return the most bytes that a single operator call touches on a device, its own allocations included.
-
-    No order of the operators and no earlier free can bring the peak below this. None if the trace records no accesses.
-    Source: DrGPUM (ASPLOS 2023), the "optimal peak" of its artifact.
-    """
-    if not has_accesses(trace):
-        return None
-    columns, accesses, calls = blocks(trace), group_accesses_by_block(trace), number_operator_calls(trace)
-    access_call = calls.number[accesses.event]
-    # The accesses of a block by one call are neighbours: each call counts the block once.
-    is_repeat = np.zeros(len(accesses.event), bool)
-    is_repeat[1:] = (accesses.block[1:] == accesses.block[:-1]) & (access_call[1:] == access_call[:-1])
-    allocated = np.flatnonzero(columns.alloc_event >= 0)
-    allocating_call = calls.number[columns.alloc_event[allocated]]
-    first_call = access_call[np.minimum(accesses.offset[allocated], len(access_call) - 1)]
-    only_allocates = (accesses.num_accesses(allocated) == 0) | (first_call != allocating_call)
-    call = np.concatenate([access_call[~is_repeat], allocating_call[only_allocates]])
-    block = np.concatenate([accesses.block[~is_repeat], allocated[only_allocates]])
-    counted = (call >= 0) & (columns.device[block] == trace.devices.index(device))
-    return int(np.bincount(call[counted], weights=columns.size[block[counted]]).max(initial=0))

@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from memtrace.analysis.block_accesses import group_accesses_by_block, has_accesses, number_operator_calls
 from memtrace.analysis.blocks import Blocks, blocks
 from memtrace.analysis.peak import requested_bytes
 from memtrace.format.arrays import Array
@@ -98,3 +99,47 @@ def max_simultaneous_bytes(intervals: IdleIntervals, size: Array) -> int:
     # Where one interval ends as another begins, the end comes first.
     order = np.lexsort((change, row))
     return int(np.cumsum(change[order]).max(initial=0))
+
+
+def compute_peak_lower_bound(trace: Trace, device: str, removable: IdleIntervals) -> int | None:
+    """Return the most bytes of a device that a single operator call needs at the same time.
+
+    These are the blocks that the call allocates or accesses, as far as they are live at the same moment. No order of
+    the operators and no earlier free can bring the peak below this. None if the trace records no accesses.
+    Source: DrGPUM (ASPLOS 2023), the "optimal peak" of its artifact.
+
+    Args:
+        trace: the trace of one rank.
+        device: the device.
+        removable: intervals that a fix removes from memory. A block is not counted in a call during which it could be
+            absent, so that the bound is at most the peak after any of these fixes.
+    """
+    if not has_accesses(trace):
+        return None
+    columns, accesses, calls = blocks(trace), group_accesses_by_block(trace), number_operator_calls(trace)
+    allocated = np.flatnonzero(columns.alloc_event >= 0)
+    call = np.concatenate([calls.number[accesses.event], calls.number[columns.alloc_event[allocated]]])
+    block = np.concatenate([accesses.block, allocated])
+    counted = (call >= 0) & (columns.device[block] == trace.devices.index(device))
+    call, block = np.unique(np.stack([call[counted], block[counted]]), axis=1)
+    begin = np.maximum(columns.alloc_event[block], calls.first[call])
+    end = np.minimum(free_rows(columns, block), np.maximum(calls.last[call], calls.first[call] + 1))
+    is_needed = (end > begin) & ~_overlap(merge_intervals(removable), block, calls.first[call], end)
+    call, size = call[is_needed], columns.size[block[is_needed]]
+    row = np.concatenate([begin[is_needed], end[is_needed]])
+    change = np.concatenate([size, -size])
+    # The changes of a call add up to 0, so that one running sum serves all calls.
+    order = np.lexsort((change, row, np.concatenate([call, call])))
+    return int(np.cumsum(change[order]).max(initial=0))
+
+
+def _overlap(intervals: IdleIntervals, block: Array, begin: Array, end: Array) -> Array:
+    """Return whether any of ``intervals`` (merged) lies partly between the rows ``begin`` and ``end`` of a block."""
+    if not len(intervals):
+        return np.zeros(len(block), bool)
+    distinct, number = np.unique(intervals.block, return_inverse=True)
+    place = np.minimum(np.searchsorted(distinct, block), len(distinct) - 1)
+    # The last interval that begins before ``end`` is the one that ends last, because none overlap.
+    position = np.searchsorted(number * (2 * END_OF_TRACE) + intervals.begin, place * (2 * END_OF_TRACE) + end) - 1
+    is_inside = (position >= 0) & (intervals.block[position] == block) & (intervals.end[position] > begin)
+    return np.asarray(is_inside)

@@ -8,8 +8,8 @@ import numpy as np
 
 from memtrace.analysis.attribution import KIND, step_rows
 from memtrace.analysis.blocks import CATEGORY, blocks
+from memtrace.analysis.outside_memory import outside_readings
 from memtrace.analysis.peak import find_peak
-from memtrace.format.schema import COUNTERS
 from memtrace.trace import Trace
 
 
@@ -47,13 +47,10 @@ def outside_allocator_bytes(trace: Trace) -> int | None:
     It belongs to CUDA contexts, libraries and other processes. Bytes, summed over the devices; None where the driver's
     count was not read.
     """
-    counters = trace.columns("counters", "device", "name", "value")
-    used = np.flatnonzero(counters["name"] == COUNTERS.index("device_used"))
-    if not len(used):
+    readings = outside_readings(trace)
+    if not len(readings.device):
         return None
-    # The rows of one reading are neighbors: what the allocator reserved, then what is in use.
-    outside = counters["value"][used] - counters["value"][used - 1]
-    return sum(int(outside[counters["device"][used] == code].max()) for code in np.unique(counters["device"][used]))
+    return sum(int(readings.bytes[readings.device == code].max()) for code in np.unique(readings.device))
 
 
 def compute_coverage(trace: Trace) -> Coverage:

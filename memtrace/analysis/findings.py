@@ -16,10 +16,15 @@ from memtrace.analysis import pattern_catalog as catalog
 from memtrace.analysis import patterns, training_patterns
 from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.attribution import step_rows
-from memtrace.analysis.block_accesses import compute_peak_lower_bound, has_accesses
+from memtrace.analysis.block_accesses import has_accesses, runs_compiled_kernels
 from memtrace.analysis.block_groups import largest_module
 from memtrace.analysis.blocks import CATEGORY, blocks
-from memtrace.analysis.counterfactual import IdleIntervals, max_simultaneous_bytes, peak_without_intervals
+from memtrace.analysis.counterfactual import (
+    IdleIntervals,
+    compute_peak_lower_bound,
+    max_simultaneous_bytes,
+    peak_without_intervals,
+)
 from memtrace.analysis.pattern_catalog import ALL_PATTERNS, WastePattern
 from memtrace.analysis.peak import find_peak
 from memtrace.format.arrays import Array
@@ -31,8 +36,8 @@ if TYPE_CHECKING:
 
 MAX_REPLAYS: Final = 25
 """Most findings of one pattern that are replayed: those that waste most at the peak."""
-MIN_PEAK_SHARE: Final = 0.001
-"""Findings that never waste this share of the peak are left out, unless ``min_bytes`` is given."""
+MIN_PEAK_SHARE: Final = 0.01
+"""Findings that waste or save less than this share of the peak are left out, unless ``min_bytes`` is given."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +58,16 @@ class Finding:
     """Number of blocks that are wasted at some time."""
     wasted_bytes: int
     """The most bytes that are wasted at the same time."""
-    idle_byte_seconds: float
-    """Wasted bytes multiplied by the seconds for which they are wasted."""
+    idle_byte_seconds: float | None
+    """Wasted bytes multiplied by the seconds for which they are wasted; None where times are unknown."""
     covers_peak: bool
     """Whether memory is wasted at the moment of the peak."""
     peak_if_fixed_bytes: int
     """The peak of the recorded timeline without the wasted memory."""
     saved_bytes: int
-    """By how much fixing it lowers the peak."""
+    """By how much fixing it lowers the peak; 0 also where that is less than ``DeviceWaste.min_bytes``."""
+    is_upper_bound: bool
+    """Whether the fix saves at most ``saved_bytes``: what is offloaded or recomputed must come back in time."""
     is_single_line_fix: bool
     """Whether moving, changing or deleting a line is enough to fix it."""
     advice: str
@@ -86,11 +93,12 @@ class DeviceWaste:
     peak_bytes: int
     """Peak of the requested bytes."""
     lower_bound_bytes: int | None
-    """The most bytes that a single operator touches: no schedule can go below it. None: no accesses were recorded."""
+    """The most bytes that a single operator needs at the same time: no schedule can go below it. None: no accesses were
+    recorded."""
     peak_if_all_fixed_bytes: int | None
     """The peak with all single-line fixes applied together; None if nothing could be checked."""
     min_bytes: int
-    """Findings that waste less than this at any time are left out."""
+    """Findings that waste less than this at any time are left out; smaller savings count as none."""
     findings: tuple[Finding, ...]
     """Single-line fixes first, then what needs recomputation, offloading or in-place operators, then what does not
     lower the peak; within each group the largest saving first."""
@@ -111,7 +119,7 @@ def find_wasted_memory(trace: Trace, *, min_bytes: int | None = None) -> WastedM
 
     Args:
         trace: the trace of one rank.
-        min_bytes: leave out findings that waste fewer bytes at any time; default: a thousandth of the peak.
+        min_bytes: leave out findings that waste fewer bytes at any time; default: a hundredth of the peak.
     """
     return WastedMemory(tuple(find_device_waste(trace, device, min_bytes=min_bytes) for device in trace.devices))
 
@@ -159,7 +167,7 @@ def _find_device_waste(trace: Trace, device: str, min_bytes: int) -> DeviceWaste
     return DeviceWaste(
         device=device,
         peak_bytes=peak_bytes,
-        lower_bound_bytes=compute_peak_lower_bound(trace, device),
+        lower_bound_bytes=compute_peak_lower_bound(trace, device, IdleIntervals.concatenate([*intervals.values()])),
         peak_if_all_fixed_bytes=peak_without_intervals(trace, device, IdleIntervals.concatenate(applied)),
         min_bytes=min_bytes,
         findings=tuple(intervals),
@@ -168,12 +176,22 @@ def _find_device_waste(trace: Trace, device: str, min_bytes: int) -> DeviceWaste
 
 
 def _skipped_patterns(trace: Trace) -> Iterator[SkippedPatterns]:
-    if not has_accesses(trace):
-        names = tuple(pattern.name for pattern in ALL_PATTERNS if pattern.pattern_class != "leak")
-        yield SkippedPatterns(names, "the trace does not record reads and writes")
+    if (reason := _unknown_accesses(trace)) is not None:
+        yield SkippedPatterns(
+            tuple(pattern.name for pattern in ALL_PATTERNS if pattern.pattern_class != "leak"), reason
+        )
     if len(step_rows(trace).number) < training_patterns.MIN_STEPS_FOR_LEAKS:
         names = tuple(pattern.name for pattern in ALL_PATTERNS if pattern.pattern_class == "leak")
         yield SkippedPatterns(names, f"at least {training_patterns.MIN_STEPS_FOR_LEAKS} steps are needed")
+
+
+def _unknown_accesses(trace: Trace) -> str | None:
+    """Return why the trace does not show when blocks are used; None: it does."""
+    if not has_accesses(trace):
+        return "the trace does not record reads and writes"
+    if runs_compiled_kernels(trace):
+        return "kernels of torch.compile read and write memory unseen"
+    return None
 
 
 def _ranked_intervals(trace: Trace, device: str, min_bytes: int) -> dict[Finding, IdleIntervals]:
@@ -181,7 +199,7 @@ def _ranked_intervals(trace: Trace, device: str, min_bytes: int) -> dict[Finding
     columns = blocks(trace)
     candidates = np.flatnonzero((columns.device == trace.devices.index(device)) & (columns.size > 0))
     evaluated = [
-        (_evaluate(trace, device, pattern, site, part, replay=rank < MAX_REPLAYS), part)
+        (_evaluate(trace, device, pattern, site, part, max(min_bytes, 1) if rank < MAX_REPLAYS else None), part)
         for pattern, intervals in _detect_patterns(trace, candidates)
         for rank, (site, part) in enumerate(_group_by_site(trace, device, pattern, intervals))
     ]
@@ -191,7 +209,7 @@ def _ranked_intervals(trace: Trace, device: str, min_bytes: int) -> dict[Finding
 
 def _ranking(finding: Finding) -> tuple[bool, bool, int, float]:
     saves_nothing = finding.saved_bytes == 0
-    return saves_nothing, not finding.is_single_line_fix, -finding.saved_bytes, -finding.idle_byte_seconds
+    return saves_nothing, not finding.is_single_line_fix, -finding.saved_bytes, -(finding.idle_byte_seconds or 0.0)
 
 
 def _detect_patterns(trace: Trace, candidates: Array) -> list[tuple[WastePattern, IdleIntervals]]:
@@ -199,30 +217,46 @@ def _detect_patterns(trace: Trace, candidates: Array) -> list[tuple[WastePattern
     leaked = training_patterns.find_leaked_blocks(trace, candidates)
     of_graph = training_patterns.is_held_by_graph(trace, leaked.block)
     leaks = [(catalog.RETAINED_GRAPH, leaked.select(of_graph)), (catalog.LEAK, leaked.select(~of_graph))]
-    if not has_accesses(trace):
+    if _unknown_accesses(trace) is not None:
         return leaks
     gradients = training_patterns.find_idle_gradients(trace, candidates)
     candidates = _without(trace, candidates, np.concatenate([gradients.block, leaked.block]))
     unused = patterns.find_unused_allocations(trace, candidates)
     candidates = _without(trace, candidates, unused.block)
-    late = patterns.find_late_deallocations(trace, candidates)
+    is_gradient = blocks(trace).category[candidates] == CATEGORY["gradient"]
+    is_of_dead_graph = training_patterns.is_held_by_dead_graph(trace, candidates) & ~is_gradient
+    is_forward_only = training_patterns.is_made_without_backward(trace, candidates) & ~is_gradient
+    of_dead_graph = candidates[is_of_dead_graph]
+    is_persistent = np.isin(blocks(trace).category[candidates], training_patterns.PERSISTENT)
+    # A variable that holds an output of such a forward holds its graph too: dropping it would save more than the block.
+    others = patterns.blocks_that_are_read(trace, candidates[~(is_persistent | is_forward_only | is_of_dead_graph)])
+    late = patterns.find_late_deallocations(trace, others)
     late_gradient = blocks(trace).category[late.block] == CATEGORY["gradient"]
-    no_backward = training_patterns.has_no_backward(trace, late.block) & ~late_gradient
     redundant, donors = patterns.find_redundant_allocations(trace, candidates)
     copied = training_patterns.is_copy_of_donor(trace, redundant.block, donors)
     return [
         *leaks,
         (catalog.GRADIENTS_THROUGH_FORWARD, gradients),
         (catalog.UNUSED_ALLOCATION, unused),
-        (catalog.FORWARD_WITHOUT_BACKWARD, late.select(no_backward)),
+        (catalog.FORWARD_WITHOUT_BACKWARD, patterns.find_late_deallocations(trace, of_dead_graph)),
         (catalog.GRADIENTS_THROUGH_STEP, late.select(late_gradient)),
-        (catalog.LATE_DEALLOCATION, late.select(~no_backward & ~late_gradient)),
+        (catalog.LATE_DEALLOCATION, late.select(~late_gradient)),
         (catalog.EARLY_ALLOCATION, patterns.find_early_allocations(trace, candidates)),
         (catalog.DOUBLE_COPY, redundant.select(copied)),
         (catalog.REDUNDANT_ALLOCATION, redundant.select(~copied)),
-        (catalog.TEMPORARY_IDLENESS, patterns.find_temporary_idleness(trace, candidates)),
+        (catalog.TEMPORARY_IDLENESS, patterns.find_temporary_idleness(trace, _offloadable(trace, candidates))),
         (catalog.DEAD_WRITE, patterns.find_dead_writes(trace, candidates)),
     ]
+
+
+def _offloadable(trace: Trace, candidates: Array) -> Array:
+    """Return the blocks that could be moved to the host: those of accelerators."""
+    chosen: Array = candidates[blocks(trace).device[candidates] != _cpu(trace)]
+    return chosen
+
+
+def _cpu(trace: Trace) -> int:
+    return trace.devices.index("cpu") if "cpu" in trace.devices else -1
 
 
 def _without(trace: Trace, candidates: Array, excluded: Array) -> Array:
@@ -239,7 +273,10 @@ def _group_by_site(
     if pattern.is_reported_once:
         return [(_main_site(trace, pattern, intervals), intervals)]
     columns = blocks(trace)
-    key = columns.stack[intervals.block].astype(np.int64) * len(CATEGORIES) + columns.category[intervals.block]
+    category = columns.category[intervals.block]
+    if pattern.is_reported_by_line:
+        category = np.zeros(len(intervals), np.int8)
+    key = columns.stack[intervals.block].astype(np.int64) * len(CATEGORIES) + category
     order = np.argsort(key, kind="stable")
     keys, first = np.unique(key[order], return_index=True)
     groups: dict[tuple[str | None, int], list[Array]] = {}
@@ -267,9 +304,23 @@ def _main_site(trace: Trace, pattern: WastePattern, intervals: IdleIntervals) ->
 
 
 def _evaluate(
-    trace: Trace, device: str, pattern: WastePattern, site: str | None, intervals: IdleIntervals, *, replay: bool
+    trace: Trace,
+    device: str,
+    pattern: WastePattern,
+    site: str | None,
+    intervals: IdleIntervals,
+    min_saved_bytes: int | None,
 ) -> Finding:
-    """Return the finding that ``intervals`` make; without ``replay``, its saving is not computed and counts as 0."""
+    """Return the finding that ``intervals`` make.
+
+    Args:
+        trace: the trace of one rank.
+        device: the device.
+        pattern: the pattern of the finding.
+        site: its allocation site.
+        intervals: when its blocks are wasted.
+        min_saved_bytes: smaller savings count as none; None: the saving is not computed.
+    """
     columns, peak_of_requests = blocks(trace), find_peak(trace, device).requested
     time_ns = trace.columns("events", "time_ns")["time_ns"]
     size = columns.size[intervals.block]
@@ -277,7 +328,10 @@ def _evaluate(
     idle_ns = np.maximum(time_ns[end] - time_ns[begin], 0).astype(float) if len(time_ns) else np.zeros(len(size))
     spans_peak = (intervals.begin <= peak_of_requests.event) & (intervals.end > peak_of_requests.event)
     covers_peak = bool(spans_peak.any())
-    fixed = peak_without_intervals(trace, device, intervals) if covers_peak and replay else peak_of_requests.bytes
+    fixed = peak_of_requests.bytes
+    if covers_peak and min_saved_bytes is not None:
+        fixed = peak_without_intervals(trace, device, intervals)
+        fixed = fixed if peak_of_requests.bytes - fixed >= min_saved_bytes else peak_of_requests.bytes
     bytes_by_category = np.bincount(columns.category[intervals.block], weights=size, minlength=len(CATEGORIES))
     is_dead_write = pattern is catalog.DEAD_WRITE
     return Finding(
@@ -288,10 +342,11 @@ def _evaluate(
         category=CATEGORIES[int(bytes_by_category.argmax())],
         num_blocks=len(np.unique(intervals.block)),
         wasted_bytes=int(size.max()) if is_dead_write else max_simultaneous_bytes(intervals, size),
-        idle_byte_seconds=float((size * idle_ns).sum()) / 1e9,
+        idle_byte_seconds=float((size * idle_ns).sum()) / 1e9 if trace.has_times else None,
         covers_peak=covers_peak,
         peak_if_fixed_bytes=fixed,
         saved_bytes=peak_of_requests.bytes - fixed,
+        is_upper_bound=pattern.is_upper_bound,
         is_single_line_fix=pattern.is_single_line_fix,
         advice=pattern.advice,
     )

@@ -10,7 +10,13 @@ import numpy as np
 from memtrace.analysis.allocation_sites import allocation_sites
 from memtrace.analysis.attribution import step_rows
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.leaks import find_leaks, keeps_growing, live_bytes_at_step_ends, step_end_lifetimes
+from memtrace.analysis.leaks import (
+    find_leaks,
+    keeps_growing,
+    kept_bytes_at_step_ends,
+    live_bytes_at_step_ends,
+    step_end_lifetimes,
+)
 from memtrace.analysis.thresholds import WARM_UP_STEPS
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
@@ -33,13 +39,13 @@ class MemoryGrowth:
     """Growth of the memory that is live at the ends of steps."""
 
     bytes_per_step: int
-    """Sum over all leaking sites."""
+    """Growth of all live memory."""
     num_steps: int
     """Analyzed steps, warm-up excluded."""
     num_warm_up_steps: int
     """Excluded steps at the start."""
     sources: tuple[GrowthSource, ...]
-    """The sites that grow fastest, at most ``MAX_SOURCES``."""
+    """The sites that grow fastest, at most ``MAX_SOURCES``; empty where the growth is spread over many sites."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class GrowthCurve:
 
 
 def measure_growth(trace: Trace) -> MemoryGrowth | None:
-    """Return the memory growth of a single-rank trace, the sum of its leaks; None with too few steps."""
+    """Return the memory growth of a single-rank trace, of all live memory; None with too few steps."""
     result = find_leaks(trace, with_long_lived=False)
     if result.bytes_per_step is None:
         return None
@@ -80,6 +86,12 @@ def growth_curves(trace: Trace, max_sites: int) -> tuple[GrowthCurve, ...]:
     sites, group = allocation_sites(trace, table.stack[retained])
     first, end = lifetimes.first[retained], lifetimes.end[retained]
     live = live_bytes_at_step_ends(group, table.size[retained], first, end, (len(sites), len(ends)))
-    is_leak = np.array([keeps_growing(row[WARM_UP_STEPS:]) for row in live])
+    kept = kept_bytes_at_step_ends(group, table.size[retained], first, end, (len(sites), len(ends)))
+    is_leak = np.array(
+        [
+            keeps_growing(row[WARM_UP_STEPS:]) or keeps_growing(kept_row[WARM_UP_STEPS:])
+            for row, kept_row in zip(live, kept, strict=True)
+        ]
+    )
     order = np.lexsort((-live[:, -1], ~is_leak))[:max_sites]
     return tuple(GrowthCurve(sites[row] or "no stack", live[row], bool(is_leak[row])) for row in order.tolist())

@@ -53,8 +53,8 @@ _ADVICE: Final = {
     "activation": _CategoryAdvice(
         "Activations hold",
         "Forward saves them because backward reads them.",
-        "Recompute them in backward (torch.utils.checkpoint) for the modules that hold most of them, train in bf16 "
-        "(autocast), or use a smaller batch with gradient accumulation.",
+        "Recompute them in backward (torch.utils.checkpoint) for the modules that hold most of them, or use a smaller "
+        "batch with gradient accumulation.",
     ),
     "optimizer_state": _CategoryAdvice(
         "Optimizer state holds",
@@ -64,13 +64,12 @@ _ADVICE: Final = {
     "gradient": _CategoryAdvice(
         "Gradients hold",
         "They stay allocated from backward until they are freed.",
-        "Call zero_grad(set_to_none=True) before forward, or free each gradient as soon as it is applied (optimizer "
-        "in backward).",
+        "Free each gradient as soon as it is applied (optimizer in backward), or shard them (ZeRO, FSDP).",
     ),
     "parameter": _CategoryAdvice(
         "Parameters hold",
         "The weights and buffers of the model stay allocated throughout training.",
-        "Store the weights in bf16, shard them (FSDP), or freeze and quantise those that are not trained.",
+        "Shard them (FSDP), or freeze and quantise those that are not trained.",
     ),
     "input": _CategoryAdvice(
         "Input batches hold",

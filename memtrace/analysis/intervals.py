@@ -1,5 +1,8 @@
 """Access time intervals (ATI): the time between consecutive accesses of a block, in which nothing reads or writes it.
 
+Where the operators at both ends of an interval were timed on the GPU, the interval is measured by the GPU's clock; host
+times are those of the launch.
+
 Source: "Pinpointing the Memory Behaviors of DNN Training" (ISPASS 2021), which defines the ATI.
 """
 
@@ -12,6 +15,7 @@ import numpy as np
 
 from memtrace.analysis.allocation_sites import allocation_sites
 from memtrace.analysis.blocks import blocks
+from memtrace.analysis.device_clock import CLOCKS, DEVICE, HOST, LAUNCH, access_times
 from memtrace.analysis.event_codes import KIND
 from memtrace.analysis.peak import find_peak
 from memtrace.format.arrays import Array
@@ -36,14 +40,18 @@ class AccessIntervals:
     second_event: Array
     """Row of ``events`` of the later access."""
     duration_ns: Array
-    """Time between the two accesses, on the host's clock."""
+    """Time between the two accesses."""
+    clock: Array
+    """The clock of each duration, as a position in ``device_clock.CLOCKS``."""
+    start_ns: Array
+    """Time of the earlier access, by that clock."""
 
     def __len__(self) -> int:
         return len(self.block)
 
 
 def access_intervals(trace: Trace) -> AccessIntervals:
-    """Return every access interval of a single-rank trace; empty where accesses were not recorded.
+    """Return every access interval of a single-rank trace; empty where accesses or times are unknown.
 
     Takes O(n log n) time in the number of events.
     """
@@ -51,15 +59,22 @@ def access_intervals(trace: Trace) -> AccessIntervals:
 
 
 def _access_intervals(trace: Trace) -> AccessIntervals:
-    events = trace.columns("events", "time_ns", "kind", "block_id", "op_id")
-    rows = np.flatnonzero((events["kind"] == KIND["read"]) | (events["kind"] == KIND["write"]))
+    events = trace.columns("events", "kind", "block_id", "op_id")
+    is_access = (events["kind"] == KIND["read"]) | (events["kind"] == KIND["write"])
+    rows = np.flatnonzero(is_access) if trace.has_times else np.empty(0, np.int64)
     rows = rows[np.argsort(events["block_id"][rows], kind="stable")]
     block, op = events["block_id"][rows], events["op_id"][rows]
     is_interval = (block[1:] == block[:-1]) & ((op[1:] != op[:-1]) | (op[1:] < 0))
-    first, second = rows[:-1][is_interval], rows[1:][is_interval]
-    # Times of different threads can be slightly out of order.
-    duration = np.maximum(events["time_ns"][second] - events["time_ns"][first], 0)
-    return AccessIntervals(block[1:][is_interval], first, second, duration)
+    first, second = np.flatnonzero(is_interval), np.flatnonzero(is_interval) + 1
+    times = access_times(trace, rows, events["kind"][rows] == KIND["read"])
+    by_device = (times.clock[first] == DEVICE) & (times.clock[second] == DEVICE)
+    start_ns = np.where(by_device, times.device_ns[first], times.host_ns[first])
+    end_ns = np.where(by_device, times.device_ns[second], times.host_ns[second])
+    # A block is on one device; an access there that was not timed leaves the launch times of both.
+    clock = np.where(by_device, times.clock[first], np.where(times.clock[first] == HOST, HOST, LAUNCH)).astype(np.int8)
+    # Times of different threads, or of different streams, can be out of order.
+    duration_ns = np.maximum(end_ns - start_ns, 0)
+    return AccessIntervals(block[first], rows[first], rows[second], duration_ns, clock, start_ns)
 
 
 def device_intervals(trace: Trace, device: str) -> Array:
@@ -86,7 +101,8 @@ def access_intervals_table(trace: Trace) -> pd.DataFrame:
     """Return one row per access interval.
 
     Columns: block_id, bytes, category, site (``file:line function`` of the block's allocation), start_ns, interval_ns,
-    spans_peak (whether the interval contains the memory peak of the device).
+    clock (of the two times: ``host``; ``launch``, the host time at which an operator on a GPU was launched; or
+    ``device``, the GPU's time), spans_peak (whether the interval contains the memory peak of the device).
     """
     import pandas as pd
 
@@ -97,8 +113,9 @@ def access_intervals_table(trace: Trace) -> pd.DataFrame:
         "bytes": table.size[intervals.block],
         "category": pd.Categorical.from_codes(table.category[intervals.block].tolist(), pd.Index(CATEGORIES)),
         "site": pd.Categorical.from_codes(site.tolist(), pd.Index(range(len(sites)))).map(dict(enumerate(sites))),
-        "start_ns": trace.columns("events", "time_ns")["time_ns"][intervals.first_event],
+        "start_ns": intervals.start_ns,
         "interval_ns": intervals.duration_ns,
+        "clock": pd.Categorical.from_codes(intervals.clock.tolist(), pd.Index(CLOCKS)),
         "spans_peak": spans_peak(trace, np.arange(len(intervals))),
     })  # fmt: skip
     return frame

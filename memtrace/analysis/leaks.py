@@ -19,6 +19,7 @@ from memtrace.analysis.thresholds import (
     MIN_EXTRA_STEPS,
     MIN_GROWING_STEPS,
     MIN_GROWTH_SPAN,
+    MIN_TREND_DEVIATIONS,
     MIN_USUAL_SHARE,
     WARM_UP_STEPS,
 )
@@ -28,6 +29,8 @@ from memtrace.trace import Trace
 
 MAX_ROWS: Final = 10
 """Number of leaks, and of long-lived signatures, that are reported."""
+MAX_STEPS_OF_TREND: Final = 1_000
+"""Most steps that are compared with each other for a trend; bounds the run time."""
 GC_RANGE: Final = "gc"
 """Name of the ranges that a recording writes for the runs of Python's garbage collector that freed something."""
 
@@ -74,7 +77,9 @@ class LeakAnalysis:
     leaks: tuple[Leak, ...]
     """Leaking sites, fastest growth first."""
     bytes_per_step: float | None
-    """Growth of all leaking sites together; None with too few steps."""
+    """Growth of all live memory at the ends of steps, 0 where it does not keep growing; None with too few steps."""
+    unattributed_bytes_per_step: float | None
+    """The part of it that grows at no single site, such as buffers of many sites; None with too few steps."""
     num_steps: int
     """Analyzed steps, warm-up excluded; 0 with too few steps."""
     num_warm_up_steps: int
@@ -100,9 +105,10 @@ def find_leaks(
     capacity_bytes: int | None = None,
     with_long_lived: bool = True,
 ) -> LeakAnalysis:
-    """Return the sites of a single-rank trace that retain more memory from step to step.
+    """Return how the live memory of a single-rank trace grows from step to step, and the sites that retain it.
 
-    A site leaks when its live bytes at step ends keep growing after warm-up, see ``keeps_growing``. Allocations made
+    The growth of all live memory is measured first (see ``measure_total_growth``) and then attributed to sites. A site
+    leaks when its live bytes at step ends keep growing after warm-up, see ``keeps_growing``. Allocations made
     once (optimizer state, a workspace) and caches that fill up and then stay the same size are not leaks.
 
     The time to exhaustion is measured from the highest peak of any device. Peaks that grow faster than the retained
@@ -125,6 +131,7 @@ def _find_leaks(
     result = LeakAnalysis(
         leaks=(),
         bytes_per_step=None,
+        unattributed_bytes_per_step=None,
         num_steps=0,
         num_warm_up_steps=WARM_UP_STEPS,
         num_required_steps=WARM_UP_STEPS + min_growing_steps + 1,
@@ -137,11 +144,13 @@ def _find_leaks(
     if len(ends) <= min_growing_steps:
         return result
     leaks = _leaking_sites(trace, ends, min_growing_steps, gc_freed)
-    bytes_per_step = sum(leak.bytes_per_step for leak in leaks)
+    of_sites = sum(leak.bytes_per_step for leak in leaks)
+    bytes_per_step = max(of_sites, measure_total_growth(trace, min_growing_steps))
     return replace(
         result,
         leaks=tuple(leaks[:MAX_ROWS]),
         bytes_per_step=bytes_per_step,
+        unattributed_bytes_per_step=bytes_per_step - of_sites,
         num_steps=len(ends),
         steps_to_capacity=_steps_to_capacity(trace, capacity_bytes, bytes_per_step),
         long_lived=_long_lived_signatures(trace, ends) if with_long_lived else (),
@@ -199,6 +208,14 @@ def live_bytes_at_step_ends(group: Array, size: Array, first: Array, end: Array,
     return live
 
 
+def kept_bytes_at_step_ends(group: Array, size: Array, first: Array, end: Array, shape: tuple[int, int]) -> Array:
+    """Return the live bytes of each group at the end of each step but the first, without the blocks of the newest step.
+
+    Those vary with the input of the step. The arguments are those of ``live_bytes_at_step_ends``.
+    """
+    return live_bytes_at_step_ends(group, size, np.minimum(first + 1, end), end, shape)[:, 1:]
+
+
 def keeps_growing(live: Array, min_growing_steps: int = MIN_GROWING_STEPS) -> bool:
     """Return whether live bytes at step ends keep growing to the end.
 
@@ -219,6 +236,57 @@ def keeps_growing(live: Array, min_growing_steps: int = MIN_GROWING_STEPS) -> bo
     return bool(is_lasting and lost <= MAX_LOST_SHARE * gained)
 
 
+def measure_total_growth(trace: Trace, min_growing_steps: int = MIN_GROWING_STEPS) -> float:
+    """Return by how many bytes per step the memory that is live at step ends grows; 0 where it does not keep growing.
+
+    The growth is that of all blocks that outlive two step ends if it keeps growing, because the blocks of the newest
+    step vary with its input; otherwise the median slope (Theil-Sen) of all live bytes, if their rank correlation with
+    the step (Mann-Kendall) leaves no doubt.
+
+    Args:
+        trace: a single-rank trace.
+        min_growing_steps: minimum number of steps in which the memory must grow.
+    """
+    ends, table = step_rows(trace).end_row[WARM_UP_STEPS:], blocks(trace)
+    if len(ends) <= min_growing_steps:
+        return 0.0
+    lifetimes = step_end_lifetimes(trace, ends)
+    retained = np.flatnonzero((table.alloc_event >= 0) & (lifetimes.end > lifetimes.first))
+    first, end, size = lifetimes.first[retained], lifetimes.end[retained], table.size[retained]
+    together, shape = np.zeros(len(retained), np.int64), (1, len(ends))
+    live = live_bytes_at_step_ends(together, size, first, end, shape)[0]
+    kept = kept_bytes_at_step_ends(together, size, first, end, shape)[0]
+    for series in (live, kept):
+        if keeps_growing(series, min_growing_steps):
+            return _slope_of_growth(series)
+    return _significant_slope(live)
+
+
+def _slope_of_growth(live: Array) -> float:
+    """Return the slope of the least-squares line through live bytes, from the first step that grows."""
+    start = int(np.argmax(np.diff(live) > 0))
+    return float(np.polyfit(np.arange(start, len(live)), live[start:], 1)[0])
+
+
+def _significant_slope(live: Array) -> float:
+    """Return the median slope of live bytes, 0 unless they rise significantly, in both halves of the steps as well."""
+    if len(live) > MAX_STEPS_OF_TREND:
+        # Equally spaced steps show the same trend.
+        spacing = -(-len(live) // MAX_STEPS_OF_TREND)
+        return _significant_slope(live[::spacing]) / spacing
+    half = len(live) // 2
+    slopes = [_median_slope(part) for part in (live, live[:half], live[half:])] if half >= 2 else [0.0]
+    earlier, later = np.triu_indices(len(live), 1)
+    score = int(np.sign(live[later] - live[earlier]).sum())
+    deviation = np.sqrt(len(live) * (len(live) - 1) * (2 * len(live) + 5) / 18)
+    return slopes[0] if min(slopes) > 0 and score >= MIN_TREND_DEVIATIONS * deviation else 0.0
+
+
+def _median_slope(live: Array) -> float:
+    earlier, later = np.triu_indices(len(live), 1)
+    return float(np.median((live[later] - live[earlier]) / (later - earlier)))
+
+
 def _leaking_sites(trace: Trace, ends: Array, min_growing_steps: int, gc_freed: Array | None) -> list[Leak]:
     """Return all leaking sites, fastest growth first."""
     table, lifetimes, num_steps = blocks(trace), step_end_lifetimes(trace, ends), len(ends)
@@ -231,9 +299,11 @@ def _leaking_sites(trace: Trace, ends: Array, min_growing_steps: int, gc_freed: 
     live = live_bytes_at_step_ends(group, table.size[retained], first, end, (len(sites), num_steps))
     is_gc_freed = np.zeros(len(table), bool)
     is_gc_freed[gc_freed if gc_freed is not None else []] = True
+    kept = kept_bytes_at_step_ends(group, table.size[retained], first, end, (len(sites), num_steps))
     leaks = []
-    for row in np.flatnonzero(live[:, -1] > live[:, 0]).tolist():
-        if not keeps_growing(live[row], min_growing_steps):
+    for row in np.flatnonzero((live[:, -1] > live[:, 0]) | (kept[:, -1] > kept[:, 0])).tolist():
+        growing = next((part[row] for part in (live, kept) if keeps_growing(part[row], min_growing_steps)), None)
+        if growing is None:
             continue
         is_live = (group == row) & (end == num_steps)
         of_site = retained[is_live]
@@ -241,13 +311,12 @@ def _leaking_sites(trace: Trace, ends: Array, min_growing_steps: int, gc_freed: 
         older = retained[is_live & (first > 0) & (first < num_steps - 1)]
         grown = older if len(older) else of_site
         category = np.bincount(table.category[grown], table.size[grown], minlength=len(CATEGORIES)).argmax()
-        start = int(np.argmax(np.diff(live[row]) > 0))
         leaks.append(
             Leak(
                 site=sites[row],
                 category=CATEGORIES[int(category)],
-                bytes_per_step=float(np.polyfit(np.arange(start, num_steps), live[row, start:], 1)[0]),
-                num_growing_steps=int((np.diff(live[row]) > 0).sum()),
+                bytes_per_step=_slope_of_growth(growing),
+                num_growing_steps=int((np.diff(growing) > 0).sum()),
                 num_blocks=len(of_site),
                 live_bytes=int(live[row, -1]),
                 gc_freed_bytes=int(table.size[np.isin(table.stack, table.stack[of_site]) & is_gc_freed].sum()),

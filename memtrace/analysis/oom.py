@@ -14,6 +14,7 @@ from memtrace.analysis.attribution import KIND, op_column
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.device_state import DeviceState, device_state_at, recorded_settings
 from memtrace.analysis.fragmentation import Fragmentation, measure_fragmentation
+from memtrace.analysis.outside_memory import CONTEXT_BYTES, OutsideMemory, outside_memory_at_failure
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 from memtrace.units import format_bytes
@@ -68,6 +69,8 @@ class OutOfMemory:
     """Allocation site of the request; None: no stack was recorded."""
     device_free_bytes: int | None
     """Bytes that the driver reported free; None: unknown."""
+    outside: OutsideMemory | None
+    """Memory of the GPU outside torch's allocator (contexts, libraries, other processes); None: unknown, or the CPU."""
     live_bytes: int
     """Bytes requested for the live blocks."""
     room: RequestRoom | None
@@ -86,10 +89,14 @@ def explain_out_of_memory(trace: Trace) -> list[OutOfMemory]:
 
 def _explain(trace: Trace, row: int) -> OutOfMemory:
     events = trace.columns("events", "time_ns", "device", "size", "stream", "pool", "op_id", "device_free")
-    code = int(events["device"][row])
+    time_ns, code = int(events["time_ns"][row]), int(events["device"][row])
     asked, device_free = int(events["size"][row]), int(events["device_free"][row])
     state, settings = device_state_at(trace, code, row), recorded_settings(trace)
-    room = None
+    known_free = device_free if device_free >= 0 else None
+    room, outside = None, None
+    if trace.devices[code] != "cpu":
+        reserved = int(state.segments.size.sum())
+        outside = outside_memory_at_failure(trace, trace.devices[code], time_ns, known_free, reserved)
     if len(state.segments):
         pool, stream = max(int(events["pool"][row]), 0), max(int(events["stream"][row]), 0)
         is_usable = _usable_free_blocks(state, settings, asked, pool, stream)
@@ -98,14 +105,15 @@ def _explain(trace: Trace, row: int) -> OutOfMemory:
     return OutOfMemory(
         device=trace.devices[code],
         event=row,
-        time_ns=int(events["time_ns"][row]) if trace.has_times else None,
+        time_ns=time_ns if trace.has_times else None,
         asked_bytes=asked,
         site=sites[int(place[0])],
-        device_free_bytes=device_free if device_free >= 0 else None,
+        device_free_bytes=known_free,
+        outside=outside,
         live_bytes=int(state.live.requested.sum()),
         room=room,
         holders=_find_holders(trace, state),
-        advice=tuple(_advise(settings, asked, room, device_free)),
+        advice=tuple(_advise(settings, asked, room, device_free, outside)),
     )
 
 
@@ -141,11 +149,14 @@ def _find_holders(trace: Trace, state: DeviceState) -> tuple[MemoryHolder, ...]:
     return tuple(MemoryHolder(sites[i], int(held[i]), int(num_blocks[i])) for i in largest.tolist())
 
 
-def _advise(settings: AllocatorSettings, asked: int, room: RequestRoom | None, device_free: int) -> list[str]:
+def _advise(
+    settings: AllocatorSettings, asked: int, room: RequestRoom | None, device_free: int, outside: OutsideMemory | None
+) -> list[str]:
     """Return what would have helped, judged by the numbers."""
     if room is None:
         return [REDUCE_LIVE_MEMORY]
-    advice = _advice_about_size(asked, room, device_free)
+    advice = _advice_about_outside_memory(room, device_free, outside)
+    advice += _advice_about_size(asked, room, device_free, outside_is_cause=bool(advice))
     if not settings.expandable_segments:
         advice += _advice_about_expandable_segments(asked, room)
     if room.free_elsewhere_bytes >= asked:
@@ -163,7 +174,23 @@ def _advise(settings: AllocatorSettings, asked: int, room: RequestRoom | None, d
     return advice or [REDUCE_LIVE_MEMORY]
 
 
-def _advice_about_size(asked: int, room: RequestRoom, device_free: int) -> list[str]:
+def _advice_about_outside_memory(room: RequestRoom, device_free: int, outside: OutsideMemory | None) -> list[str]:
+    """Return what to do about memory outside the allocator, where enough of it for the request is unusual."""
+    missing = room.segment_bytes - device_free
+    if outside is None or device_free < 0 or missing <= 0:
+        return []
+    growth = outside.growth_bytes or 0
+    if growth < missing and outside.bytes - CONTEXT_BYTES < missing:
+        return []
+    grown = f", {format_bytes(growth)} more than when the recording began" if growth > 0 else ""
+    return [
+        f"Check for other processes on the device (nvidia-smi) and for libraries that allocate there: "
+        f"{format_bytes(outside.bytes)} are in use outside torch's allocator{grown}. The request would have succeeded "
+        f"with {format_bytes(missing)} of them."
+    ]
+
+
+def _advice_about_size(asked: int, room: RequestRoom, device_free: int, *, outside_is_cause: bool) -> list[str]:
     advice = []
     if device_free >= room.segment_bytes:
         advice.append(
@@ -172,7 +199,7 @@ def _advice_about_size(asked: int, room: RequestRoom, device_free: int) -> list[
             f"for the {format_bytes(room.segment_bytes)} that the allocator requested."
         )
     obtainable = room.state.reserved_bytes + device_free
-    if device_free >= 0 and obtainable < asked:
+    if device_free >= 0 and obtainable < asked and not outside_is_cause:
         advice.append(
             f"Request less memory: {format_bytes(asked)} exceed the {format_bytes(obtainable)} that would be available "
             "with no other tensor on the device. Check the shape of the tensor."

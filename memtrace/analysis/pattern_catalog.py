@@ -19,6 +19,10 @@ class WastePattern:
     is_single_line_fix: bool = True
     """Whether moving, changing or deleting a line is enough; otherwise the fix needs recomputation, offloading or
     in-place operators."""
+    is_upper_bound: bool = False
+    """Whether the predicted saving is the most that the fix can save."""
+    is_reported_by_line: bool = False
+    """Whether one fix serves all blocks that a line allocates, whatever their categories."""
     is_reported_once: bool = False
     """Whether all blocks make one finding, however many lines allocate them."""
 
@@ -33,12 +37,15 @@ RETAINED_GRAPH: Final = WastePattern(
     is_reported_once=True,
 )
 UNUSED_ALLOCATION: Final = WastePattern(
-    "unused allocation", "unused allocation", "Remove the allocation: nothing reads it."
+    "unused allocation",
+    "unused allocation",
+    "Remove the allocation: no operator uses it after it is filled.",
 )
 LATE_DEALLOCATION: Final = WastePattern(
     "late deallocation",
     "late deallocation",
     "Drop the last reference right after the last use (del, or a smaller scope).",
+    is_reported_by_line=True,
 )
 GRADIENTS_THROUGH_FORWARD: Final = WastePattern(
     "gradients kept through forward",
@@ -50,6 +57,7 @@ FORWARD_WITHOUT_BACKWARD: Final = WastePattern(
     "forward without backward",
     "late deallocation",
     "Run it under torch.no_grad(): no backward follows, but the activations saved for it stay allocated.",
+    is_reported_by_line=True,
 )
 GRADIENTS_THROUGH_STEP: Final = WastePattern(
     "gradients kept through optimizer step",
@@ -64,7 +72,7 @@ EARLY_ALLOCATION: Final = WastePattern(
 REDUNDANT_ALLOCATION: Final = WastePattern(
     "redundant allocation",
     "redundant allocation",
-    "Write in place, or free the block of the same size that is no longer needed first, so that its memory is reused.",
+    "Write the result in place (relu_, add_, inplace=True): its input has the same size and is not used again.",
     is_single_line_fix=False,
 )
 DOUBLE_COPY: Final = WastePattern(
@@ -75,8 +83,10 @@ DOUBLE_COPY: Final = WastePattern(
 TEMPORARY_IDLENESS: Final = WastePattern(
     "temporary idleness",
     "temporary idleness",
-    "Recompute it (torch.utils.checkpoint) or offload it to the host while it is idle; its content is needed again.",
+    "Offload it to the host while it is idle, or, if forward made it, recompute it (torch.utils.checkpoint): its "
+    "content is needed again.",
     is_single_line_fix=False,
+    is_upper_bound=True,
 )
 DEAD_WRITE: Final = WastePattern(
     "dead write",

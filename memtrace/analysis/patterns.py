@@ -11,17 +11,18 @@ from typing import Final
 
 import numpy as np
 
-from memtrace.analysis.attribution import KIND, step_rows
+from memtrace.analysis.attribution import KIND, PHASE, phase_rows, step_rows
 from memtrace.analysis.block_accesses import (
     find_initial_fills,
     group_accesses_by_block,
-    last_needed_rows,
     number_operator_calls,
     operator_end_rows,
     operator_start_rows,
 )
+from memtrace.analysis.block_signatures import row_codes
 from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
-from memtrace.analysis.counterfactual import IdleIntervals, free_rows
+from memtrace.analysis.counterfactual import END_OF_TRACE, IdleIntervals, free_rows
+from memtrace.analysis.held_arguments import find_release_rows
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
@@ -29,12 +30,16 @@ MIN_IDLE_SHARE: Final = 0.1
 """A block is idle if no operator touches it for this share of the operator calls of a step (of the whole trace where
 no steps are known)."""
 
+_OWNED: Final = tuple(CATEGORY[name] for name in ("parameter", "gradient", "optimizer_state", "input"))
+"""Categories of memory that belongs to a module, an optimizer or a data loader."""
+
 
 def find_early_allocations(trace: Trace, candidates: Array) -> IdleIntervals:
     """Return the intervals from the allocation of a block to its first use in which another block was freed.
 
     Allocated later, the block could have used the memory of the freed block. An initial fill (zeros, random numbers)
-    moves together with the allocation and is not a use.
+    moves together with the allocation and is not a use. Where a variable held the block of the step before until it was
+    assigned this one, it would only hold that block for longer.
     """
     columns, accesses = blocks(trace), group_accesses_by_block(trace)
     is_fill = find_initial_fills(trace)
@@ -52,20 +57,64 @@ def find_early_allocations(trace: Trace, candidates: Array) -> IdleIntervals:
     end = operator_start_rows(trace, accesses.event[access])
     num_frees = _events_before(trace, columns, block, "free")
     is_early = num_frees[np.maximum(end, 0)] > num_frees[begin + 1]
+    is_early &= ~_replaces_block(trace, block, end)
     return IdleIntervals(block[is_early], begin[is_early], end[is_early])
+
+
+def _replaces_block(trace: Trace, block: Array, end: Array) -> Array:
+    """Return whether a block of the same stack and size is freed after each block is allocated and before ``end``."""
+    columns = blocks(trace)
+    freed = np.flatnonzero((columns.free_event >= 0) & (columns.alloc_event >= 0))
+    group = row_codes(
+        np.concatenate([columns.stack[freed], columns.stack[block]]),
+        np.concatenate([columns.size[freed], columns.size[block]]),
+    )
+    scale = trace.num_rows("events") + 1
+    frees = np.sort(group[: len(freed)] * scale + columns.free_event[freed])
+    of_block = group[len(freed) :] * scale
+    num_frees = np.searchsorted(frees, of_block + end) - np.searchsorted(frees, of_block + columns.alloc_event[block])
+    return np.asarray(num_frees > 0)
 
 
 def find_late_deallocations(trace: Trace, candidates: Array) -> IdleIntervals:
     """Return the intervals from the last use of a block to its free in which another block was allocated.
 
-    Blocks that are live at the end of the trace are left out: whether they are used later is unknown.
+    Only references that the program can drop count: what is freed in backward or by an optimizer was held by autograd
+    or by the optimizer, and the caller holds an argument of a module until the module returns.
+
+    A block that is live at the end of the trace may be used later. It counts if all earlier blocks of its allocation
+    site and size were freed late: the last step of a script holds its variables for as long as the script runs.
     """
     columns, accesses = blocks(trace), group_accesses_by_block(trace)
-    block = candidates[(columns.free_event[candidates] >= 0) & (accesses.num_accesses(candidates) > 0)]
-    begin, end = last_needed_rows(trace, block), columns.free_event[block]
+    block = candidates[accesses.num_accesses(candidates) > 0]
+    begin, end = find_release_rows(trace, block), free_rows(columns, block)
     num_allocations = _events_before(trace, columns, block, "alloc")
-    is_late = (end > begin) & (num_allocations[end] > num_allocations[np.minimum(begin + 1, end)])
+    last_row = len(num_allocations) - 1
+    before_free = num_allocations[np.minimum(end, last_row)]
+    is_late = (end > begin) & (before_free > num_allocations[np.minimum(np.minimum(begin + 1, end), last_row)])
+    is_freed = end < END_OF_TRACE
+    is_late &= ~is_freed | ~_is_held_by_torch(trace, np.minimum(end, last_row))
+    is_late &= is_freed | _follows_late_blocks(trace, block, is_freed, is_late)
     return IdleIntervals(block[is_late], begin[is_late], end[is_late])
+
+
+def _is_held_by_torch(trace: Trace, free_row: Array) -> Array:
+    """Return whether blocks that are freed at these rows were held by autograd or an optimizer until then."""
+    phases = phase_rows(trace)
+    if phases is None:
+        return np.zeros(len(free_row), bool)
+    return np.isin(phases.phase[phases.pieces(free_row)], (PHASE["backward"], PHASE["optimizer"]))
+
+
+def _follows_late_blocks(trace: Trace, block: Array, is_freed: Array, is_late: Array) -> Array:
+    """Return for each block whether all earlier blocks of its stack and size were freed late, and some were."""
+    columns = blocks(trace)
+    group = row_codes(columns.stack[block], columns.size[block], columns.category[block] == CATEGORY["parameter"])
+    num_groups = int(group.max(initial=-1)) + 1
+    num_freed = np.bincount(group[is_freed], minlength=num_groups)
+    num_late = np.bincount(group[is_freed & is_late], minlength=num_groups)
+    # Several blocks of one line and step can be in use at the same time.
+    return np.asarray((num_late > 0) & (num_late == num_freed))[group]
 
 
 def find_temporary_idleness(trace: Trace, candidates: Array) -> IdleIntervals:
@@ -88,50 +137,58 @@ def find_temporary_idleness(trace: Trace, candidates: Array) -> IdleIntervals:
 
 
 def find_unused_allocations(trace: Trace, candidates: Array) -> IdleIntervals:
-    """Return the lifetimes of blocks that no operator reads and only the allocating operator writes.
+    """Return the lifetimes of blocks that are filled when they are allocated (zeros, random numbers) and never used.
 
-    Only blocks whose use is known are checked: those allocated in the recording, and in a window of a trace those freed
-    in it too. The workspace of an operator is left out, because its kernels use it through pointers that no
-    observer sees.
+    Only these are known to be unused. Memory that is allocated empty, the results and the scratch memory of operators
+    may be used through pointers that no observer sees (NumPy, an extension, a kernel). Parameters, gradients, optimizer
+    state and inputs are in the hands of a module, an optimizer or a data loader. In a window of a trace, the block must
+    be freed in the window too.
     """
     columns, accesses = blocks(trace), group_accesses_by_block(trace)
-    is_known = (columns.alloc_event[candidates] >= 0) & (columns.category[candidates] != CATEGORY["workspace"])
+    is_filled, is_used = (np.zeros(len(columns), bool) for _ in range(2))
+    is_fill = find_initial_fills(trace)
+    is_filled[accesses.block[is_fill]] = True
+    is_used[accesses.block[~is_fill]] = True
+    is_unused = is_filled & ~is_used & ~np.isin(columns.category, _OWNED)
     if trace.surroundings is not None:
-        is_known &= columns.free_event[candidates] >= 0
-    candidates = candidates[is_known]
-    op = trace.columns("events", "op_id")["op_id"]
-    allocating_op = op[columns.alloc_event]
-    is_used = np.zeros(len(columns), bool)
-    is_used[accesses.block[accesses.is_read | (accesses.op != allocating_op[accesses.block])]] = True
-    block = candidates[~is_used[candidates]]
+        is_unused &= columns.free_event >= 0
+    block = candidates[is_unused[candidates]]
     return IdleIntervals(block, columns.alloc_event[block], free_rows(columns, block))
 
 
 def find_redundant_allocations(trace: Trace, candidates: Array) -> tuple[IdleIntervals, Array]:
     """Return the intervals in which a block could have used the memory of a block of the same size.
 
-    That block, the donor, is already used for the last time when the other block is allocated, but it is freed later.
-    A donor serves one block only.
+    That block, the donor, is read for the last time by the operator that allocates the other block, and freed later.
+    Operators of backward and of optimizers are left out, because the program does not choose them; so are donors that
+    autograd or the optimizer frees, and memory of the model and the optimizer. A donor serves one block only.
 
     Returns:
         The intervals, and the donor of each.
     """
     columns, accesses = blocks(trace), group_accesses_by_block(trace)
     is_accessed = accesses.num_accesses(candidates) > 0
-    donors = candidates[(columns.free_event[candidates] >= 0) & is_accessed]
+    donors = candidates[is_accessed & ~np.isin(columns.category[candidates], _OWNED)]
     takers = candidates[(columns.alloc_event[candidates] >= 0) & is_accessed]
-    # Sorted by size and then by time, a donor comes right before the taker that it serves.
+    takers = takers[~np.isin(columns.phase[takers], (PHASE["backward"], PHASE["optimizer"]))]
+    op = trace.columns("events", "op_id")["op_id"]
+    allocating_op = op[columns.alloc_event[takers]]
+    takers, allocating_op = takers[allocating_op >= 0], allocating_op[allocating_op >= 0]
+    last_reader = accesses.op[accesses.offset[donors + 1] - 1]
+    donors, last_reader = donors[last_reader >= 0], last_reader[last_reader >= 0]
+    # Sorted by size and operator call, a donor comes right before the taker that it serves.
     size = np.concatenate([columns.size[donors], columns.size[takers]])
-    available = last_needed_rows(trace, donors, allow_in_place=True)
-    row = np.concatenate([available, columns.alloc_event[takers]])
-    order = np.lexsort((row, size))
-    is_taker = order >= len(donors)
+    call = np.concatenate([last_reader, allocating_op])
+    is_taker = np.arange(len(size)) >= len(donors)
+    order = np.lexsort((is_taker, call, size))
     follows_donor = np.zeros(len(order), bool)
-    follows_donor[1:] = is_taker[1:] & ~is_taker[:-1] & (size[order][1:] == size[order][:-1])
+    follows_donor[1:] = is_taker[order][1:] & ~is_taker[order][:-1]
+    follows_donor[1:] &= (size[order][1:] == size[order][:-1]) & (call[order][1:] == call[order][:-1])
     position = np.flatnonzero(follows_donor)
     taker, donor = takers[order[position] - len(donors)], donors[order[position - 1]]
-    begin, end = columns.alloc_event[taker], np.minimum(columns.free_event[donor], free_rows(columns, taker))
-    overlaps = (end > begin) & (taker != donor)
+    begin, end = columns.alloc_event[taker], np.minimum(free_rows(columns, donor), free_rows(columns, taker))
+    last_row = trace.num_rows("events") - 1
+    overlaps = (end > begin) & (taker != donor) & ~_is_held_by_torch(trace, np.minimum(end, last_row))
     return IdleIntervals(taker[overlaps], begin[overlaps], end[overlaps]), donor[overlaps]
 
 
@@ -147,6 +204,13 @@ def find_dead_writes(trace: Trace, candidates: Array) -> IdleIntervals:
     first_write = np.flatnonzero(same_block & by_another_op & ~accesses.is_read[:-1] & ~accesses.is_read[1:])
     second_write_row = accesses.event[first_write + 1]
     return IdleIntervals(accesses.block[first_write], second_write_row, second_write_row)
+
+
+def blocks_that_are_read(trace: Trace, candidates: Array) -> Array:
+    """Return those of the blocks that an operator reads; what the others are for, the trace does not show."""
+    accesses = group_accesses_by_block(trace)
+    chosen: Array = candidates[block_mask(trace, accesses.block[accesses.is_read])[candidates]]
+    return chosen
 
 
 def block_mask(trace: Trace, chosen: Array) -> Array:

@@ -39,7 +39,7 @@ class Peak:
     is_requested: bool
     requested: Maximum
     allocated: Maximum | None
-    """Peak of the bytes that the allocator counts for the blocks; None: unknown."""
+    """Peak of the bytes that the allocator counts for the blocks (`allocated_bytes`); None: unknown."""
     reserved: Maximum | None
     """Peak of the bytes reserved in segments; None: unknown, or an allocator without segments (the CPU)."""
     time_ns: int | None
@@ -78,20 +78,19 @@ def live_bytes(trace: Trace, device: str, sizes: Array) -> LiveBytes:
         device: One of ``trace.devices``.
         sizes: Bytes of every block of the trace, such as a size column of ``Blocks``.
     """
+    return _bytes_until(trace, device, sizes, blocks(trace).free_event)
+
+
+def _bytes_until(trace: Trace, device: str, sizes: Array, end_event: Array) -> LiveBytes:
+    """Return the bytes of the blocks from their allocation to a row of events that ends each (-1: none does)."""
     table = blocks(trace)
-    events = trace.columns("events", "kind", "block_id")
     on_device = table.device == trace.devices.index(device)
+    begins, ends = on_device & (table.alloc_event >= 0), on_device & (end_event >= 0)
     start = int(sizes[on_device & (table.alloc_event < 0)].sum())
-    rows = np.concatenate(
-        [
-            table.alloc_event[on_device & (table.alloc_event >= 0)],
-            table.free_event[on_device & (table.free_event >= 0)],
-        ]
-    )
-    rows.sort()
-    change = sizes[events["block_id"][rows]]
-    change = np.where(events["kind"][rows] == KIND["free"], -change, change)
-    return LiveBytes(rows, start + np.cumsum(change), start)
+    rows = np.concatenate([table.alloc_event[begins], end_event[ends]])
+    change = np.concatenate([sizes[begins], -sizes[ends]])
+    order = np.argsort(rows, kind="stable")
+    return LiveBytes(rows[order], start + np.cumsum(change[order]), start)
 
 
 def requested_bytes(trace: Trace, device: str) -> LiveBytes:
@@ -103,11 +102,45 @@ def _requested_bytes(trace: Trace, device: str) -> LiveBytes:
     return live_bytes(trace, device, blocks(trace).size)
 
 
+def allocated_bytes(trace: Trace, device: str) -> LiveBytes | None:
+    """Return the bytes that the allocator counts for the blocks of a device over time (cached).
+
+    A block counts from its allocation until the program frees it, as in `torch.cuda.memory_allocated`: a freed block
+    that waits for a stream no longer counts, although it is still live. The source is the allocated sizes of the
+    blocks; where one is unknown, the totals of a file that has one for every change. None where it has none.
+    """
+    return trace.cached(_allocated_bytes, device)
+
+
+def _allocated_bytes(trace: Trace, device: str) -> LiveBytes | None:
+    table = blocks(trace)
+    on_device = table.device == trace.devices.index(device)
+    if not on_device.any() or (table.allocated_size[on_device] < 0).any():
+        return _complete_totals(trace, device, "allocated")
+    requested = _requested_frees(trace)
+    freed = np.where(requested >= 0, requested, table.free_event)
+    sizes = table.allocated_size
+    if (requested[on_device] >= 0).any():
+        # The program freed these blocks before the recording, and a stream used them until their free was completed.
+        waits_at_start = on_device & (table.alloc_event < 0) & (requested < 0) & (table.free_event >= 0)
+        sizes = np.where(waits_at_start, 0, sizes)
+    return _bytes_until(trace, device, sizes, freed)
+
+
+def _requested_frees(trace: Trace) -> Array:
+    """Return the row of events in which the program requests to free each block; -1: none."""
+    events = trace.columns("events", "kind", "block_id")
+    rows = np.flatnonzero((events["kind"] == KIND["free_requested"]) & (events["block_id"] >= 0))
+    requested = np.full(len(blocks(trace)), -1, np.int64)
+    requested[events["block_id"][rows]] = rows
+    return requested
+
+
 def reserved_bytes(trace: Trace, device: str) -> LiveBytes | None:
     """Return the bytes reserved on a device over time (cached).
 
-    The source is the segment events, or else the totals that the file itself holds. None where the trace has neither,
-    as for the CPU.
+    The source is the segment events, or else the totals of a file that has one for every change. None where the trace
+    has neither, as for the CPU.
     """
     return trace.cached(_reserved_bytes, device)
 
@@ -121,20 +154,41 @@ def _reserved_bytes(trace: Trace, device: str) -> LiveBytes | None:
     segments = trace.columns("segments", "device", "size")
     final = segments["device"] == code
     if not len(rows) and not final.any():
-        return counted_bytes(trace, device, "reserved")
-    change = np.where(grows[rows], events["size"][rows], -events["size"][rows])
-    # The segments at the end, where the file has them, minus all changes give those at the start.
-    start = int(segments["size"][final].sum()) - int(change.sum()) if trace.num_rows("segments") else 0
-    return LiveBytes(rows, start + np.cumsum(change), start)
+        return _complete_totals(trace, device, "reserved")
+    level = np.cumsum(np.where(grows[rows], events["size"][rows], -events["size"][rows]))
+    if trace.num_rows("segments"):
+        start = int(segments["size"][final].sum()) - int(level[-1] if len(level) else 0)
+    else:
+        start = _reserved_at_start(trace, device, LiveBytes(rows, level, 0))
+    return LiveBytes(rows, start + level, start)
+
+
+def _reserved_at_start(trace: Trace, device: str, changes: LiveBytes) -> int:
+    """Return what was reserved before the first segment event, by the first reading of the allocator's total.
+
+    A recording that was cut off and a window that ends before the recording do not have the segments at their end.
+    """
+    readings = counted_bytes(trace, device, "reserved")
+    if readings is None:
+        return 0
+    return max(0, readings.start - int(level_at(changes, readings.rows[:1])[0]))
+
+
+def _complete_totals(trace: Trace, device: str, counter: str) -> LiveBytes | None:
+    """Return a total of a file that has a value for every change; None for a recording, which reads totals at steps.
+
+    The highest value at the end of a step is not the peak.
+    """
+    return None if trace.manifest.source.kind == "recording" else counted_bytes(trace, device, counter)
 
 
 def counted_bytes(trace: Trace, device: str, counter: str) -> LiveBytes | None:
-    """Return a total that the file itself holds, over time; None where the file has no such total.
+    """Return a total that the trace itself holds, at the moments at which it was read; None where it has none.
 
     Args:
         trace: A single-rank trace.
         device: One of ``trace.devices``.
-        counter: One of ``schema.COUNTERS``. The level at the start is the first value that the file holds.
+        counter: One of ``schema.COUNTERS``. The level at the start is the first value that the trace holds.
     """
     counters = trace.columns("counters", "time_ns", "device", "name", "value")
     selected = (counters["device"] == trace.devices.index(device)) & (counters["name"] == COUNTERS.index(counter))
@@ -179,14 +233,14 @@ def find_peak(trace: Trace, device: str) -> Peak:
 
 def _find_peak(trace: Trace, device: str) -> Peak:
     table, live = blocks(trace), requested_bytes(trace, device)
-    top, reserved = _maximum(live), reserved_bytes(trace, device)
+    top, allocated, reserved = _maximum(live), allocated_bytes(trace, device), reserved_bytes(trace, device)
     row = np.array([max(top.event, 0)])
     step = int(step_rows(trace).of_rows(row)[0])
     return Peak(
         device=device,
         is_requested=bool(table.size_is_requested[table.device == trace.devices.index(device)].all()),
         requested=top,
-        allocated=_allocated_maximum(trace, device),
+        allocated=_maximum(allocated) if allocated is not None else None,
         reserved=_maximum(reserved) if reserved is not None else None,
         time_ns=_event_time(trace, top.event),
         step=step if step >= 0 else None,
@@ -224,18 +278,6 @@ def _maximum(live: LiveBytes) -> Maximum:
         return Maximum(live.start, -1)
     index = int(live.bytes.argmax())
     return Maximum(int(live.bytes[index]), int(live.rows[index]))
-
-
-def _allocated_maximum(trace: Trace, device: str) -> Maximum | None:
-    counted = counted_bytes(trace, device, "allocated")
-    if counted is not None:
-        return _maximum(counted)
-    table = blocks(trace)
-    on_device = table.device == trace.devices.index(device)
-    if (table.allocated_size[on_device] < 0).any():
-        return None
-    same = np.array_equal(table.allocated_size[on_device], table.size[on_device])
-    return _maximum(requested_bytes(trace, device) if same else live_bytes(trace, device, table.allocated_size))
 
 
 def _event_time(trace: Trace, event: int) -> int | None:

@@ -1,5 +1,8 @@
 """Time that training spends waiting for data, and how much of it is spent on fetching and on preprocessing.
 
+The host waits for data while a GPU still works on what was launched before: only the time in which the GPU has nothing
+left to do costs anything. Where the recording has device times (``device_clock``), waits and steps are measured there.
+
 Source: DS-Analyzer (CoorDL, VLDB 2021). Within one run a wait cannot be broken down, because data loading overlaps with
 training; only the difference between runs separates fetching (from storage) from preprocessing (decoding, augmenting).
 """
@@ -7,12 +10,16 @@ training; only the difference between runs separates fetching (from storage) fro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from memtrace.analysis.steps import records_data_waits, step_columns
+from memtrace.analysis.attribution import SPAN
+from memtrace.analysis.device_clock import launch_times, timed_calls
+from memtrace.analysis.steps import StepColumns, records_data_waits, step_columns
 from memtrace.analysis.warm_up import steps_after_warm_up
 from memtrace.errors import TraceError
+from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
 
@@ -23,15 +30,20 @@ class StepWait:
     step: int
     """Number of the step."""
     duration_ns: int
-    """How long the step took."""
+    """How long the step took, by the clock of ``DataStalls``."""
     data_wait_ns: int | None
-    """None: the trace records no waits."""
+    """How long it waited for data; by the device's clock, the part of the wait in which every GPU was idle. None: the
+    trace records no waits."""
+    host_wait_ns: int | None
+    """How long the training loop on the host waited for data. None: the trace records no waits."""
 
 
 @dataclass(frozen=True)
 class StallBreakdown:
     """The data stall of a median step, by comparing three recordings of one training job."""
 
+    clock: Literal["host", "device"]
+    """The clock of the steps: ``device`` if all three recordings have device times in every step."""
     synthetic_ns: int
     """Median step on data generated in memory (T1 of DS-Analyzer); warm-up steps are excluded."""
     cached_ns: int
@@ -48,6 +60,10 @@ class StallBreakdown:
 class DataStalls:
     """The waits for data of a recording. None: the trace has no steps, or it records no waits."""
 
+    clock: Literal["host", "device"]
+    """The clock of the durations and waits: the GPU's (``device``) if the trace has device times in every step."""
+    clock_note: str
+    """A sentence about this clock."""
     steps: tuple[StepWait, ...]
     """All steps in order."""
     wait_share: float | None
@@ -74,30 +90,111 @@ def measure_stalls(trace: Trace, *, synthetic: Trace | None = None, cached: Trac
     """
     if (synthetic is None) != (cached is None):
         raise ValueError("a breakdown needs both the synthetic and the cached recording")
-    columns = step_columns(trace)
-    steps, duration_ns, wait_ns = columns.step, columns.duration_ns, columns.data_wait_ns
-    has_steps = len(steps) > 0
-    has_waits = has_steps and records_data_waits(trace)
-    waits = wait_ns.tolist() if has_waits else [None] * len(steps)
+    times = _step_times(trace)
+    has_steps = len(times.step) > 0
+    has_waits = has_steps and trace.has_times and records_data_waits(trace)
+    unknown = [None] * len(times.step)
+    waits = times.wait_ns.tolist() if has_waits else unknown
+    host_waits = times.host_wait_ns.tolist() if has_waits else unknown
     return DataStalls(
-        steps=tuple(map(StepWait, steps.tolist(), duration_ns.tolist(), waits)),
-        wait_share=int(wait_ns.sum()) / max(int(duration_ns.sum()), 1) if has_waits else None,
-        median_wait_ns=int(np.median(wait_ns)) if has_waits else None,
-        median_duration_ns=int(np.median(duration_ns)) if has_steps and trace.has_times else None,
+        clock=times.clock,
+        clock_note=_describe_clock(trace, times.clock),
+        steps=tuple(map(StepWait, times.step.tolist(), times.duration_ns.tolist(), waits, host_waits)),
+        wait_share=int(times.wait_ns.sum()) / max(int(times.duration_ns.sum()), 1) if has_waits else None,
+        median_wait_ns=int(np.median(times.wait_ns)) if has_waits else None,
+        median_duration_ns=int(np.median(times.duration_ns)) if has_steps and trace.has_times else None,
         breakdown=_break_down(synthetic, cached, trace) if synthetic is not None and cached is not None else None,
     )
 
 
-def _break_down(synthetic: Trace, cached: Trace, cold: Trace) -> StallBreakdown:
-    synthetic_ns = _median_step_ns("synthetic", synthetic)
-    cached_ns = _median_step_ns("cached", cached)
-    cold_ns = _median_step_ns("cold", cold)
-    return StallBreakdown(synthetic_ns, cached_ns, cold_ns, cached_ns - synthetic_ns, cold_ns - cached_ns)
+def _describe_clock(trace: Trace, clock: Literal["host", "device"]) -> str:
+    if clock == "device":
+        return "Times are device times: a step waits while the GPU has finished its work and the host waits for data."
+    if all(device == "cpu" for device in trace.devices):
+        return "Times are host times."
+    if len(timed_calls(trace)):
+        return "Times are host times, because not every step has operators that were timed on the GPU."
+    return (
+        "Times are host times: the GPU may still work while the host waits for data. Record with device_time=True to "
+        "measure waits on the GPU."
+    )
 
 
-def _median_step_ns(name: str, trace: Trace) -> int:
+@dataclass(frozen=True)
+class _StepTimes:
+    """Durations and waits of the steps, one element per step."""
+
+    clock: Literal["host", "device"]
+    step: Array
+    duration_ns: Array
+    wait_ns: Array
+    host_wait_ns: Array
+
+
+def _step_times(trace: Trace) -> _StepTimes:
+    """Return the durations and waits of all steps, by the device's clock where the trace has it."""
     columns = step_columns(trace)
-    after_warm_up = np.isin(columns.step, steps_after_warm_up(trace))
-    if not after_warm_up.any():
-        raise TraceError(f"the {name} recording has no steps; mark them with rec.step() or rec.steps(loader)")
-    return int(np.median(columns.duration_ns[after_warm_up]))
+    queue = _device_queue(trace)
+    bounds_ns = np.stack([columns.start_ns, columns.start_ns + columns.duration_ns])
+    num_launched = np.searchsorted(queue.launch_ns, bounds_ns)
+    if not len(columns) or (num_launched[0] == num_launched[1]).any():
+        return _StepTimes("host", columns.step, columns.duration_ns, columns.data_wait_ns, columns.data_wait_ns)
+    # A step ends on the GPU when all that was launched before its end has finished, and at its end on the host at the
+    # earliest: until then the GPU had nothing to do for the next step.
+    begin_ns, end_ns = np.maximum(bounds_ns, queue.finished_ns(bounds_ns))
+    return _StepTimes(
+        "device", columns.step, end_ns - begin_ns, _idle_waits(trace, columns, queue), columns.data_wait_ns
+    )
+
+
+@dataclass(frozen=True)
+class _DeviceQueue:
+    """The timed operator calls of all GPUs in the order of their launch."""
+
+    launch_ns: Array
+    """Host time of the launch."""
+    latest_end_ns: Array
+    """When the last of this call and all earlier ones ended on its GPU."""
+
+    def finished_ns(self, host_ns: Array) -> Array:
+        """Return when the GPUs finished what was launched before each moment; -1: nothing was."""
+        ends = np.concatenate([[-1], self.latest_end_ns])
+        finished: Array = ends[np.searchsorted(self.launch_ns, host_ns)]
+        return finished
+
+
+def _device_queue(trace: Trace) -> _DeviceQueue:
+    launch_ns, end_ns = launch_times(trace), timed_calls(trace).end_ns
+    order = np.flatnonzero(launch_ns >= 0)
+    order = order[np.argsort(launch_ns[order], kind="stable")]
+    return _DeviceQueue(launch_ns[order], np.maximum.accumulate(end_ns[order]))
+
+
+def _idle_waits(trace: Trace, columns: StepColumns, queue: _DeviceQueue) -> Array:
+    """Return for each step how long the GPUs had nothing to do while the host waited for data."""
+    spans = trace.columns("spans", "kind", "start_ns", "duration_ns")
+    waits = np.flatnonzero(spans["kind"] == SPAN["data_wait"])
+    start_ns = spans["start_ns"][waits]
+    end_ns = start_ns + spans["duration_ns"][waits]
+    idle_ns = np.maximum(end_ns - np.maximum(start_ns, queue.finished_ns(start_ns)), 0)
+    step = np.searchsorted(columns.start_ns, start_ns, side="right") - 1
+    is_inside = (step >= 0) & (start_ns < (columns.start_ns + columns.duration_ns)[step])
+    total = np.zeros(len(columns), np.int64)
+    np.add.at(total, step[is_inside], idle_ns[is_inside])
+    return total
+
+
+def _break_down(synthetic: Trace, cached: Trace, cold: Trace) -> StallBreakdown:
+    recordings = {"synthetic": synthetic, "cached": cached, "cold": cold}
+    times = {name: _step_times(trace) for name, trace in recordings.items()}
+    by_device = all(result.clock == "device" for result in times.values())
+    medians = []
+    for name, trace in recordings.items():
+        after_warm_up = np.isin(times[name].step, steps_after_warm_up(trace))
+        if not after_warm_up.any():
+            raise TraceError(f"the {name} recording has no steps; mark them with rec.step() or rec.steps(loader)")
+        duration_ns = times[name].duration_ns if by_device else step_columns(trace).duration_ns
+        medians.append(int(np.median(duration_ns[after_warm_up])))
+    synthetic_ns, cached_ns, cold_ns = medians
+    clock: Literal["host", "device"] = "device" if by_device else "host"
+    return StallBreakdown(clock, synthetic_ns, cached_ns, cold_ns, cached_ns - synthetic_ns, cold_ns - cached_ns)

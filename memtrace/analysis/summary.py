@@ -26,7 +26,7 @@ from memtrace.analysis.peak import (
 )
 from memtrace.analysis.stability import measure_stability
 from memtrace.analysis.steps import records_data_waits, step_columns
-from memtrace.analysis.swap import swappable_peak_bytes
+from memtrace.analysis.swap import interval_clocks, swappable_peak_bytes
 from memtrace.categories import describe_category_share
 from memtrace.format.arrays import Array
 from memtrace.format.manifest import TraceSource
@@ -151,6 +151,9 @@ class PatternSummary:
     """Share of the bytes of a typical step that the other steps repeat, from 0 to 1."""
     swappable_bytes_at_peak: int | None
     """Bytes that are idle across the peak for long enough to be offloaded and fetched back."""
+    num_intervals_by_clock: dict[str, int] | None
+    """The clocks that measured how long: number of access intervals by ``host``, ``launch`` (host time at which
+    operators on a GPU were launched) and ``device`` (the GPU's time)."""
     leak_bytes_per_step: float | None
     """Growth of all leaks together."""
     leak_site: str | None
@@ -251,6 +254,7 @@ def _summarize_patterns(trace: Trace) -> PatternSummary:
         is_iterative=bool(len(step_columns(trace))),
         stability_share=measure_stability(trace).median_matching_bytes if is_searched else None,
         swappable_bytes_at_peak=swappable_peak_bytes(trace) if is_searched else None,
+        num_intervals_by_clock=interval_clocks(trace) if is_searched else None,
         leak_bytes_per_step=result.bytes_per_step,
         leak_site=result.leaks[0].site if result.leaks else None,
         best_finding=_find_best_fix(trace) if is_searched else None,
@@ -270,7 +274,7 @@ def _find_best_fix(trace: Trace) -> Finding | None:
 def _summarize_steps(trace: Trace) -> StepSummary:
     columns, growth = step_columns(trace), measure_growth(trace)
     num_steps, total_ns = len(columns), int(columns.duration_ns.sum())
-    has_waits = total_ns > 0 and records_data_waits(trace)
+    has_waits = total_ns > 0 and trace.has_times and records_data_waits(trace)
     return StepSummary(
         num_steps=num_steps if trace.has_blocks else None,
         source=("marks" if steps_are_marked(trace) else "events") if num_steps else None,

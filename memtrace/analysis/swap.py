@@ -1,13 +1,13 @@
 """Swap candidates: blocks whose access interval is long enough to copy them to the host and back.
 
-The swap inequality is S/B_d2h + S/B_h2d <= ATI. Source: "Pinpointing the Memory Behaviors of DNN Training" (ISPASS
-2021).
+The swap inequality is S/B_d2h + S/B_h2d <= ATI. Intervals are measured by the GPU's clock where the recording has it
+(``device_clock``). Source: "Pinpointing the Memory Behaviors of DNN Training" (ISPASS 2021).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from memtrace.analysis.allocation_sites import allocation_sites
 from memtrace.analysis.bandwidth import TITAN_XP, CopyBandwidths
 from memtrace.analysis.block_signatures import row_codes
 from memtrace.analysis.blocks import blocks
+from memtrace.analysis.device_clock import CLOCKS, Clock, count_clocks
 from memtrace.analysis.intervals import access_intervals, device_intervals, spans_peak
 from memtrace.analysis.thresholds import MIN_SWAP_BYTES
 from memtrace.format.arrays import Array
@@ -48,6 +49,9 @@ class SwapCandidate:
     num_intervals: int
     median_ns: int
     """Median length of these intervals."""
+    clock: Clock | Literal["mixed"]
+    """The clock that measured these intervals: ``host`` (operators on the CPU), ``launch`` (the host time at which
+    operators on a GPU were launched) or ``device`` (the GPU's time)."""
     swap_ns: int
     """Time of the copy to the host and back of one block."""
     bytes_at_peak: int
@@ -89,10 +93,18 @@ def swappable_intervals(
 def swappable_peak_bytes(
     trace: Trace, costs: CopyBandwidths = TITAN_XP, *, min_bytes: int = MIN_SWAP_BYTES
 ) -> int | None:
-    """Return the bytes that could be swapped out across the peak; None where accesses were not recorded."""
+    """Return the bytes that could be swapped out across the peak; None where accesses were not recorded.
+
+    ``interval_clocks`` returns the clocks of this answer.
+    """
     if not len(access_intervals(trace)):
         return None
     return _swap_totals(trace, swappable_intervals(trace, costs, min_bytes=min_bytes)).bytes_at_peak
+
+
+def interval_clocks(trace: Trace) -> dict[str, int]:
+    """Return the number of access intervals by the clock that measured them (``device_clock.CLOCKS``)."""
+    return count_clocks(access_intervals(trace).clock)
 
 
 def swap_totals(
@@ -179,6 +191,7 @@ def find_swap_candidates(
         first = int(block[example[row]])
         size = int(table.size[first])
         durations = intervals.duration_ns[rows[group == row]]
+        clocks = np.unique(intervals.clock[rows[group == row]]).tolist()
         candidates.append(
             SwapCandidate(
                 site=sites[site[example[row]]],
@@ -186,6 +199,7 @@ def find_swap_candidates(
                 bytes=size,
                 num_intervals=int(count[row]),
                 median_ns=int(np.percentile(durations, 50, method="inverted_cdf")),
+                clock=CLOCKS[clocks[0]] if len(clocks) == 1 else "mixed",
                 swap_ns=round(costs.round_trip_latency_ns + size * costs.round_trip_ns_per_byte),
                 bytes_at_peak=int(bytes_at_peak[row]),
             )

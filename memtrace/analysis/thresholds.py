@@ -111,6 +111,9 @@ MAX_LOST_SHARE: Final = 0.1
 MIN_GROWTH_SPAN: Final = 3
 """Growth must extend over one in this many steps, and into the last such part: a cache that has filled up does
 neither."""
+MIN_TREND_DEVIATIONS: Final = 3.3
+"""Standard deviations by which the rank correlation of live bytes and step (Mann-Kendall) must exceed that of chance:
+one steady program in two thousand does."""
 MIN_EXTRA_STEPS: Final = 2
 """Steps beyond the usual lifetime of its signature from which a block is reported as retained for longer than
 usual."""

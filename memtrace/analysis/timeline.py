@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.peak import level_at, live_bytes, requested_bytes, reserved_bytes
+from memtrace.analysis.peak import allocated_bytes, level_at, live_bytes, requested_bytes, reserved_bytes
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
@@ -45,11 +45,8 @@ def compute_timeline(trace: Trace, device: str, max_points: int = 2000) -> pd.Da
         "event": rows,
         "requested": live.bytes[indices],
     }
-    on_device = table.device == trace.devices.index(device)
-    is_known = not (table.allocated_size[on_device] < 0).any()
-    columns["allocated"] = level_at(live_bytes(trace, device, table.allocated_size), rows) if is_known else pd.NA
-    reserved = reserved_bytes(trace, device)
-    columns["reserved"] = level_at(reserved, rows) if reserved is not None else pd.NA
+    for name, level in (("allocated", allocated_bytes(trace, device)), ("reserved", reserved_bytes(trace, device))):
+        columns[name] = level_at(level, rows) if level is not None else pd.NA
     for code, category in enumerate(CATEGORIES):
         sizes = np.where(table.category == code, table.size, 0)
         columns[category] = level_at(live_bytes(trace, device, sizes), rows)

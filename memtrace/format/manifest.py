@@ -11,6 +11,7 @@ from types import NoneType, UnionType
 from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
 from memtrace.errors import TraceError
+from memtrace.format.files import replace_file
 from memtrace.format.regular_file import require_regular_file
 from memtrace.format.schema import FORMAT_VERSION, MANIFEST_NAME, TABLES
 from memtrace.text import to_printable
@@ -49,6 +50,8 @@ class DeviceInfo:
     """CPU: threads that torch uses within an operator."""
     total_bytes: int | None = None
     """Memory of the device."""
+    allowed_bytes: int | None = None
+    """Most that torch's CUDA allocator may reserve (``set_per_process_memory_fraction``); None: no limit, or unknown."""
 
 
 @dataclass(frozen=True)
@@ -285,9 +288,12 @@ def _check(manifest: Manifest) -> None:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest.json`` in one step, so that it is whole at every moment."""
-    temporary = folder / f".{MANIFEST_NAME}.tmp"
-    temporary.write_text(json.dumps(manifest.to_json(), indent=1, sort_keys=True), encoding="utf-8")
-    temporary.replace(folder / MANIFEST_NAME)
+    # One member a line: readable, and several times quicker than json's own indentation.
+    members = [
+        f" {json.dumps(name)}: {json.dumps(value, sort_keys=True)}"
+        for name, value in sorted(manifest.to_json().items())
+    ]
+    replace_file(folder / MANIFEST_NAME, "\n".join(["{", ",\n".join(members), "}"]).encode())
 
 
 def part_ranges(numbers: Iterable[int]) -> PartRanges:

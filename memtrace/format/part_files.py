@@ -50,12 +50,26 @@ class PartFiles:
                 self._files[match["table"]][int(match["number"])] = path / name
             elif name.endswith(".tmp"):
                 self.leftovers.append(name)
+        if not self.manifest.finished:
+            self._drop_unfinished_part()
         self._footers: dict[Path, Any] = {}
         self._checked: dict[str, list[int]] = {}
         options = self.manifest.options
         was_ring_killed = not self.manifest.finished and options is not None and options.last_steps is not None
         # The last manifest of a killed ring can list parts that it has deleted since, their keyframe first.
         self._first = min(self._files["live"], default=0) if was_ring_killed else 0
+
+    def _drop_unfinished_part(self) -> None:
+        """Leave out a last part whose events, which are written last, are missing because writing it was cut short."""
+        number = max(self._files["live"], default=-1)
+        if number in self._files["events"] or self._is_listed("events", number):
+            return
+        for table, files in self._files.items():
+            if number in files and not self._is_listed(table, number):
+                self.leftovers.append(files.pop(number).name)
+
+    def _is_listed(self, table: str, number: int) -> bool:
+        return any(low <= number <= high for low, high in (self.manifest.parts or {}).get(table, ()))
 
     def numbers(self, table: str) -> list[int]:
         """Return the numbers of the parts of a table, in order. TraceError where one is missing."""

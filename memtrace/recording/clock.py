@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final
 import torch
 
 from memtrace.format.manifest import ClockOffset
+from memtrace.recording.background import BackgroundTask
 
 NUM_PINGS: Final = 16
 POLL_SECONDS: Final = 0.02
@@ -115,17 +116,17 @@ class ClockAligner:
         self._stopping = threading.Event()
         self._deadline = 0.0
         self._offset = ClockOffset()
-        self._thread = threading.Thread(target=self._run, name="memtrace-clock", daemon=True)
+        self._task = BackgroundTask(self._run)
 
     def start(self) -> None:
         """Start the exchange on its own thread."""
-        self._thread.start()
+        self._task.start()
 
     def stop(self) -> ClockOffset:
         """Measure the drift, end the thread and return the result."""
         self._deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
         self._stopping.set()
-        self._thread.join(STOP_TIMEOUT_SECONDS + 1)
+        self._task.finish(STOP_TIMEOUT_SECONDS + 1)
         return self._offset
 
     def _run(self) -> None:

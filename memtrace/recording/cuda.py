@@ -91,6 +91,7 @@ class CudaMonitor:
         self._observer.cuda_events(_existing_rows(segments, live))
         self._is_attached = True
         self._read_totals()
+        self._read_memory()
 
     def read_totals(self) -> None:
         """Read the memory totals of all devices; called at every step."""
@@ -130,6 +131,7 @@ class CudaMonitor:
         if self._is_attached:
             self._guard(self._read_last_entries)
             self._guard(self._read_segments)
+            self._guard(self._read_memory)
         if self._num_replays:
             self._note(
                 f"{self._num_replays} replays of CUDA graphs: the memory of a graph is recorded when it is captured; "
@@ -144,6 +146,11 @@ class CudaMonitor:
         table = final_segments(self._driver.snapshot())
         with self._lock:
             self._segments = table
+
+    def _read_memory(self) -> None:
+        """Read what torch may use of the devices, at the end again: the program sets the fraction when it likes."""
+        for device, total_bytes, allowed_bytes in self._driver.memory():
+            self._manifest.update_device(f"cuda:{device}", total_bytes=total_bytes, allowed_bytes=allowed_bytes)
 
     def close(self) -> None:
         """Leave torch as it was; call this after the last ``take_history``."""

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import platform
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Final, Literal
 
-from memtrace.recording.observers import build
+from memtrace.recording.observers.build import BuildError, NativeBuild, load_native
+from memtrace.recording.observers.build_cache import cache_folders
+from memtrace.recording.observers.cuda_headers import find_cuda_headers
+from memtrace.recording.observers.toolchain import find_compilers
+from memtrace.recording.observers.versions import describe_untested_versions
 
 PACKAGES: Final = ("memtrace", "torch", "numpy", "pandas", "pyarrow", "plotly")
 
@@ -19,50 +24,72 @@ class Environment:
     versions: dict[str, str | None]
     """Version of Python and of each package; None: not installed."""
     compiler: str | None
-    """Path of the C++ compiler that builds the native observer; None: not found."""
+    """Command of the C++ compiler that built the native observer, or would build it; None: not found."""
     build_cache: str
     """Folder of the built native observers."""
     observer: Literal["native", "dispatch"]
     """Observer that a recording would use."""
+    cuda_events: Literal["observer", "history"] | None
+    """Source of the events of the CUDA allocator: the native observer, or torch's own allocator history, whose times
+    are in microseconds; None: torch is built for neither CUDA nor ROCm."""
+    cuda_headers: str | None
+    """Folder of the CUDA headers that the native observer is built with, or that were found; None: not found."""
     gpus: tuple[str, ...]
     """Names of the CUDA GPUs."""
-    cuda_headers: str | None
-    """Folder of the CUDA headers that the native observer needs to record CUDA allocations; None: not found."""
     advice: tuple[str, ...]
     """What is missing and how to get it; empty where recording works fully."""
 
 
-def examine_environment() -> Environment:
-    """Return what this machine offers for recording. Builds the native observer if it is not in the cache."""
-    import torch
+def examine_environment(*, rebuild: bool = False) -> Environment:
+    """Return what this machine offers for recording. Builds the native observer if it is not in the cache.
 
-    observer, advice = _choose_observer()
-    headers = build.cuda_include()
-    if torch.version.cuda and headers is None:
-        advice.append("CUDA headers not found: CUDA allocations are not recorded. Set CUDA_HOME to a CUDA toolkit.")
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    Args:
+        rebuild: build it anew, even if it is in the cache or its build has failed before.
+    """
+    build, advice = _load_observer(rebuild)
+    compilers = [str(compiler) for compiler in find_compilers()]
+    headers = [str(candidate) for candidate in find_cuda_headers()]
     return Environment(
         versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
-        compiler=build.compiler(),
-        build_cache=str(build.cache_folder()),
-        observer=observer,
-        gpus=tuple(torch.cuda.get_device_name(index) for index in range(num_gpus)),
-        cuda_headers=str(headers) if headers else None,
+        compiler=build.compiler if build else next(iter(compilers), None),
+        build_cache=str(build.cache_folder if build else cache_folders()[0]),
+        observer="native" if build else "dispatch",
+        cuda_events=_cuda_events(build),
+        cuda_headers=(build.cuda_headers if build else None) or next(iter(headers), None),
+        gpus=_gpu_names(),
         advice=tuple(advice),
     )
 
 
-def _choose_observer() -> tuple[Literal["native", "dispatch"], list[str]]:
-    """Return the observer that a recording would use, and advice about it."""
+def _load_observer(rebuild: bool) -> tuple[NativeBuild | None, list[str]]:
+    """Return the native observer that a recording would use, if any, and advice about it."""
+    if (untested := describe_untested_versions()) is not None:
+        return None, [f"Recording is in pure Python, several times slower: {untested}."]
+    try:
+        build = load_native(rebuild=rebuild)
+    except BuildError as error:
+        return None, [f"Recording is in pure Python, several times slower: {error}."]
+    if build.cuda_obstacle is not None:
+        history = "CUDA events come from torch's allocator history, with times in microseconds"
+        return build, [f"{history}: the native observer was built without CUDA: {build.cuda_obstacle}."]
+    return build, []
+
+
+def _cuda_events(build: NativeBuild | None) -> Literal["observer", "history"] | None:
     import torch
 
-    try:
-        native = build.native_module()
-    except build.BuildError as error:
-        return "dispatch", [f"Native observer unavailable: recording is several times slower. {error}"]
-    if torch.version.cuda and not native.status()["cuda"]:
-        return "native", ["The native observer was built without CUDA support: CUDA allocations are not recorded."]
-    return "native", []
+    if torch.version.cuda is None and torch.version.hip is None:
+        return None
+    return "observer" if build is not None and torch.version.cuda and build.cuda_obstacle is None else "history"
+
+
+def _gpu_names() -> tuple[str, ...]:
+    import torch
+
+    with suppress(RuntimeError):  # a driver that does not fit, or a GPU that failed
+        if torch.cuda.is_available():
+            return tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return ()
 
 
 def _version(package: str) -> str | None:

@@ -24,31 +24,29 @@ _RANGE_NAME: Final = NAME_KINDS.index("range")
 
 
 def install_hooks(
-    observer: Observer, labeller: Labeller, optimizer_stepped: Callable[[torch.optim.Optimizer], None]
-) -> ExitStack:
-    """Install all hooks; closing the returned stack removes them.
+    observer: Observer,
+    labeller: Labeller,
+    optimizer_stepped: Callable[[torch.optim.Optimizer], None],
+    undo: ExitStack,
+) -> None:
+    """Install all hooks; closing ``undo`` removes them.
 
     Args:
         observer: is notified of module calls, backward passes and garbage collections.
         labeller: labels the tensors of modules and optimizers.
         optimizer_stepped: called after every optimizer step.
+        undo: receives what removes the hooks.
     """
-    undo = ExitStack()
-    try:
-        _watch_modules(observer, labeller, undo)
-        _watch_backward(observer, undo)
-        flush_collections = _watch_collections(observer, undo)
+    _watch_modules(observer, labeller, undo)
+    _watch_backward(observer, undo)
+    flush_collections = _watch_collections(observer, undo)
 
-        def after_step(optimizer: torch.optim.Optimizer) -> None:
-            flush_collections()
-            optimizer_stepped(optimizer)
+    def after_step(optimizer: torch.optim.Optimizer) -> None:
+        flush_collections()
+        optimizer_stepped(optimizer)
 
-        _watch_optimizers(labeller, after_step, undo)
-        watch_pipelining(observer, undo)
-    except BaseException:
-        undo.close()
-        raise
-    return undo
+    _watch_optimizers(labeller, after_step, undo)
+    watch_pipelining(observer, undo)
 
 
 def _watch_modules(observer: Observer, labeller: Labeller, undo: ExitStack) -> None:

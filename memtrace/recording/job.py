@@ -15,7 +15,10 @@ def rank_and_world_size() -> tuple[int, int]:
     """Rank and world size from torch.distributed, else from torchrun's environment; (0, 1) outside of a job."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK", "0") or 0), int(os.environ.get("WORLD_SIZE", "1") or 1)
+    try:
+        return int(os.environ.get("RANK", "0") or 0), int(os.environ.get("WORLD_SIZE", "1") or 1)
+    except ValueError:  # the variables mean something else in this program
+        return 0, 1
 
 
 class JobMembership:

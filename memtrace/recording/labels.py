@@ -201,17 +201,8 @@ class Labeller:
 
     def label_existing_tensors(self) -> None:
         """Record all tensors that exist when the recording starts, and name the modules among the live objects."""
-        # type() instead of isinstance(): asking a lazy proxy for its class can run user code.
-        live: dict[type, list[Any]] = {torch.nn.Module: [], torch.Tensor: []}
-        target_by_type: dict[type, list[Any] | None] = {}  # a process has few types and many objects
-        for item in gc.get_objects():
-            kind = type(item)
-            if kind not in target_by_type:
-                target_by_type[kind] = next((live[base] for base in live if issubclass(kind, base)), None)
-            if (target := target_by_type[kind]) is not None:
-                target.append(item)
-        modules = live[torch.nn.Module]
-        self._observer.baseline(live[torch.Tensor])
+        modules, tensors = self._observer.instances(gc.get_objects(), (torch.nn.Module, torch.Tensor))
+        self._observer.baseline(tensors)
         children = {id(child) for module in modules for child in _children(module)}
         for module in modules:
             if id(module) not in children and id(module) not in self.known_modules:

@@ -69,6 +69,13 @@ class ManifestFile:
         with self._lock:
             self.current = replace(self.current, **changes)
 
+    def update_device(self, name: str, **changes: Any) -> None:
+        """Replace fields of a device."""
+        with self._lock:
+            devices = dict(self.current.devices)
+            devices[name] = replace(devices.get(name, DeviceInfo()), **changes)
+            self.current = replace(self.current, devices=devices)
+
     def add_note(self, note: str) -> None:
         """Add a sentence about what the trace cannot show."""
         with self._lock:

@@ -13,6 +13,7 @@ from typing import Final
 
 from memtrace.errors import MemtraceError
 from memtrace.format import schema
+from memtrace.format.files import FileIdentity, close_protected, is_file, open_protected
 
 MOVE_TIMEOUT_SECONDS: Final = 3.0
 MOVE_RETRY_SECONDS: Final = 0.05
@@ -24,7 +25,8 @@ class OutputDir:
 
     folder: Path
     """Folder of the rank, such as ``run.memtrace/rank=0``."""
-    _lock: int | None
+    _lock: tuple[int, FileIdentity] | None
+    """Descriptor of the folder, and the folder that it was opened for."""
 
     @property
     def trace(self) -> Path:
@@ -33,13 +35,29 @@ class OutputDir:
 
     def release(self) -> None:
         """Allow other recordings to claim the folder. They move the trace in it aside."""
-        if self._lock is not None:
+        lock, self._lock = self._lock, None
+        if lock is not None and is_file(*lock):  # the program may have closed the descriptor, and used its number
             import fcntl
 
             # Closing the file alone would leave the folder locked by child processes forked in the meantime.
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
-            os.close(self._lock)
-            self._lock = None
+            with suppress(OSError):
+                fcntl.flock(lock[0], fcntl.LOCK_UN)
+            close_protected(*lock)
+
+    def leave_to_parent(self) -> None:
+        """Close this forked child's descriptor of the folder, which stays claimed by the parent."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            close_protected(*lock)
+
+    def discard(self) -> None:
+        """Remove the files of a recording that never began, as far as possible, and release the folder."""
+        with suppress(OSError):
+            for path in self.folder.iterdir():
+                path.unlink()
+            self.folder.rmdir()
+            self.trace.rmdir()  # fails if it contains other ranks
+        self.release()
 
 
 def claim_output_dir(trace: Path, rank: int, world_size: int) -> OutputDir:
@@ -113,11 +131,11 @@ def _try_claim(folder: Path) -> OutputDir | None:
         return OutputDir(folder, None)
     import fcntl
 
-    lock = os.open(folder, os.O_RDONLY)
+    lock = open_protected(folder, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        os.close(lock)
+        close_protected(*lock)
         return None if isinstance(error, BlockingIOError) else OutputDir(folder, None)
     return OutputDir(folder, lock)
 

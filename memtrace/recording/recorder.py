@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -15,13 +15,15 @@ import torch
 from memtrace.errors import MemtraceError
 from memtrace.format.manifest import RecordingOptions
 from memtrace.format.schema import NAME_KINDS, SPAN_KINDS
+from memtrace.recording.background import BackgroundTask
+from memtrace.recording.children import ChildProcesses
 from memtrace.recording.hooks import install_hooks
 from memtrace.recording.job import JobMembership
 from memtrace.recording.labels import Labeller
 from memtrace.recording.manifest import ManifestFile, new_manifest
 from memtrace.recording.observers import Observer
-from memtrace.recording.observers.select import select_observer
 from memtrace.recording.output_dir import OutputDir, claim_output_dir, move_output_dir
+from memtrace.recording.reserve import AddressSpaceReserve
 from memtrace.recording.steps import StepTracker
 from memtrace.recording.writer import Writer
 
@@ -31,56 +33,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("memtrace")
 
-RESERVED_ADDRESS_SPACE_BYTES: Final = 256 << 20
-"""Address space reserved, but never touched, while recording. It is released before the last part is written: Arrow
-aborts the process when the program has used up all of the address space."""
-
 LoaderItem = TypeVar("LoaderItem")
 _DATA_WAIT: Final = SPAN_KINDS.index("data_wait")
 _RANGE: Final = SPAN_KINDS.index("range")
 _RANGE_NAME: Final = NAME_KINDS.index("range")
-
-
-def start_recorder(
-    path: Path,
-    options: RecordingOptions,
-    models: Mapping[str, torch.nn.Module],
-    optimizers: Iterable[torch.optim.Optimizer],
-) -> Recorder | None:
-    """Start to record this process; None, after a warning, if the trace cannot be written to ``path``.
-
-    Raises:
-        MemtraceError: the native observer was requested and is not available.
-    """
-    reserve = _reserve_address_space()
-    observer, notes = select_observer(options.observer)
-    if options.device_time_min_bytes >= 0 and not observer.times_devices():
-        notes.append("no device times: they need the native observer built with the CUDA headers")
-        logger.warning("memtrace: %s", notes[-1])
-    job = JobMembership(path.name, observer.now)
-    manifest = ManifestFile(new_manifest(observer, options, notes, job.rank, job.world_size))
-    output_dir: OutputDir | None = None
-    try:
-        output_dir = claim_output_dir(path, job.rank, job.world_size)
-        manifest.write(output_dir.folder)
-    except (OSError, MemtraceError) as error:
-        logger.warning("memtrace: nothing is recorded, training continues: %s", error)
-        if output_dir is not None:
-            output_dir.release()
-        return None
-    with ExitStack() as undo:
-        undo.callback(output_dir.release)
-        recorder = Recorder(path, options, observer, job, output_dir, manifest, reserve)
-        undo.callback(recorder.remove_hooks)
-        recorder.start(models, optimizers)
-        undo.pop_all()
-    return recorder
-
-
-def _reserve_address_space() -> mmap.mmap | None:
-    with suppress(OSError, ValueError):
-        return mmap.mmap(-1, RESERVED_ADDRESS_SPACE_BYTES)
-    return None
 
 
 def make_cuda_monitor(observer: Observer, manifest: ManifestFile) -> CudaMonitor | None:
@@ -94,91 +50,138 @@ def make_cuda_monitor(observer: Observer, manifest: ManifestFile) -> CudaMonitor
 
 
 class Recorder:
-    """The parts of one running recording, created by ``start_recorder``.
+    """The parts of one running recording.
+
+    ``start`` and ``stop`` work on threads of their own, which no interrupt of the program can reach: only what belongs to
+    the thread that is recorded is done there, in steps that can be repeated. After an interrupt of ``start`` call
+    ``undo_start``, after one of ``stop`` call it again.
 
     Attributes:
         observer: sees allocations and accesses.
         job: rank and world size of this process.
         labeller: names modules and tensors.
         steps: tracks the training steps.
+        children: counts the child processes that the program starts.
         is_recording: whether events are recorded at the moment.
         is_complete: whether the trace is written and its manifest final.
     """
 
     def __init__(
-        self,
-        requested_path: Path,
-        options: RecordingOptions,
-        observer: Observer,
-        job: JobMembership,
-        output_dir: OutputDir,
-        manifest: ManifestFile,
-        reserve: mmap.mmap | None,
+        self, requested_path: Path, options: RecordingOptions, observer: Observer, notes: Sequence[str]
     ) -> None:
         self.observer = observer
-        self.job = job
         self.is_recording = False
         self.is_complete = False
+        self.job = JobMembership(requested_path.name, observer.now)
+        self.labeller = Labeller(observer)
+        self.children = ChildProcesses()
         self._requested_path = requested_path
         self._options = options
-        self._output_dir = output_dir
-        self._manifest = manifest
-        self._reserve = reserve
-        self._is_stopped = False
+        self._reserve = AddressSpaceReserve()
+        self._manifest = ManifestFile(new_manifest(observer, options, notes, self.job.rank, self.job.world_size))
+        self._output_dir: OutputDir | None = None
+        self._writer: Writer | None = None
         self._hooks = ExitStack()
-        ring = self._make_ring()
-        self.labeller = Labeller(observer)
-        self._cuda = make_cuda_monitor(observer, manifest)
+        self._cuda = make_cuda_monitor(observer, self._manifest)
+        self._ring = self._make_ring()
         self.steps = StepTracker(
             observer,
-            ring,
+            self._ring,
             options.max_steps,
             on_limit=self._stop_at_max_steps,
             on_step_end=self._step_ended,
             on_renumber=self._steps_renumbered,
         )
-        self._writer = Writer(
-            observer, output_dir.folder, manifest, ring, self._writing_failed, options.flush_seconds, self._cuda
-        )
+        self._is_abandoned = False
+        self._has_warned = False
+        self._tasks: list[BackgroundTask] = []
+        self._end: dict[str, BackgroundTask] = {}  # "end": the task that ends the recording; setdefault is atomic
 
     def _make_ring(self) -> Ring | None:
         if self._options.last_steps is None:
             return None
-        from memtrace.recording.ring import Ring  # imports pyarrow.compute, 7 MB that only a ring needs
+        from memtrace.recording.ring import Ring
 
-        return Ring(self._output_dir.folder, self._options.last_steps)
+        return Ring(self._requested_path, self._options.last_steps)
 
     @property
     def trace_path(self) -> Path:
         """Folder of the trace."""
-        return self._output_dir.trace
+        return self._requested_path if self._output_dir is None else self._output_dir.trace
 
     @property
     def rank_folder(self) -> Path:
         """Folder of this process's rank in the trace."""
-        return self._output_dir.folder
+        return self._requested_path if self._output_dir is None else self._output_dir.folder
 
-    def start(self, models: Mapping[str, torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Install the hooks and start to observe and to write."""
+    # Start.
+
+    def start(self, models: Mapping[str, torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+        """Start to record; return False, after a warning, if that is not possible.
+
+        Only an interrupt of the program is raised.
+        """
+        if self._run(self._open) and self._start_observer() and self._run(partial(self._begin, models, optimizers)):
+            return True
+        self.undo_start()
+        return False
+
+    def _run(self, work: Callable[[], None]) -> bool:
+        """Do work that an interrupt must not end half-way; return False, after a warning, if it failed."""
+        task = BackgroundTask(work)
+        self._tasks.append(task)
+        task.finish()
+        if task.error is not None:
+            self._warn(f"nothing is recorded, training continues: {_describe(task.error)}")
+        return task.error is None
+
+    def _warn(self, message: str) -> None:
+        """Log the recording's one warning; what follows from the first trouble is not reported."""
+        if not self._has_warned:
+            self._has_warned = True
+            with suppress(Exception):  # a handler of the program's
+                logger.warning("memtrace: %s", message)
+
+    def _open(self) -> None:
+        self._reserve.acquire()
+        self._output_dir = claim_output_dir(self._requested_path, self.job.rank, self.job.world_size)
+        self._manifest.write(self._output_dir.folder)
+        if self._ring is not None:
+            self._ring.folder = self._output_dir.folder
+        self._writer = Writer(
+            self.observer, self._output_dir.folder, self._manifest, self._ring, self._writing_failed, self._reserve,
+            self._options.flush_seconds, self._cuda,
+        )  # fmt: skip
+
+    def _start_observer(self) -> bool:
+        """Start the observer, on the thread that is recorded."""
         options = self._options
-        self.observer.start(
-            accesses=options.accesses,
-            stacks=options.stacks,
-            stack_min_bytes=options.stack_min_bytes,
-            device_time_min_bytes=options.device_time_min_bytes,
-        )
         try:
-            self._manifest.update(t0_epoch_ns=time.time_ns() - self.observer.now())
-            self._hooks = install_hooks(self.observer, self.labeller, self.steps.optimizer_stepped)
-            if self._cuda is not None:
-                self._hooks.callback(self._cuda.watch_graphs())
-                self._cuda.start()
-            self._label_existing(models, optimizers)
-        except BaseException:
-            self.observer.stop()
-            raise
+            self.observer.start(
+                accesses=options.accesses,
+                stacks=options.stacks,
+                stack_min_bytes=options.stack_min_bytes,
+                device_time_min_bytes=options.device_time_min_bytes,
+            )
+        except (RuntimeError, MemoryError) as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                raise  # not from the observer, which is C++, but from a signal handler of the program
+            self._warn(f"nothing is recorded, training continues: {_describe(error)}")
+            return False
+        return True
+
+    def _begin(self, models: Mapping[str, torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self._manifest.update(t0_epoch_ns=time.time_ns() - self.observer.now())
+        install_hooks(self.observer, self.labeller, self.steps.optimizer_stepped, self._hooks)
+        self.children.watch(self._hooks)
+        if self._cuda is not None:
+            self._hooks.callback(self._cuda.watch_graphs())
+            self._cuda.start()
+        self._label_existing(models, optimizers)
+        assert self._writer is not None
+        if not self._writer.start():
+            raise MemoryError("no thread can be started")
         self.is_recording = True
-        self._writer.start()
         self.job.start()
 
     def _label_existing(
@@ -190,6 +193,24 @@ class Recorder:
         for optimizer in optimizers:
             self.labeller.before_optimizer_step(optimizer)
             self.labeller.after_optimizer_step(optimizer)
+
+    def undo_start(self) -> None:
+        """Leave everything as it was before ``start``, however far that came."""
+        for task in self._tasks:
+            task.settle()
+        self._end.setdefault("end", BackgroundTask(self._undo)).finish()
+        self.observer.stop()  # on this thread too: the observer may be enabled for it
+
+    def _undo(self) -> None:
+        self.is_recording = False
+        end_writer = () if self._writer is None else (self._writer.abandon,)
+        discard = () if self._output_dir is None else (self._output_dir.discard,)
+        self._do_all(
+            self._hooks.close, self.observer.stop, self._reserve.close, self.job.stop, *end_writer, self._close_cuda,
+            *discard,
+        )  # fmt: skip
+
+    # While recording.
 
     def time_fetch(self, fetch: Callable[[], LoaderItem]) -> LoaderItem:
         """Call ``fetch``, record its time as a wait for data and label the tensors it returns as inputs."""
@@ -213,7 +234,8 @@ class Recorder:
             self._cuda.read_totals()
 
     def _steps_renumbered(self) -> None:
-        self._writer.steps_numbered_anew()
+        if self._writer is not None:
+            self._writer.steps_numbered_anew()
 
     def _stop_at_max_steps(self) -> None:
         self.stop("max_steps reached")
@@ -222,60 +244,95 @@ class Recorder:
         # Runs on the writer's thread. The program may be inside one of our hooks, so they stay installed, without
         # effect, until the recorded block ends.
         self.is_recording = False
-        self._manifest.update(stop_reason=reason)
-        logger.warning("memtrace: recording stopped, training continues: %s", reason)
-        self.observer.stop()
+        self._do_all(partial(self._manifest.update, stop_reason=reason), self.observer.stop)
+        self._warn(f"recording stopped, training continues: {reason}")
 
-    def remove_hooks(self) -> None:
-        """Leave torch as it was before the recording."""
-        self._hooks.close()
+    def abandon(self) -> None:
+        """Make this recorder inert in a forked child: trace, folder and threads belong to the parent."""
+        self._is_abandoned = True
+        self.is_recording = False
+        for work in (self.observer.abandon, self._hooks.close, self._reserve.close):
+            with suppress(Exception):
+                work()
+        if self._output_dir is not None:
+            self._output_dir.leave_to_parent()
+
+    # End.
 
     def stop(self, reason: str | None) -> None:
-        """End the recording and write the rest of the trace.
+        """End the recording and write the rest of the trace. May be interrupted and called again.
 
         Args:
             reason: why the recording ends before the recorded block does, for the manifest; None if it does not.
         """
-        self.remove_hooks()
-        if self._reserve is not None:
-            self._reserve.close()
-        if self._is_stopped:
+        if self._is_abandoned:
             return
-        self._is_stopped = True
+        if self.is_recording and "end" not in self._end:
+            self.steps.close()  # on this thread, which the step belongs to
+        self._end.setdefault("end", BackgroundTask(partial(self._stop_now, reason))).finish()
+        self.observer.stop()  # on this thread too: the observer is enabled for it
+
+    def _stop_now(self, reason: str | None) -> None:
+        self._do_all(self._hooks.close, self._align_clock)
+        if self.is_recording:
+            self.is_recording = False
+            self._do_all(self.labeller.label_remaining_gradients, self._stop_cuda)
+        self._do_all(self.observer.stop, self._stop_writer, self._reserve.close, self._close_cuda)
+        self._do_all(partial(self._finish_manifest, reason))
+        if self._output_dir is not None:
+            self._output_dir.release()
+
+    def _do_all(self, *steps: Callable[[], object]) -> None:
+        """Take all steps, even if one fails."""
+        for step in steps:
+            try:
+                step()
+            except BaseException as error:  # whatever it is, the program must go on
+                self._warn(f"the trace may be incomplete: {_describe(error)}")
+
+    def _align_clock(self) -> None:
         self.job.refresh()
         if (offset := self.job.stop()) is not None:
             self._manifest.update(clock=offset)
-        if self.is_recording:
-            self._stop_observing()
-        else:
-            self.observer.stop()  # the writer has stopped it on its own thread, which leaves this one switched on
-        self._writer.stop()
-        if self._cuda is not None:
-            self._cuda.close()
-        self._finish_manifest(reason)
-        self._output_dir.release()
 
-    def _stop_observing(self) -> None:
-        self.is_recording = False
-        self.labeller.label_remaining_gradients()
-        self.steps.close()
+    def _stop_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.stop()
+
+    def _stop_cuda(self) -> None:
         if self._cuda is not None:
             self._cuda.stop()
-        self.observer.stop()
+
+    def _close_cuda(self) -> None:
+        if self._cuda is not None:
+            self._cuda.close()
 
     def _finish_manifest(self, reason: str | None) -> None:
+        assert self._writer is not None
+        assert self._output_dir is not None
         manifest = self._manifest
+        if (note := self.children.note()) is not None:
+            manifest.add_note(note)
+            with suppress(Exception):  # a handler of the program's
+                logger.warning("memtrace: %s", note)
         failure = manifest.current.stop_reason
         manifest.update(finished=failure is None, stop_reason=failure or reason, num_events=self._writer.num_events)
-        if manifest.current.world_size != self.job.world_size and self._move_to_rank():
+        if manifest.current.world_size != self.job.world_size and self._move_to_rank(self._output_dir):
             manifest.update(rank=self.job.rank, world_size=self.job.world_size)
         try:
             manifest.write(self._output_dir.folder)
             self.is_complete = True
         except OSError as error:
-            logger.warning("memtrace: the manifest could not be written, the trace is incomplete: %s", error)
+            self._warn(f"the manifest could not be written, the trace is incomplete: {error}")
 
-    def _move_to_rank(self) -> bool:
+    def _move_to_rank(self, output_dir: OutputDir) -> bool:
         """Move a trace that was started without a rank to the folder of its rank; whether that was possible."""
-        traces = (self._requested_path, self._output_dir.trace)
-        return any(move_output_dir(self._output_dir, trace, self.job.rank) for trace in traces)
+        return any(
+            move_output_dir(output_dir, trace, self.job.rank) for trace in (self._requested_path, output_dir.trace)
+        )
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, MemoryError):
+        return f"out of memory: {error}" if str(error) else "out of memory"
+    return str(error) if isinstance(error, (OSError, MemtraceError)) else f"{type(error).__name__}: {error}"

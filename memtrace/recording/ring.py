@@ -21,10 +21,15 @@ class _Part:
 
 
 class Ring:
-    """Deletes parts that ended before the last ``last_steps`` steps began."""
+    """Deletes parts that ended before the last ``last_steps`` steps began.
+
+    Attributes:
+        folder: the folder of the rank; it can be set until the first part is written.
+        dropped_events: events of the deleted parts.
+    """
 
     def __init__(self, folder: Path, last_steps: int) -> None:
-        self._folder = folder
+        self.folder = folder
         self._last_steps = last_steps
         self._step_starts: deque[int] = deque(maxlen=last_steps + 1)
         self._parts: deque[_Part] = deque()
@@ -64,4 +69,4 @@ class Ring:
     def _delete(self, number: int) -> None:
         # The keyframe goes first: a trace begins with the first keyframe that is there, whatever else is left.
         for table in KEYFRAMED_TABLES:
-            (self._folder / part_name(table, number)).unlink(missing_ok=True)
+            (self.folder / part_name(table, number)).unlink(missing_ok=True)

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from memtrace.errors import MemtraceError
 from memtrace.format.manifest import RecordingOptions
+from memtrace.recording.observers import Observer
+from memtrace.recording.observers.build import MODULE
+from memtrace.recording.observers.select import select_observer
 from memtrace.recording.options import ObserverKind, device_time_threshold, validate_options
 from memtrace.recording.out_of_memory import explain_out_of_memory, is_out_of_memory
 from memtrace.recording.pipelining import Direction, PipelinePosition, action_text, mark_action
-from memtrace.recording.recorder import Recorder, start_recorder
+from memtrace.recording.recorder import Recorder
 from memtrace.recording.writer import FLUSH_SECONDS
 
 logger = logging.getLogger("memtrace")
 
 LoaderItem = TypeVar("LoaderItem")
-_running: Recording | None = None
+_running: dict[str, Recording] = {}
+"""The running recording, under "recording"; ``setdefault`` is atomic, and an interrupt cannot leave it half done."""
 
 
 def record(
@@ -86,7 +92,14 @@ def record(
         flush_seconds=flush_seconds,
     )
     validate_options(options)
-    return Recording(Path(path), options, _models_by_name(model), _optimizer_list(optimizer))
+    return Recording(_absolute(path), options, _models_by_name(model), _optimizer_list(optimizer))
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    """The path as it is now: the program may change its working directory while it is recorded."""
+    with suppress(OSError):  # the working directory was deleted; whether the path can be used is seen later
+        return Path(path).absolute()
+    return Path(path)
 
 
 def _models_by_name(model: torch.nn.Module | Mapping[str, torch.nn.Module] | None) -> dict[str, torch.nn.Module]:
@@ -101,6 +114,26 @@ def _optimizer_list(
     if optimizer is None:
         return []
     return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+
+
+class _WithMethod:
+    """``__enter__`` or ``__exit__`` of a recording, as the ``with`` statement looks it up.
+
+    A signal handler can raise at the first instruction of a Python function, before any ``try`` in it, so that neither of
+    the two can be one: ``with`` is given a function written in C. It is Python only where the native observer cannot be
+    used.
+
+    Args:
+        bind: makes the method of a recording.
+    """
+
+    def __init__(self, bind: Callable[[Any], Callable[..., Any]]) -> None:
+        self._bind = bind
+
+    def __get__(self, recording: Any, owner: type | None = None) -> Callable[..., Any]:
+        if recording is None:  # contextlib.ExitStack asks the class, and passes the recording
+            return lambda recording, *arguments: self._bind(recording)(*arguments)
+        return self._bind(recording)
 
 
 class Recording:
@@ -126,6 +159,7 @@ class Recording:
         self._nested_since_ns: int | None = None
         self._stop_reason: str | None = None
         self._ran_out_of_memory = False
+        self._is_over = False
 
     @property
     def path(self) -> Path:
@@ -139,18 +173,58 @@ class Recording:
         """Whether events are being recorded into this recording's own trace."""
         return self._nested_since_ns is None and self._active_recorder() is not None
 
-    def __enter__(self) -> Recording:
-        global _running
-        if _running is not None:
-            self._enter_nested(_running)
-            return self
-        _running = self
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> Recording: ...
+
+        def __exit__(
+            self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        ) -> None: ...
+
+    else:
+        __enter__ = _WithMethod(lambda recording: recording._enter_method())
+        __exit__ = _WithMethod(lambda recording: recording._exit_method())
+
+    def _enter_method(self) -> Callable[[], Recording]:
+        """Select the observer, and build it if necessary: an interrupt then leaves nothing to undo."""
         try:
-            self._recorder = start_recorder(self._requested_path, self._options, self._models, self._optimizers)
-        except BaseException:
-            _running = None
-            raise
+            selected = None if _running else select_observer(self._options.observer)
+            enter = partial(self._enter, selected)
+        except (MemoryError, ImportError) as error:
+            enter = partial(self._enter_without_memory, error)
+        native: Any = sys.modules.get(MODULE)
+        return partial(_call_or_undo if native is None else native.call_or_undo, enter, self._undo_enter)
+
+    def _exit_method(self) -> Callable[..., None]:
+        native: Any = sys.modules.get(MODULE)
+        return partial(_call_until_done if native is None else native.call_until_done, self._leave)
+
+    def _enter_without_memory(self, error: Exception) -> Recording:
+        logger.warning("memtrace: nothing is recorded, training continues: out of memory: %r", error)
         return self
+
+    def _enter(self, selected: tuple[Observer, list[str]] | None) -> Recording:
+        while (outer := _running.setdefault("recording", self)) is not self and outer._is_over:
+            outer._finish()  # it was interrupted too often to wait for its end
+        if outer is not self:
+            self._enter_nested(outer)
+            return self
+        try:
+            # Without an observer here, the recording that was running has ended since.
+            observer, notes = selected or select_observer(self._options.observer)
+            self._recorder = Recorder(self._requested_path, self._options, observer, notes)
+        except (MemoryError, ImportError) as error:
+            return self._enter_without_memory(error)
+        if not self._recorder.start(self._models, self._optimizers):
+            self._recorder = None
+        return self
+
+    def _undo_enter(self) -> None:
+        if self._nested_since_ns is None and self._recorder is not None:
+            self._recorder.undo_start()
+        self._recorder = None
+        if _running.get("recording") is self:
+            _running.pop("recording", None)
 
     def _enter_nested(self, outer: Recording) -> None:
         logger.warning(
@@ -159,22 +233,38 @@ class Recording:
         self._recorder, self._position = outer._recorder, outer._position
         self._nested_since_ns = outer._recorder.observer.now() if outer._recorder is not None else 0
 
-    def __exit__(
+    def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        global _running
+        """End the recording. May be interrupted and called again."""
         if self._nested_since_ns is not None:
-            if (recorder := self._active_recorder()) is not None:
+            if not self._is_over and (recorder := self._active_recorder()) is not None:
+                self._is_over = True
                 recorder.mark_range(str(self._requested_path), self._nested_since_ns)
             return
-        _running = None
-        if error is not None:
+        if error is not None and not self._is_over:
             self.report_exception(error, f"{type(error).__name__} left the recorded block")
-        if self._recorder is None:
-            return
-        self._recorder.stop(self._stop_reason)
-        if self._ran_out_of_memory and self._recorder.is_complete:
+        self._is_over = True
+        self._finish()
+        if self._ran_out_of_memory and self._recorder is not None and self._recorder.is_complete:
+            self._ran_out_of_memory = False
             explain_out_of_memory(self._recorder.rank_folder)
+
+    def _finish(self) -> None:
+        if self._recorder is not None:
+            self._recorder.stop(self._stop_reason)
+        if _running.get("recording") is self:
+            _running.pop("recording", None)
+
+    def _abandon(self) -> None:
+        """Become inert in a forked child, whose parent goes on recording."""
+        self._is_over = True
+        if self._recorder is not None:
+            self._recorder.abandon()
+
+    def _forked(self) -> None:
+        if self._recorder is not None:
+            self._recorder.children.forked()
 
     def report_exception(self, error: BaseException, reason: str) -> None:
         """Report that ``error`` ended the recorded program, for callers that do not let it leave the ``with`` block.
@@ -278,3 +368,38 @@ class Recording:
     def _active_recorder(self) -> Recorder | None:
         recorder = self._recorder
         return recorder if recorder is not None and recorder.is_recording else None
+
+
+def _call_or_undo(enter: Callable[[], Recording], undo: Callable[[], None]) -> Recording:
+    """``call_or_undo`` of the native observer, for recordings without it."""
+    try:
+        return enter()
+    except BaseException:
+        _call_until_done(undo)
+        raise
+
+
+def _call_until_done(function: Callable[..., None], *arguments: Any) -> None:
+    """``call_until_done`` of the native observer, for recordings without it."""
+    try:
+        function(*arguments)
+    finally:
+        try:
+            function(*arguments)
+        finally:
+            function(*arguments)
+
+
+def _forked_child() -> None:
+    recording = _running.pop("recording", None)
+    if recording is not None:
+        recording._abandon()
+
+
+def _forked_parent() -> None:
+    recording = _running.get("recording")
+    if recording is not None:
+        recording._forked()
+
+
+os.register_at_fork(after_in_child=_forked_child, after_in_parent=_forked_parent)

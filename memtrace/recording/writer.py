@@ -1,26 +1,29 @@
 """Writes what an observer sees to the parts of a trace, off the training thread.
 
-A disk that is full or slow never breaks the training: one warning, and the recording ends with what was written.
+A disk that is full or slow, or memory that runs out, never breaks the training: one warning, and the recording ends
+with what was written.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
-
-import pyarrow as pa
 
 from memtrace.format import schema
 from memtrace.format.keyframes import PartColumns
 from memtrace.format.part_writer import PART_ROWS, PartWriter
 from memtrace.recording import arrow
+from memtrace.recording.background import BackgroundTask
 from memtrace.recording.manifest import ManifestFile
 from memtrace.recording.observers import Batch, Observer
+from memtrace.recording.reserve import AddressSpaceReserve
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from memtrace.recording.cuda import CudaMonitor
     from memtrace.recording.ring import Ring
 
@@ -36,6 +39,7 @@ class Writer:
         manifest: the manifest of the rank, written with every part.
         ring: deletes parts that are no longer needed; None keeps all of them.
         failed: called once, on the writer's thread, with the reason when writing ends early.
+        reserve: address space for Arrow.
         flush_seconds: a part is written at least this often.
         cuda: source of events and tables of CUDA; None where there is no CUDA.
     """
@@ -47,6 +51,7 @@ class Writer:
         manifest: ManifestFile,
         ring: Ring | None,
         failed: Callable[[str], None],
+        reserve: AddressSpaceReserve,
         flush_seconds: float = FLUSH_SECONDS,
         cuda: CudaMonitor | None = None,
     ) -> None:
@@ -55,13 +60,14 @@ class Writer:
         self._manifest = manifest
         self._ring = ring
         self._failed = failed
+        self._reserve = reserve
         self._flush_seconds = flush_seconds
         self._cuda = cuda
         self._parts = PartWriter(folder, arrow.DEVICES)
-        self._parts.on_table_closed = self._drop_void_steps
+        self._parts.on_table_written = self._drop_void_steps
         self._has_void_steps = False
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="memtrace-writer", daemon=True)
+        self._is_stopping = False
+        self._task = BackgroundTask(self._run)
 
     @property
     def num_events(self) -> int:
@@ -72,35 +78,53 @@ class Writer:
         """Note that a second step 0 follows, which voids the steps before it; called on the training thread."""
         self._has_void_steps = True
 
-    def start(self) -> None:
-        """Begin to write."""
-        self._thread.start()
+    def start(self) -> bool:
+        """Begin to write; return whether a thread could be started."""
+        return self._task.start()
 
     def stop(self) -> None:
         """Write what is left and end; call after the observer stopped."""
-        self._stopping.set()
+        self._is_stopping = True
         self._observer.wake()
-        self._thread.join()
+        self._task.finish()
+
+    def abandon(self) -> None:
+        """End without writing, because the recording has not begun."""
+        self._is_stopping = True
+        self._observer.wake()
+        self._task.settle()
 
     def _run(self) -> None:
         try:
             self._write_until_stopped()
-        except (OSError, pa.ArrowException, MemoryError) as error:
+        except BaseException as error:  # whatever it is, the program must go on
+            self._end_early(error)
+
+    def _end_early(self, error: BaseException) -> None:
+        self._reserve.close()  # the warning needs memory, too
+        with suppress(Exception):
             self._parts.abandon()
-            self._failed(f"cannot write to {self._folder}: {error}")
+        reason = str(error) or type(error).__name__
+        if isinstance(error, MemoryError):
+            self._failed(f"out of memory: {reason}")
+        else:
+            self._failed(f"cannot write to {self._folder}: {reason}")
 
     def _write_until_stopped(self) -> None:
         due = time.monotonic() + self._flush_seconds
-        while not self._stopping.is_set():
+        while not self._is_stopping:
             self._observer.wait(max(0.0, min(due - time.monotonic(), self._flush_seconds)))
-            self._drain(at_end=False)
-            if self._observer.overrun():
-                self._flush()
-                self._failed("the disk does not keep up with the program")
+            with self._reserve.available():
+                self._drain(at_end=False)
+                failure = self._observer.failure()
+                is_due = time.monotonic() >= due
+                if failure is not None or is_due or self._parts.rows_in_part >= PART_ROWS:
+                    self._flush()
+                    due = time.monotonic() + self._flush_seconds
+            if failure is not None:
+                self._failed(failure)
                 return
-            if time.monotonic() >= due or self._parts.rows_in_part >= PART_ROWS:
-                self._flush()
-                due = time.monotonic() + self._flush_seconds
+        self._reserve.close()
         self._drain(at_end=True)
         self._flush()
 
@@ -124,7 +148,8 @@ class Writer:
                 self._parts.forget_parts(dropped)
             self._manifest.set_dropped_events(self._ring.dropped_events)
         self._manifest.update(num_events=self._parts.num_events, parts=self._parts.parts)
-        self._manifest.write(self._folder)
+        if not self._is_stopping:  # otherwise the last manifest follows at once
+            self._manifest.write(self._folder)
 
     def _drop_void_steps(self, table: str, temporary: Path) -> None:
         if table == "spans" and self._has_void_steps:

@@ -88,8 +88,15 @@ class OracleDevice:
         self.down -= room
         return self.down
 
+    def range_size(self, page: int) -> int:
+        return virtual_range_size(self.total_bytes, page)
+
+    def restore_range(self, address: int, length: int) -> None: ...
+
+    def release_range(self, address: int) -> None: ...
+
     def reserve_range(self, free_list: FreeList, *, request: int) -> tuple[int, int]:
-        address, length = self.ranges, virtual_range_size(self.total_bytes, free_list.page)
+        address, length = self.ranges, self.range_size(free_list.page)
         self.ranges = (address + length + (1 << 36)) >> 30 << 30
         return address, length
 

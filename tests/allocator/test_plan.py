@@ -298,5 +298,6 @@ def test_every_request_gets_an_address() -> None:
 
     requests = read_device_history(cpu_trace(), "cpu")
     assert isinstance(requests, RequestHistory)
-    addresses = run_operations(requests.operations, CachingAllocator(AllocatorSettings(), SyntheticDevice()))
+    placed = run_operations(requests.operations, CachingAllocator(AllocatorSettings(), SyntheticDevice()))
+    addresses = placed.address
     assert len(addresses) == 10 and (addresses > 0).all()

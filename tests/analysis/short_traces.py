@@ -20,12 +20,15 @@ NAMES = [
 ]
 
 
-def trace_of_acts(acts: list[Act], *, ops: list[dict[str, Any]] | None = None, **tables: Any) -> Trace:
+def trace_of_acts(
+    acts: list[Act], *, ops: list[dict[str, Any]] | None = None, device: str = "cpu", **tables: Any
+) -> Trace:
     """Return a trace of events 10 ns apart; even blocks have 1000 bytes, odd ones 1000 and their number.
 
     Args:
         acts: the events.
         ops: the operator calls; by default every call is an ``aten::relu`` of forward.
+        device: the device of all blocks.
         tables: further tables.
     """
     rows = [
@@ -35,12 +38,13 @@ def trace_of_acts(acts: list[Act], *, ops: list[dict[str, Any]] | None = None, *
             10 * number,
             1000 + block % 2 * block if kind not in ("read", "write") else None,
             op_id=op_id if op_id >= 0 else None,
+            device=device,
         )
         for number, (kind, block, op_id) in enumerate(acts)
     ]
     op_ids = sorted({op_id for *_, op_id in acts if op_id >= 0})
     calls = ops or [op(op_id, "forward", name=2, stack=1) for op_id in op_ids]
-    return trace_of(events=rows, ops=calls, names=NAMES, **tables)
+    return trace_of(**({"events": rows, "ops": calls, "names": NAMES} | tables))
 
 
 def trace_of_steps(num_steps: int, *, freed: bool, sequence_nr: int | None = None) -> Trace:
@@ -56,7 +60,7 @@ def trace_of_steps(num_steps: int, *, freed: bool, sequence_nr: int | None = Non
 
 def find_waste(trace: Trace) -> DeviceWaste:
     """Return all findings of a short trace, however small."""
-    return find_device_waste(trace, "cpu", min_bytes=1)
+    return find_device_waste(trace, trace.devices[0], min_bytes=1)
 
 
 def findings_of(trace: Trace, pattern: str) -> list[Finding]:

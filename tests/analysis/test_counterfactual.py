@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtrace.analysis.counterfactual import END_OF_TRACE, IdleIntervals, merge_intervals, peak_without_intervals
+from memtrace.analysis.findings import predict_peak_with_fixes
 from memtrace.analysis.peak import find_peak
-from tests.analysis.short_traces import trace_of_acts
+from tests.analysis.short_traces import Act, find_waste, trace_of_acts
 from tests.builders import event, trace_of
 
 LIFETIMES = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12), st.integers(1, 50)), min_size=1, max_size=8)
@@ -69,6 +70,35 @@ def test_merged_intervals_cover_the_same_rows_without_overlaps(cuts: list[tuple[
 
     assert covered(merged_rows) == covered(rows)
     assert sum(end - begin + 1 for _, begin, end in merged_rows) == len(covered(merged_rows))
+
+
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(["alloc", "read", "write", "free"]), st.integers(0, 6), st.integers(0, 9)), max_size=40
+)
+"""Events as (kind, block, operator call)."""
+
+
+@settings(deadline=None)
+@given(ACTIONS)
+def test_lower_bound_is_below_the_peak_and_below_the_peak_after_any_fix(actions: list[tuple[str, int, int]]) -> None:
+    state: dict[int, str] = {}
+    acts: list[Act] = []
+    for kind, block, call in actions:
+        # A block is allocated once, and is not touched before that or after its free.
+        if state.get(block) == (None if kind == "alloc" else "live"):
+            acts.append((kind, block, call if kind != "free" else -1))
+            state[block] = "freed" if kind == "free" else "live"
+    waste = find_waste(trace := trace_of_acts([("baseline", 8, -1), *acts, ("read", 8, 9)]))
+    assert waste.lower_bound_bytes is not None and waste.peak_if_all_fixed_bytes is not None
+    assert waste.lower_bound_bytes <= waste.peak_if_all_fixed_bytes <= waste.peak_bytes
+    assert all(waste.lower_bound_bytes <= finding.peak_if_fixed_bytes for finding in waste.findings)
+    assert waste.lower_bound_bytes <= predict_peak_with_fixes(trace, waste, waste.findings)
+
+
+def test_lower_bound_does_not_count_scratch_memory_that_is_freed_within_the_operator() -> None:
+    acts: list[Act] = [("baseline", 0, -1), ("read", 0, 1), ("alloc", 1, 1), ("free", 1, 1), ("alloc", 3, 1)]
+    waste = find_waste(trace_of_acts([*acts, ("write", 3, 1)]))
+    assert waste.lower_bound_bytes == waste.peak_bytes == 2003
 
 
 def test_interval_without_an_end_lasts_to_the_end_of_the_trace() -> None:

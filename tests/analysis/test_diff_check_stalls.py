@@ -278,7 +278,7 @@ def test_breakdown_is_the_difference_between_median_steps_after_warm_up() -> Non
     synthetic, cached, cold = (trace_with_durations([9000, 7000, ns, ns, ns]) for ns in (10, 30, 60))
     result = measure_stalls(cold, synthetic=synthetic, cached=cached)
     assert result.breakdown == StallBreakdown(
-        synthetic_ns=10, cached_ns=30, cold_ns=60, prep_stall_ns=20, fetch_stall_ns=30
+        clock="host", synthetic_ns=10, cached_ns=30, cold_ns=60, prep_stall_ns=20, fetch_stall_ns=30
     )
 
 

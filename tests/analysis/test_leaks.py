@@ -16,7 +16,7 @@ from torch import nn
 from memtrace.analysis import compute_coverage
 from memtrace.analysis.leaks import find_leaks, keeps_growing, live_bytes_at_step_ends
 from memtrace.trace import Trace
-from tests.builders import event, step, trace_of
+from tests.builders import event, op, step, trace_of
 from tests.programs.tasks import Task
 from tests.programs.training import recorded, train
 
@@ -177,3 +177,52 @@ def test_live_bytes_at_step_ends_equal_brute_force(blocks: list[tuple[int, int, 
 def test_a_sawtooth_does_not_keep_growing() -> None:
     assert not keeps_growing(np.array([0, 5, 10, 0, 5, 10, 0, 5, 10]))
     assert keeps_growing(np.array([0, 5, 10, 15, 20, 25, 30]))
+
+
+def trace_of_kept_blocks(kept: list[int], newest: list[int], *, one_line: bool = True) -> Trace:
+    """Return steps that each keep a block of ``kept`` bytes for ever and one of ``newest`` bytes until the next step.
+
+    Both come from one line, or every kept block from a line of its own.
+    """
+    names = [{"id": 0, "kind": "stack", "frames": [1]}, {"id": 1, "kind": "frame", "text": "/me/a.py\t1\tmain"}]
+    events, ops = [], []
+    for number, (kept_bytes, newest_bytes) in enumerate(zip(kept, newest, strict=True)):
+        start, stack = 100 * number, 0 if one_line else 2 * number + 2
+        if not one_line:
+            names += [
+                {"id": stack, "kind": "stack", "frames": [stack + 1]},
+                {"id": stack + 1, "kind": "frame", "text": f"/me/a.py\t{number + 2}\tmain"},
+            ]
+        ops += [op(2 * number, "forward", stack=0), op(2 * number + 1, "forward", stack=stack)]
+        events.append(event("alloc", 2 * number, start, newest_bytes, op_id=2 * number))
+        events += [event("free", 2 * number - 2, start + 1)] if number else []
+        events.append(event("alloc", 2 * number + 1, start + 2, kept_bytes, op_id=2 * number + 1))
+    return trace_of(events=events, ops=ops, names=names, spans=[step(n, 100 * n, 100) for n in range(len(kept))])
+
+
+def test_leak_of_a_line_whose_newest_block_varies_in_size_is_found() -> None:
+    rng = np.random.default_rng(0)
+    trace = trace_of_kept_blocks([1000] * 20, rng.integers(0, 10_000, 20).tolist())
+    (leak,) = find_leaks(trace).leaks
+    assert leak.bytes_per_step == pytest.approx(1000)
+    assert leak.site == "me/a.py:1 main" and find_leaks(trace).bytes_per_step == pytest.approx(1000)
+
+
+def test_growth_that_is_spread_over_lines_is_found_although_no_line_leaks() -> None:
+    result = find_leaks(trace_of_kept_blocks([1000] * 20, [500] * 20, one_line=False))
+    assert result.leaks == ()
+    assert result.bytes_per_step == result.unattributed_bytes_per_step == pytest.approx(1000)
+
+
+def test_blocks_that_vary_in_size_and_live_for_one_step_are_no_growth() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        result = find_leaks(trace_of_kept_blocks([0] * 30, rng.integers(0, 10_000, 30).tolist()))
+        assert (result.leaks, result.bytes_per_step) == ((), 0.0)
+
+
+def test_memory_that_is_copied_into_a_larger_block_in_every_step_grows() -> None:
+    rng = np.random.default_rng(0)
+    copied = [1000 * number + int(noise) for number, noise in enumerate(rng.integers(0, 5_000, 30))]
+    growth = find_leaks(trace_of_kept_blocks([0] * 30, copied)).bytes_per_step
+    assert growth == pytest.approx(1000, rel=0.1)

@@ -9,7 +9,7 @@ import pytest
 
 from memtrace.recording import recorder
 from memtrace.recording.cuda import CudaMonitor
-from memtrace.recording.cuda_driver import DeviceTotals
+from memtrace.recording.cuda_driver import DeviceMemory, DeviceTotals
 from memtrace.recording.manifest import ManifestFile
 from memtrace.recording.observers import Observer
 from tests.recording.helpers import MIB
@@ -31,6 +31,9 @@ class FakeDriver:
 
     def totals(self) -> list[DeviceTotals]:
         return self.device_totals
+
+    def memory(self) -> list[DeviceMemory]:
+        return [DeviceMemory(0, 1 << 40, 1 << 39)]
 
     def enable_history(self, max_entries: int) -> bool:
         self.has_history = True

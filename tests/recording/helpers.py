@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from memtrace.trace import Trace
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 MIB = 1 << 20
+NUM_FAULT_POINTS = int(os.environ.get("MEMTRACE_FAULT_POINTS", "12"))
+"""Points at which a campaign of faults or interrupts tries one."""
 DATA_PARALLEL_PARAMETER_BYTES = 4 * (64 * 256 + 256 + 256 * 64 + 64)
 """Bytes of the parameters of the model in tests/programs/ranks.py."""
 

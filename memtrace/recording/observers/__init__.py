@@ -63,8 +63,11 @@ class Observer(Protocol):
     def drain(self, until_ns: int) -> Batch:
         """Return and remove the records up to ``until_ns``; -1 for all of them."""
 
-    def overrun(self) -> bool:
-        """Whether the observer stopped by itself because its records were not drained fast enough."""
+    def failure(self) -> str | None:
+        """Why the observer stopped by itself; None if it did not."""
+
+    def abandon(self) -> None:
+        """Become inert in a forked child: threads of the parent may have held any of the observer's locks."""
 
     def now(self) -> int:
         """Nanoseconds since ``start``."""
@@ -105,6 +108,9 @@ class Observer(Protocol):
             names: a name id for each tensor.
             gradient_category: category for the gradients of the tensors; -1 leaves gradients unlabelled.
         """
+
+    def instances(self, objects: list[Any], types: tuple[type, ...]) -> list[list[Any]]:
+        """For each type, the objects that are instances of it by their own type; no code of the program runs."""
 
     def times_devices(self) -> bool:
         """Whether operators can be timed on a GPU."""

@@ -1,187 +1,232 @@
-"""Builds the native observer for the installed torch, once, and caches it. Concurrent processes build it only once."""
+"""Builds the native observer for the installed torch, once, and loads it.
+
+A build with CUDA's headers observes the allocator of CUDA. Where they are missing, or that build fails, one without
+them observes the CPU, and torch's own allocator history serves CUDA. Failures are remembered, so that a build that
+cannot succeed does not delay every run.
+"""
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import importlib.machinery
-import importlib.util
-import os
-import shutil
-import subprocess
+import logging
 import sys
-import sysconfig
-import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Final
 
-from memtrace.allocator.rules import MAX_SLACK_BYTES, MIN_BLOCK_BYTES, SMALL_REQUEST_BYTES
-from memtrace.recording.observers.columns_header import HEADER_NAME, columns_header
+from memtrace.recording.observers.build_cache import BuildCache, CachedModule, CacheError, cache_folders
+from memtrace.recording.observers.compilation import CompileError, compile_module
+from memtrace.recording.observers.cuda_headers import CudaHeaders, find_cuda_headers
+from memtrace.recording.observers.loading import load_extension
+from memtrace.recording.observers.toolchain import failure_key, find_compilers, module_key
 
-SOURCES = Path(__file__).parent / "native"
-MODULE = "memtrace_native"
+logger = logging.getLogger("memtrace")
+
+MODULE: Final = "memtrace_native"
+_RETRY: Final = "to try again: memtrace doctor --rebuild"
 
 
 class BuildError(Exception):
     """The native observer cannot be built or loaded. The message says why and what to do."""
 
 
-def compiler() -> str | None:
-    """Path of the C++ compiler to use ($CXX, otherwise c++, g++ or clang++); None if there is none."""
-    for candidate in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if candidate and (path := shutil.which(candidate)):
-            return path
-    return None
+@dataclass(frozen=True)
+class NativeBuild:
+    """The native observer that this process has loaded."""
+
+    module: ModuleType
+    cache_folder: Path
+    """Folder of the cache that it is kept in."""
+    compiler: str
+    """Command of the compiler that built it."""
+    cuda_headers: str | None
+    """CUDA headers that it was built with; None: without CUDA."""
+    cuda_obstacle: str | None
+    """Why it cannot observe CUDA's allocator; None if it can, and where torch is not a CUDA build."""
 
 
-def cuda_include() -> Path | None:
-    """Folder of the CUDA headers; None if torch is not a CUDA build or the headers are not installed."""
-    import torch
-
-    if torch.version.cuda is None:
-        return None
-    major = torch.version.cuda.split(".")[0]
-    site = Path(torch.__file__).parent.parent
-    candidates = [
-        *(Path(home) / "include" for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")) if home),
-        site / "nvidia" / f"cu{major}" / "include",
-        site / "nvidia" / "cuda_runtime" / "include",
-        Path("/usr/local/cuda/include"),
-    ]
-    return next((path for path in candidates if (path / "cuda_runtime_api.h").is_file()), None)
-
-
-def cache_folder() -> Path:
-    """Folder of built observers: $MEMTRACE_CACHE, otherwise ``memtrace`` in the user's cache folder."""
-    if configured := os.environ.get("MEMTRACE_CACHE"):
-        return Path(configured)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memtrace"
-
-
-def _include_flags() -> list[str]:
-    import torch
-
-    root = Path(torch.__file__).parent / "include"
-    folders = [root, root / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_paths()["include"])]
-    flags = [f"-I{folder}" for folder in folders]
-    if (cuda := cuda_include()) is not None:
-        flags += [f"-I{cuda}", "-DMEMTRACE_CUDA"]
-    return flags
-
-
-def _compile_flags() -> list[str]:
-    import torch
-
-    # Without NDEBUG, RecordFunction's layout differs from that in the wheel, and every callback throws.
-    abi = int(torch.compiled_with_cxx11_abi())
-    return [
-        "-std=c++20",
-        "-O2",
-        "-DNDEBUG",
-        "-fPIC",
-        "-fvisibility=hidden",
-        "-ftls-model=initial-exec",
-        f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
-        f"-DMEMTRACE_MIN_BLOCK_BYTES={MIN_BLOCK_BYTES}",
-        f"-DMEMTRACE_SMALL_REQUEST_BYTES={SMALL_REQUEST_BYTES}",
-        f"-DMEMTRACE_MAX_SLACK_BYTES={MAX_SLACK_BYTES}",
-        *_include_flags(),
-    ]
-
-
-def _link_flags() -> list[str]:
-    import torch
-
-    libraries = ["c10", "torch", "torch_cpu", "torch_python"] + (["c10_cuda"] if cuda_include() else [])
-    return ["-shared", f"-L{Path(torch.__file__).parent / 'lib'}", *(f"-l{name}" for name in libraries)]
-
-
-def _key(cxx: str) -> str:
-    import torch
-
-    digest = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + source.read_bytes())
-    digest.update(columns_header().encode())
-    for part in (torch.__version__, sys.version, cxx, *_compile_flags(), *_link_flags()):
-        digest.update(str(part).encode())
-    return digest.hexdigest()[:20]
-
-
-def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        errors = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
-        raise BuildError(f"{Path(command[0]).name} failed: {errors[0] if errors else 'no message'}")
-
-
-def _compile(cxx: str, target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        objects = {source: Path(folder) / f"{source.stem}.o" for source in sorted(SOURCES.glob("*.cpp"))}
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            (Path(folder) / HEADER_NAME).write_text(columns_header())
-            flags = [*_compile_flags(), f"-I{folder}"]
-            list(pool.map(lambda item: _run([cxx, *flags, "-c", str(item[0]), "-o", str(item[1])]), objects.items()))
-        linked = Path(folder) / target.name
-        _run([cxx, *(str(path) for path in objects.values()), *_link_flags(), "-o", str(linked)])
-        linked.replace(target)  # atomic: another process sees the complete file or none
-
-
-def _build_if_missing(cxx: str) -> Path:
-    import torch
-
-    folder = cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock_path = folder / "lock"
-        lock_file = lock_path.open("w")
-    except OSError as error:
-        raise BuildError(
-            f"cannot write to the cache folder {folder} ({error}); set MEMTRACE_CACHE to a writable folder"
-        ) from error
-    target = folder / f"{MODULE}-{_key(cxx)}.so"
-    with lock_file:
-        if target.exists():
-            return target
-        fcntl.flock(lock_file, fcntl.LOCK_EX)
-        if not target.exists():
-            started = time.monotonic()
-            print(
-                f"memtrace: building the native observer for torch {torch.__version__} (once, up to a minute) ...",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
-            try:
-                _compile(cxx, target)
-            except BaseException:
-                print(" failed", file=sys.stderr, flush=True)
-                raise
-            print(f" done in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-    return target
+_loaded: NativeBuild | None = None
 
 
 def native_module() -> ModuleType:
-    """The compiled observer, built first if it is not in the cache.
+    """Return the compiled observer, built first if it is not in the cache.
 
     Raises:
         BuildError: it cannot be built or loaded.
     """
-    if MODULE in sys.modules:
-        return sys.modules[MODULE]
-    cxx = compiler()
-    if cxx is None:
-        raise BuildError("no C++ compiler found; install one (Debian: apt-get install g++) or set CXX")
-    path = _build_if_missing(cxx)
-    loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
-    spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
-    assert spec is not None
+    return load_native().module
+
+
+def load_native(*, rebuild: bool = False) -> NativeBuild:
+    """Load the native observer, once per process.
+
+    Args:
+        rebuild: build it anew, even if it is in the cache or its build has failed before.
+
+    Raises:
+        BuildError: it cannot be built or loaded.
+    """
+    global _loaded
+    if _loaded is None:
+        if sys.platform != "linux":
+            raise BuildError("the native observer needs Linux")
+        try:
+            loaded = _find_or_build(rebuild)
+        except OSError as error:
+            raise BuildError(f"the native observer cannot be built ({error})") from error
+        _loaded = _loaded or loaded  # if two threads load it, both use the first one's module
+        sys.modules[MODULE] = _loaded.module
+    return _loaded
+
+
+def _find_or_build(rebuild: bool) -> NativeBuild:
+    import torch
+
+    obstacle = None
+    with _open_caches() as caches:
+        if torch.version.cuda is not None:
+            with_cuda = _Build(caches, module_key(with_cuda=True), rebuild)
+            if (build := with_cuda.from_cache()) is not None:
+                return build
+            obstacle = f"no headers of CUDA {torch.version.cuda} found; set CUDA_HOME to a toolkit of that version"
+            for headers in find_cuda_headers():
+                result = with_cuda.try_to_compile(headers)
+                if isinstance(result, NativeBuild):
+                    return result
+                obstacle = str(result)
+        without_cuda = _Build(caches, module_key(with_cuda=False), rebuild, obstacle)
+        return without_cuda.from_cache() or without_cuda.compile(None)
+
+
+@contextmanager
+def _open_caches() -> Iterator[Sequence[BuildCache]]:
+    with ExitStack() as stack:
+        results = [_try_to_open(folder) for folder in cache_folders()]
+        caches = [stack.enter_context(closing(result)) for result in results if isinstance(result, BuildCache)]
+        if not caches:
+            raise BuildError(str(results[0]))
+        yield caches
+
+
+def _try_to_open(folder: Path) -> BuildCache | CacheError:
     try:
-        module = importlib.util.module_from_spec(spec)
-        loader.exec_module(module)
-    except ImportError as error:
-        raise BuildError(f"the native observer {path} cannot be loaded ({error}); delete it to rebuild it") from error
-    sys.modules[MODULE] = module
-    return module
+        return BuildCache(folder)
+    except CacheError as error:
+        return error
+
+
+@dataclass(frozen=True)
+class _Build:
+    """One variant of the module, with or without CUDA."""
+
+    caches: Sequence[BuildCache]
+    key: str
+    rebuild: bool
+    cuda_obstacle: str | None = None
+
+    def from_cache(self) -> NativeBuild | None:
+        """The module from the cache; None if it is not there, or cannot be loaded."""
+        if self.rebuild:
+            return None
+        for cache in self.caches:
+            cached = cache.read_module(self.key)
+            if cached is not None:
+                with suppress(ImportError):
+                    return self._load(cached, cache)
+        return None
+
+    def _load(self, cached: CachedModule, cache: BuildCache) -> NativeBuild:
+        module = load_extension(MODULE, cached.content)
+        module.__file__ = str(cache.module_path(self.key))  # not that of the copy in memory
+        return NativeBuild(module, cache.path, cached.compiler, cached.cuda_headers, self.cuda_obstacle)
+
+    def try_to_compile(self, headers: CudaHeaders | None) -> NativeBuild | BuildError:
+        """The module, or why it cannot be compiled."""
+        try:
+            return self.compile(headers)
+        except BuildError as error:
+            return error
+
+    def compile(self, headers: CudaHeaders | None) -> NativeBuild:
+        """Compile, cache and load the module.
+
+        Raises:
+            BuildError: that is not possible, or has failed before.
+        """
+        compilers = find_compilers()
+        if not compilers:
+            raise BuildError("no C++ compiler found; install one (Debian: apt-get install g++) or set CXX")
+        failed = failure_key(self.key, headers, compilers)
+        self._raise_remembered(failed)
+        with self._locked() as (cache, touch):
+            if (build := self.from_cache()) is not None:  # another process has built it
+                return build
+            self._raise_remembered(failed)
+            try:
+                with _progress(headers):
+                    content, compiler = compile_module(compilers, headers, touch)
+                    compiled = CachedModule(content, str(compiler), str(headers) if headers else None)
+                    build = self._load(compiled, cache)
+            except (CompileError, ImportError) as error:
+                is_transient = isinstance(error, CompileError) and error.is_transient
+                with suppress(CacheError):
+                    cache.store_failure(failed, str(error), is_transient=is_transient)
+                raise BuildError(f"{error} ({_RETRY})") from error
+            try:
+                cache.store_module(self.key, compiled)
+            except CacheError as error:
+                logger.warning("memtrace: the native observer was built for this run only: %s", error)
+            return build
+
+    def _raise_remembered(self, failed: str) -> None:
+        for cache in self.caches if not self.rebuild else ():
+            if (message := cache.read_failure(failed)) is not None:
+                raise BuildError(f"{message} (remembered from an earlier run; {_RETRY})")
+
+    @contextmanager
+    def _locked(self) -> Iterator[tuple[BuildCache, Callable[[], None]]]:
+        """Lock the first cache that can be written to."""
+        with ExitStack() as stack:
+            results = []
+            for cache in self.caches:
+                results.append(_try_to_lock(cache, stack))
+                if not isinstance(results[-1], CacheError):
+                    yield cache, results[-1]
+                    return
+        raise BuildError(str(results[0]))
+
+
+def _try_to_lock(cache: BuildCache, stack: ExitStack) -> Callable[[], None] | CacheError:
+    try:
+        return stack.enter_context(cache.locked(_report_wait))
+    except CacheError as error:
+        return error
+
+
+def _report_wait() -> None:
+    _report("memtrace: another process is building the native observer; waiting for it\n")
+
+
+@contextmanager
+def _progress(headers: CudaHeaders | None) -> Iterator[None]:
+    import torch
+
+    suffix = " without CUDA" if torch.version.cuda is not None and headers is None else ""
+    started = time.monotonic()
+    _report(f"memtrace: building the native observer{suffix} for torch {torch.__version__} (once, about a minute) ...")
+    try:
+        yield
+    except BaseException:
+        _report(" failed\n")
+        raise
+    _report(f" done in {time.monotonic() - started:.0f} s\n")
+
+
+def _report(text: str) -> None:
+    with suppress(Exception):  # the program may have replaced or closed its standard error
+        if sys.stderr is not None:
+            sys.stderr.write(text)
+            sys.stderr.flush()

@@ -93,7 +93,8 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._operators: dict[Any, tuple[OperatorInfo, int]] = {}
         self._blocks = BlockTable(self._buffer, self.now, lambda: self._thread().index)
         self._forward: OrderedDict[int, tuple[int, int]] = OrderedDict()  # module and stack by sequence number
-        self._num_ops = self._num_threads = 0
+        self._num_ops = 0
+        self._threads: list[_Thread] = []
         self._hidden: set[CodeType] = set()
         self._active = False
 
@@ -103,6 +104,8 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """See ``Observer.start``. Operators are not timed on a GPU."""
         self._accesses, self._stacks, self._stack_min_bytes = accesses, stacks, stack_min_bytes
         self._t0 = time.perf_counter_ns()
+        self._records_fakes_only = fake_mode_active()
+        self._thread()  # the thread that starts the recording is thread 0
         self._active = True
         self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -112,7 +115,8 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if not self._active:
             return
-        self._end_forward(self._thread())
+        for thread in self._threads:
+            self._end_forward(thread)
         self._active = False
         self._blocks.close()
         self._drained.set()
@@ -126,9 +130,18 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """See ``Observer.wake``."""
         self._drained.set()
 
-    def overrun(self) -> bool:
-        """Always False: the GIL keeps the program from running far ahead of the writer."""
-        return False
+    def failure(self) -> str | None:
+        """Always None: the GIL keeps the program from running far ahead of the writer."""
+        return None
+
+    def abandon(self) -> None:
+        """See ``Observer.abandon``. Below another mode this one stays on the stack, without effect."""
+        self._active = False
+        self._lock = self._buffer.lock = threading.RLock()
+        self._drained = threading.Event()
+        self._blocks.close()
+        if (stack := _get_current_dispatch_mode_stack()) and stack[-1] is self:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def drain(self, until_ns: int) -> Batch:
         """See ``Observer.drain``. Events of segments that arrive late are recorded later than they happened."""
@@ -206,10 +219,23 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def baseline(self, tensors: list[torch.Tensor]) -> None:
         """See ``Observer.baseline``."""
         # Under a fake mode only fake tensors are recorded, not the real tensors of the process.
-        fakes_only = fake_mode_active()
         for tensor in tensors:
-            if not fakes_only or is_fake(tensor):
+            if not self._records_fakes_only or is_fake(tensor):
                 self._blocks.block_of(tensor)
+
+    def instances(self, objects: list[Any], types: tuple[type, ...]) -> list[list[Any]]:
+        """See ``Observer.instances``."""
+        # type() instead of isinstance(): asking a lazy proxy for its class can run user code.
+        found: list[list[Any]] = [[] for _ in types]
+        target_by_type: dict[type, list[Any] | None] = {}  # a process has few types and many objects
+        for item in objects:
+            kind = type(item)
+            if kind not in target_by_type:
+                bases = (target for base, target in zip(types, found, strict=True) if issubclass(kind, base))
+                target_by_type[kind] = next(bases, None)
+            if (target := target_by_type[kind]) is not None:
+                target.append(item)
+        return found
 
     def times_devices(self) -> bool:
         """See ``Observer.times_devices``. Always False."""
@@ -361,14 +387,16 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if thread.forward is not None:
             start_ns, end_ns = thread.forward
             thread.forward = None
-            self.span(_SPAN["phase"], self.name_id(_NAME["range"], "forward"), start_ns, end_ns, -1)
+            name = self.name_id(_NAME["range"], "forward")
+            if self._active:
+                self._buffer.add("spans", (_SPAN["phase"], name, start_ns, end_ns - start_ns, thread.index, -1))
 
     def _thread(self) -> _Thread:
         thread: _Thread | None = getattr(self._local, "thread", None)
         if thread is None:
             with self._lock:
-                thread = self._local.thread = _Thread(self._num_threads, last_sequence=_sequence_nr())
-                self._num_threads += 1
+                thread = self._local.thread = _Thread(len(self._threads), last_sequence=_sequence_nr())
+                self._threads.append(thread)
                 self.name_id(_NAME["thread"], f"{thread.index}\t{threading.current_thread().name}")
         return thread
 

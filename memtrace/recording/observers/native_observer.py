@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from memtrace.recording.observers.build import native_module
+from memtrace.recording.observers.build import load_native
 
 WAKE_RECORDS: Final = 1 << 14
 """Number of buffered records (events and operator calls, about 60 bytes each) at which the writer is woken."""
@@ -15,6 +15,9 @@ LIMIT_RECORDS: Final = 1 << 18
 class NativeObserver:
     """``Observer`` on top of the compiled module.
 
+    Attributes:
+        cuda_obstacle: why CUDA's allocator cannot be observed; None if it can, and where torch is not a CUDA build.
+
     Raises:
         BuildError: the module cannot be built or loaded.
     """
@@ -22,10 +25,13 @@ class NativeObserver:
     kind = "native"
 
     def __init__(self) -> None:
-        native: Any = native_module()
+        build = load_native()
+        native: Any = build.module
         self._native = native
+        self.cuda_obstacle = build.cuda_obstacle
         # The functions of the module are used directly, without a Python wrapper: some run at every module call.
         self.stop = native.stop
+        self.abandon = native.abandon
         self.wait = native.wait
         self.wake = native.wake
         self.drain = native.drain
@@ -40,6 +46,7 @@ class NativeObserver:
         self.waiting = native.waiting
         self.label = native.label
         self.baseline = native.baseline
+        self.instances = native.instances
         self.attach_cuda = native.attach_cuda
         self.cuda_settings = native.cuda_settings
         self.cuda_events = native.cuda_events
@@ -56,6 +63,7 @@ class NativeObserver:
         """See ``Observer.times_devices``. True if the module was built with the CUDA headers."""
         return bool(self._native.status()["device_time"])
 
-    def overrun(self) -> bool:
-        """See ``Observer.overrun``."""
-        return bool(self._native.status()["overrun"])
+    def failure(self) -> str | None:
+        """See ``Observer.failure``."""
+        failure: str | None = self._native.status()["failure"]
+        return failure

@@ -16,21 +16,32 @@ constexpr auto kUnknownFree = static_cast<uint64_t>(kNone);
 c10::Allocator* original = nullptr;
 c10::DeleterFnPtr original_deleter = nullptr;
 
-void traced_deleter(void* data) {
+void record_free(uint64_t address) {
   Recorder& r = recorder();
-  if (r.active.load(std::memory_order_relaxed)) {
-    ThreadState& thread = thread_state();
-    const auto address = reinterpret_cast<uint64_t>(data);
-    r.add(Event{r.now(), address, 0, thread.current_op, kNone, thread.index, 0, EventKind::free, false});
-    auto& blocks = thread.op_blocks;
-    for (size_t i = blocks.size(); i-- > 0;) {
-      if (blocks[i] == address) {
-        blocks.erase(blocks.begin() + static_cast<std::ptrdiff_t>(i));
-        break;
-      }
+  ThreadState& thread = thread_state();
+  r.add(Event{r.now(), address, 0, thread.current_op, kNone, thread.index, 0, EventKind::free, false});
+  thread.op_freed = true;
+  auto& blocks = thread.op_blocks;
+  for (size_t i = blocks.size(); i-- > 0;) {
+    if (blocks[i] == address) {
+      blocks.erase(blocks.begin() + static_cast<std::ptrdiff_t>(i));
+      break;
     }
   }
+}
+
+void traced_deleter(void* data) {
+  if (recorder().active.load(std::memory_order_relaxed))
+    record_or_give_up([&] { record_free(reinterpret_cast<uint64_t>(data)); });
   original_deleter(data);
+}
+
+void record_out_of_memory(int64_t size) {
+  Recorder& r = recorder();
+  ThreadState& thread = thread_state();
+  // Count the failed allocation, so that its operator gets a stack.
+  thread.op_allocated_bytes += size;
+  r.add(Event{r.now(), kUnknownFree, size, thread.current_op, kNone, thread.index, 0, EventKind::oom, false});
 }
 
 struct TracedAllocator final : c10::Allocator {
@@ -41,21 +52,16 @@ struct TracedAllocator final : c10::Allocator {
     trace_deleter(data);
     // The dispatcher mode is thread-local: enable it in every thread that allocates.
     if (!thread_enabled()) enable_thread(true);
-    record_allocation(reinterpret_cast<uint64_t>(data.get()), static_cast<int64_t>(size), 0, kNone);
+    record_or_give_up(
+        [&] { record_allocation(reinterpret_cast<uint64_t>(data.get()), static_cast<int64_t>(size), 0, kNone); });
     return data;
   }
   static c10::DataPtr allocate_or_record_oom(size_t size) {
     try {
       return original->allocate(size);
     } catch (...) {
-      Recorder& r = recorder();
-      if (r.active.load(std::memory_order_relaxed)) {
-        ThreadState& thread = thread_state();
-        // Count the failed allocation, so that its operator gets a stack.
-        thread.op_allocated_bytes += static_cast<int64_t>(size);
-        r.add(Event{r.now(), kUnknownFree, static_cast<int64_t>(size), thread.current_op, kNone, thread.index, 0,
-                    EventKind::oom, false});
-      }
+      if (recorder().active.load(std::memory_order_relaxed))
+        record_or_give_up([&] { record_out_of_memory(static_cast<int64_t>(size)); });
       throw;
     }
   }
@@ -101,8 +107,8 @@ void record_allocation(uint64_t address, int64_t size, int8_t device, int32_t st
   call.has_accesses = true;
   if (r.options.stacks) call.stack = python_stack(false);
   Lock lock(r.mutex);
-  r.ops.push_back(call);
-  r.events.push_back(Event{call.start_ns, address, size, call.op, stream, thread.index, device, EventKind::alloc, false});
+  r.push(call);
+  r.push(Event{call.start_ns, address, size, call.op, stream, thread.index, device, EventKind::alloc, false});
   r.notify_writer_if_due();
 }
 

@@ -80,8 +80,10 @@ int64_t pool_of(const AnyEntry& entry) {
 
 // Called while the allocator holds its lock: must neither allocate on the device nor wait for the GIL.
 void on_entry(const Entry& entry) {
-  record_cuda_event({kind_of(entry.action_), entry.device_, entry.action_ == Entry::SNAPSHOT ? 0 : entry.addr_,
-                     static_cast<int64_t>(entry.size_), reinterpret_cast<int64_t>(entry.stream_), pool_of(entry)});
+  record_or_give_up([&] {
+    record_cuda_event({kind_of(entry.action_), entry.device_, entry.action_ == Entry::SNAPSHOT ? 0 : entry.addr_,
+                       static_cast<int64_t>(entry.size_), reinterpret_cast<int64_t>(entry.stream_), pool_of(entry)});
+  });
 }
 
 }  // namespace

@@ -34,7 +34,7 @@ struct BaseEvent {
 };
 
 struct DeviceTimes {
-  std::mutex mutex;
+  ForkSafeMutex mutex;
   std::map<uint64_t, c10::Event> open;      // by ticket
   std::deque<TimedCall> running;
   std::map<int8_t, BaseEvent> bases;
@@ -86,7 +86,7 @@ bool device_time_supported() { return true; }
 uint64_t start_device_time(int8_t device) {
   if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return kNotTimed;
   DeviceTimes& all = times();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  std::lock_guard<ForkSafeMutex> lock(all.mutex);
   const uint32_t epoch = recorder().epoch;
   if (all.epoch != epoch) {
     all.open.clear();
@@ -107,7 +107,7 @@ uint64_t start_device_time(int8_t device) {
 
 void end_device_time(uint64_t ticket, int64_t op, int8_t device) {
   DeviceTimes& all = times();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  std::lock_guard<ForkSafeMutex> lock(all.mutex);
   auto start = all.open.find(ticket);
   if (start == all.open.end()) return;
   TimedCall call{op, device, std::move(start->second), new_event()};
@@ -122,7 +122,7 @@ void end_device_time(uint64_t ticket, int64_t op, int8_t device) {
 
 void take_device_times(DeviceTimeColumns& out) {
   DeviceTimes& all = times();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  std::lock_guard<ForkSafeMutex> lock(all.mutex);
   try {
     while (!all.running.empty() && all.epoch == recorder().epoch && all.running.front().end.query()) take_first(all, out);
   } catch (const c10::Error&) {
@@ -132,7 +132,7 @@ void take_device_times(DeviceTimeColumns& out) {
 
 void finish_device_times() {
   DeviceTimes& all = times();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  std::lock_guard<ForkSafeMutex> lock(all.mutex);
   try {
     for (const TimedCall& call : all.running) call.end.synchronize();
   } catch (const c10::Error&) {

@@ -35,14 +35,14 @@ struct ForeignBlock {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   uint64_t address;
 };
-std::mutex foreign_mutex;
+ForkSafeMutex foreign_mutex;
 auto& foreign_blocks = *new std::unordered_map<c10::StorageImpl*, ForeignBlock>;
 
 // Whether a block is foreign; if so, its free will be recorded.
 bool watch_if_foreign(c10::StorageImpl* storage, c10::DataPtr& data) {
   if (has_traced_deleter(data)) return false;
   if (trace_deleter(data)) return false;
-  std::lock_guard<std::mutex> lock(foreign_mutex);
+  std::lock_guard<ForkSafeMutex> lock(foreign_mutex);
   if (foreign_blocks.count(storage) == 0) {
     auto strong = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage);
     foreign_blocks.emplace(storage, ForeignBlock{c10::weak_intrusive_ptr<c10::StorageImpl>(strong),
@@ -167,8 +167,9 @@ class Call {
     thread_.current_op = op_;
     thread_.op_blocks.clear();
     thread_.op_allocated_bytes = 0;
+    thread_.op_freed = false;
     sequence_ = static_cast<int64_t>(at::sequence_number::peek());
-    if (r.options.accesses) add_argument_accesses(info, stack, accesses_);
+    if (r.options.accesses) record_or_give_up([&] { add_argument_accesses(info, stack, accesses_); });
     start_ = r.now();
     if (r.options.device_time_min_bytes != kNone) start_on_device(r.options.device_time_min_bytes);
     if (accesses_.empty()) return;
@@ -193,7 +194,7 @@ class Call {
     {
       Lock lock(r.mutex);
       if (r.options.accesses) push_writes(r, end);
-      if (call.has_accesses || call.num_nodes > 0) r.ops.push_back(call);
+      if (call.has_accesses || call.num_nodes > 0) r.push(call);
       r.notify_writer_if_due();
       is_full = r.events.size() + r.ops.size() > r.options.limit_records;
     }
@@ -219,7 +220,7 @@ class Call {
     call.op = op_;
     call.start_ns = start_;
     call.duration_ns = end - start_;
-    call.has_accesses = !accesses_.empty() || thread_.op_allocated_bytes > 0;
+    call.has_accesses = !accesses_.empty() || thread_.op_allocated_bytes > 0 || thread_.op_freed;
     if (call.phase == Phase::forward) {
       if (thread_.forward_start == kNone) thread_.forward_start = start_;
       thread_.forward_end = end;
@@ -228,7 +229,7 @@ class Call {
   }
 
   void push(Recorder& r, uint64_t address, int64_t size, EventKind kind, int8_t device, int64_t time, bool foreign) {
-    r.events.push_back(Event{time, address, size, op_, kNone, thread_.index, device, kind, foreign});
+    r.push(Event{time, address, size, op_, kNone, thread_.index, device, kind, foreign});
   }
 
   void push_writes(Recorder& r, int64_t end) {
@@ -257,7 +258,7 @@ void observe_view(const OperatorInfo& info, const c10::OperatorHandle& op, c10::
   if (call.num_nodes == 0) return;
   if (r.options.stacks) call.stack = python_stack(true);
   Lock lock(r.mutex);
-  r.ops.push_back(call);
+  r.push(call);
   r.notify_writer_if_due();
 }
 
@@ -273,14 +274,21 @@ void observe(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit
     enable_thread(false);   // the mode of this thread was still enabled when the recording ended
     return op.redispatchBoxed(below, stack);
   }
-  const OperatorInfo& info = operator_info(op);
+  const OperatorInfo* inspected = nullptr;
+  record_or_give_up([&] {
+    thread_state();
+    inspected = &operator_info(op);
+  });
+  if (inspected == nullptr) return op.redispatchBoxed(below, stack);
+  const OperatorInfo& info = *inspected;
   if (info.role > Role::view) {
-    ThreadState& thread = thread_state();
-    if (info.role == Role::range_exit) exit_range(thread);
-    if (info.role == Role::range_enter) {
+    record_or_give_up([&] {
+      ThreadState& thread = thread_state();
+      if (info.role == Role::range_exit) exit_range(thread);
+      if (info.role != Role::range_enter) return;
       const c10::IValue& name = (*stack)[stack->size() - info.num_arguments];
       if (name.isString()) enter_range(name.toStringRef(), thread);
-    }
+    });
     c10::impl::ExcludeDispatchKeyGuard guard(kMode);
     return op.redispatchBoxed(below, stack);
   }
@@ -309,7 +317,7 @@ bool thread_enabled() { return c10::impl::tls_is_dispatch_key_included(kMode); }
 
 void record_foreign_frees() {
   Recorder& r = recorder();
-  std::lock_guard<std::mutex> lock(foreign_mutex);
+  std::lock_guard<ForkSafeMutex> lock(foreign_mutex);
   for (auto it = foreign_blocks.begin(); it != foreign_blocks.end();) {
     if (!r.active || it->second.storage.expired()) {
       if (r.active)

@@ -49,7 +49,7 @@ PyObject* pop_module(PyObject*, PyObject* name) {
   while (true) {
     const auto [module, start] = open.back();
     open.pop_back();
-    r.spans.push_back(Span{start, now - start, kNone, module, thread.index, SpanKind::module});
+    r.push(Span{start, now - start, kNone, module, thread.index, SpanKind::module});
     if (module == id) break;
   }
   Py_RETURN_NONE;
@@ -79,8 +79,9 @@ PyObject* span(PyObject*, PyObject* arguments) {
   int kind = 0, name = 0;
   long long start = 0, end = 0, index = 0;
   if (!PyArg_ParseTuple(arguments, "iiLLL", &kind, &name, &start, &end, &index)) return nullptr;
-  if (static_cast<SpanKind>(kind) == SpanKind::step) end_forward(thread_state());
-  recorder().add(Span{start, end - start, index, name, thread_state().index, static_cast<SpanKind>(kind)});
+  const int16_t thread = thread_index_or_none();
+  if (static_cast<SpanKind>(kind) == SpanKind::step && thread != kNone) end_forward(thread_state());
+  recorder().add(Span{start, end - start, index, name, thread, static_cast<SpanKind>(kind)});
   Py_RETURN_NONE;
 }
 
@@ -119,13 +120,13 @@ PyObject* label(PyObject*, PyObject* arguments) {
   }
   Recorder& r = recorder();
   const int64_t time = r.now();
-  const int16_t thread = thread_state().index;
+  const int16_t thread = thread_index_or_none();
   Lock lock(r.mutex);
   if (!r.active) Py_RETURN_NONE;
   for (Event& event : events) {
     event.time_ns = time;
     event.thread = thread;
-    r.events.push_back(event);
+    r.push(event);
   }
   Py_RETURN_NONE;
 }
@@ -139,7 +140,7 @@ PyObject* baseline(PyObject*, PyObject* tensors) {
   }
   Recorder& r = recorder();
   Lock lock(r.mutex);
-  for (Event& event : events) r.events.push_back(event);
+  for (const Event& event : events) r.push(event);
   Py_RETURN_NONE;
 }
 

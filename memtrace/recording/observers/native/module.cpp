@@ -1,6 +1,7 @@
 // The Python module of the native observer: start, stop and drain. The functions that mark what the program does are in
-// marks.cpp.
+// marks.cpp, those that memtrace needs besides in tools.cpp.
 #include "marks.h"   // first: it includes Python.h
+#include "tools.h"
 
 #include <algorithm>
 #include <memory>
@@ -45,11 +46,12 @@ PyObject* start(PyObject*, PyObject* arguments) {
     }
     r.names.clear();
     r.next_op = 0;
-    r.overrun = false;
+    r.failure = nullptr;
     r.epoch++;
     r.t0 = std::chrono::steady_clock::now();
     resolver = std::make_unique<Resolver>();
     install_cpu_allocator(true);
+    thread_state();   // the thread that starts the recording is thread 0
     r.active = true;
     enable_thread(true);
   } catch (const std::exception& error) {
@@ -82,6 +84,14 @@ PyObject* stop(PyObject*, PyObject*) {
   }
   r.wake_writer.notify_all();
   r.buffer_taken.notify_all();
+  Py_RETURN_NONE;
+}
+
+// abandon(): makes the observer of a forked child inert
+PyObject* abandon(PyObject*, PyObject*) {
+  recorder().active = false;
+  enable_thread(false);
+  install_cpu_allocator(false);
   Py_RETURN_NONE;
 }
 
@@ -119,16 +129,26 @@ bool put(PyObject* dict, const char* name, const std::vector<T>& column) {
   return ok;
 }
 
+// The tuple (id, kind, text, frames).
+PyObject* name_row(const Names::Row& row) {
+  PyObject* frames = PyList_New(static_cast<Py_ssize_t>(row.frames.size()));
+  for (size_t i = 0; frames != nullptr && i < row.frames.size(); ++i) {
+    PyObject* frame = PyLong_FromLong(row.frames[i]);
+    if (frame == nullptr) Py_CLEAR(frames);
+    if (frame != nullptr) PyList_SET_ITEM(frames, static_cast<Py_ssize_t>(i), frame);
+  }
+  if (frames == nullptr) return nullptr;
+  PyObject* text = PyUnicode_DecodeUTF8(row.text.data(), static_cast<Py_ssize_t>(row.text.size()), "replace");
+  return Py_BuildValue("(iiNN)", row.id, static_cast<int>(row.kind), text, frames);   // handles a text of null
+}
+
 PyObject* names_list() {
   std::vector<Names::Row> rows = recorder().names.take_new();
   PyObject* list = PyList_New(static_cast<Py_ssize_t>(rows.size()));
   for (size_t i = 0; list != nullptr && i < rows.size(); ++i) {
-    PyObject* frames = PyList_New(static_cast<Py_ssize_t>(rows[i].frames.size()));
-    for (size_t k = 0; k < rows[i].frames.size(); ++k)
-      PyList_SET_ITEM(frames, static_cast<Py_ssize_t>(k), PyLong_FromLong(rows[i].frames[k]));
-    PyObject* text = PyUnicode_DecodeUTF8(rows[i].text.data(), static_cast<Py_ssize_t>(rows[i].text.size()), "replace");
-    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i),
-                    Py_BuildValue("(iiNN)", rows[i].id, static_cast<int>(rows[i].kind), text, frames));
+    PyObject* row = name_row(rows[i]);
+    if (row == nullptr) Py_CLEAR(list);
+    if (row != nullptr) PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), row);
   }
   return list;
 }
@@ -162,46 +182,57 @@ void keep_later(std::vector<Event>& events, int64_t until_ns, std::vector<Event>
   events.erase(first, events.end());
 }
 
+// Takes the records up to `until_ns` and converts them. Throws std::bad_alloc.
+void take_records(int64_t until_ns, Tables& tables) {
+  Recorder& r = recorder();
+  if (r.active) record_foreign_frees();
+  std::vector<Event> events, later;
+  std::vector<OpCall> ops;
+  std::vector<Span> spans;
+  std::vector<StreamPool> stream_pools;
+  {
+    Lock lock(r.mutex);
+    stream_pools = r.stream_pools;
+    events.swap(r.events);
+    ops.swap(r.ops);
+    spans.swap(r.spans);
+    r.events.swap(r.spare_events);
+    r.ops.swap(r.spare_ops);
+    resolver->set_settings(r.cuda_settings);
+    r.writer_notified = false;
+  }
+  r.buffer_taken.notify_all();
+  if (until_ns != kNone) keep_later(events, until_ns, later);
+  take_device_times(tables.device_times);
+  resolver->add(events, stream_pools, tables);
+  resolver->add(ops, tables);
+  resolver->add(spans, tables);
+  events.clear();
+  ops.clear();
+  Lock lock(r.mutex);
+  if (r.active) {
+    r.spare_events.swap(events);
+    r.spare_ops.swap(ops);
+  }
+  if (!later.empty()) r.events.insert(r.events.begin(), later.begin(), later.end());
+}
+
 // drain(until_ns) -> {"events.time_ns": bytes, ..., "names": [(id, kind, text, frames)]}; until_ns -1 drains everything
 PyObject* drain(PyObject*, PyObject* until) {
   if (resolver == nullptr) return fail("no recording was started");
   const int64_t until_ns = PyLong_AsLongLong(until);
   if (until_ns == -1 && PyErr_Occurred()) return nullptr;
-  Recorder& r = recorder();
   Tables tables;
+  bool has_memory = true;
   Py_BEGIN_ALLOW_THREADS {
-    if (r.active) record_foreign_frees();
-    std::vector<Event> events, later;
-    std::vector<OpCall> ops;
-    std::vector<Span> spans;
-    std::vector<StreamPool> stream_pools;
-    {
-      Lock lock(r.mutex);
-      events.swap(r.events);
-      ops.swap(r.ops);
-      spans.swap(r.spans);
-      r.events.swap(r.spare_events);
-      r.ops.swap(r.spare_ops);
-      stream_pools = r.stream_pools;
-      resolver->set_settings(r.cuda_settings);
-      r.writer_notified = false;
+    try {
+      take_records(until_ns, tables);
+    } catch (const std::bad_alloc&) {
+      has_memory = false;
     }
-    r.buffer_taken.notify_all();
-    if (until_ns != kNone) keep_later(events, until_ns, later);
-    take_device_times(tables.device_times);
-    resolver->add(events, stream_pools, tables);
-    resolver->add(ops, tables);
-    resolver->add(spans, tables);
-    events.clear();
-    ops.clear();
-    Lock lock(r.mutex);
-    if (r.active) {
-      r.spare_events.swap(events);
-      r.spare_ops.swap(ops);
-    }
-    if (!later.empty()) r.events.insert(r.events.begin(), later.begin(), later.end());
   }
   Py_END_ALLOW_THREADS
+  if (!has_memory) return PyErr_NoMemory();
   PyObject* out = PyDict_New();
   PyObject* names = names_list();
   if (out == nullptr || names == nullptr || !put_tables(out, tables) || PyDict_SetItemString(out, "names", names) != 0) {
@@ -244,37 +275,70 @@ PyObject* cuda_settings(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
-// status() -> {"active": bool, ...}
+// status() -> {"active": bool, ...}; "failure" is why the recording ended by itself, or None
 PyObject* status(PyObject*, PyObject*) {
   Recorder& r = recorder();
-  return Py_BuildValue("{s:O,s:O,s:O,s:O,s:O,s:L}", "active", r.active ? Py_True : Py_False, "overrun",
-                       r.overrun ? Py_True : Py_False, "thread_enabled", thread_enabled() ? Py_True : Py_False, "cuda",
+  return Py_BuildValue("{s:O,s:z,s:O,s:O,s:O,s:L}", "active", r.active ? Py_True : Py_False, "failure",
+                       r.failure.load(), "thread_enabled", thread_enabled() ? Py_True : Py_False, "cuda",
                        cuda_supported() ? Py_True : Py_False, "device_time",
                        device_time_supported() ? Py_True : Py_False, "blocks",
                        static_cast<long long>(resolver ? resolver->num_blocks() : 0));
 }
 
+// `Function` as a function of the module: C++ exceptions become Python exceptions.
+template <PyObject* (*Function)(PyObject*, PyObject*)>
+PyObject* checked(PyObject* module, PyObject* arguments) {
+  try {
+    return Function(module, arguments);
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    return fail(error.what());
+  }
+}
+
+// A `Function` that marks what the program does. It is called by the program's own code, so it must not fail: the
+// recording ends instead, and the result is 0.
+template <PyObject* (*Function)(PyObject*, PyObject*)>
+PyObject* marking(PyObject* module, PyObject* arguments) {
+  PyObject* result = nullptr;
+  bool has_failed = true;
+  record_or_give_up([&] {
+    result = Function(module, arguments);
+    has_failed = false;
+  });
+  if (has_failed) return PyLong_FromLong(0);
+  if (result != nullptr || !PyErr_ExceptionMatches(PyExc_MemoryError)) return result;
+  PyErr_Clear();
+  recorder().give_up(kNoMemory);
+  return PyLong_FromLong(0);
+}
+
 PyMethodDef methods[] = {
-    {"start", start, METH_VARARGS, nullptr},
-    {"stop", stop, METH_NOARGS, nullptr},
-    {"wait", wait, METH_O, nullptr},
-    {"wake", wake, METH_NOARGS, nullptr},
-    {"drain", drain, METH_O, nullptr},
+    {"start", checked<start>, METH_VARARGS, nullptr},
+    {"stop", checked<stop>, METH_NOARGS, nullptr},
+    {"abandon", checked<abandon>, METH_NOARGS, nullptr},
+    {"wait", checked<wait>, METH_O, nullptr},
+    {"wake", checked<wake>, METH_NOARGS, nullptr},
+    {"drain", checked<drain>, METH_O, nullptr},
     {"name_id", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&name_id)), METH_FASTCALL, nullptr},
-    {"hide_frames_of", hide_frames_of, METH_O, nullptr},
-    {"push_module", push_module, METH_O, nullptr},
-    {"pop_module", pop_module, METH_O, nullptr},
-    {"begin_backward", begin_backward, METH_NOARGS, nullptr},
-    {"end_backward", end_backward, METH_O, nullptr},
-    {"span", span, METH_VARARGS, nullptr},
-    {"waiting", waiting, METH_O, nullptr},
+    {"hide_frames_of", checked<hide_frames_of>, METH_O, nullptr},
+    {"push_module", marking<push_module>, METH_O, nullptr},
+    {"pop_module", marking<pop_module>, METH_O, nullptr},
+    {"begin_backward", marking<begin_backward>, METH_NOARGS, nullptr},
+    {"end_backward", marking<end_backward>, METH_O, nullptr},
+    {"span", marking<span>, METH_VARARGS, nullptr},
+    {"waiting", marking<waiting>, METH_O, nullptr},
     {"now", now, METH_NOARGS, nullptr},
-    {"label", label, METH_VARARGS, nullptr},
-    {"baseline", baseline, METH_O, nullptr},
-    {"cuda_events", cuda_events, METH_O, nullptr},
-    {"attach_cuda", attach_cuda, METH_NOARGS, nullptr},
-    {"cuda_settings", cuda_settings, METH_VARARGS, nullptr},
+    {"label", marking<label>, METH_VARARGS, nullptr},
+    {"baseline", marking<baseline>, METH_O, nullptr},
+    {"cuda_events", checked<cuda_events>, METH_O, nullptr},
+    {"attach_cuda", checked<attach_cuda>, METH_NOARGS, nullptr},
+    {"cuda_settings", checked<cuda_settings>, METH_VARARGS, nullptr},
     {"status", status, METH_NOARGS, nullptr},
+    {"call_until_done", call_until_done, METH_VARARGS, nullptr},
+    {"call_or_undo", call_or_undo, METH_VARARGS, nullptr},
+    {"instances", checked<instances>, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "memtrace_native", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
@@ -291,11 +355,7 @@ void wait_for_writer() {
     const bool was_taken = r.buffer_taken.wait_for(lock, std::chrono::seconds(10), [&] {
       return !r.active || r.events.size() + r.ops.size() <= r.options.limit_records;
     });
-    if (!was_taken) {
-      r.overrun = true;
-      r.active = false;
-      r.wake_writer.notify_all();
-    }
+    if (!was_taken) r.give_up("the disk does not keep up with the program");
   }
   if (saved != nullptr) PyEval_RestoreThread(saved);
 }

@@ -2,7 +2,6 @@
 
 #include <array>
 #include <memory>
-#include <mutex>
 #include <unordered_map>
 
 namespace memtrace {
@@ -72,7 +71,7 @@ std::unique_ptr<OperatorInfo> inspect(const c10::OperatorHandle& op) {
 }  // namespace
 
 const OperatorInfo& operator_info(const c10::OperatorHandle& op) {
-  static std::mutex mutex;
+  static ForkSafeMutex mutex;
   static std::unordered_map<const c10::FunctionSchema*, std::unique_ptr<OperatorInfo>>& all = *new std::remove_reference_t<decltype(all)>;
   struct Slot {
     const c10::FunctionSchema* key = nullptr;
@@ -85,7 +84,7 @@ const OperatorInfo& operator_info(const c10::OperatorHandle& op) {
   const c10::FunctionSchema* key = &op.schema();
   Slot& slot = (*slots)[(reinterpret_cast<uintptr_t>(key) >> 6) % slots->size()];
   if (slot.key == key && slot.info->epoch == r.epoch.load(std::memory_order_relaxed)) return *slot.info;
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<ForkSafeMutex> lock(mutex);
   std::unique_ptr<OperatorInfo>& info = all[key];
   if (info == nullptr) info = inspect(op);
   if (info->epoch != r.epoch) {

@@ -112,7 +112,8 @@ int32_t python_stack(bool may_wait) {
   if (!Py_IsInitialized() || PyGILState_GetThisThreadState() == nullptr) return kNone;
   if (!may_wait && !PyGILState_Check()) return kNone;
   const PyGILState_STATE gil = PyGILState_Ensure();
-  const int32_t id = walk_stack();
+  int32_t id = kNone;
+  record_or_give_up([&] { id = walk_stack(); });
   PyGILState_Release(gil);
   return id;
 }

@@ -7,28 +7,39 @@
 
 namespace memtrace {
 
-int32_t Names::id(NameKind kind, std::string_view text) {
-  std::string key(1, static_cast<char>('0' + static_cast<int>(kind)));
-  key.append(text);
-  std::lock_guard<std::mutex> lock(mutex_);
-  auto [entry, is_new] = ids_.try_emplace(std::move(key), next_);
-  if (is_new) new_rows_.push_back({next_++, kind, std::string(text), {}});
-  return entry->second;
+int32_t Names::id(NameKind kind, std::string_view text) noexcept {
+  int32_t id = kNone;
+  record_or_give_up([&] {
+    std::string key(1, static_cast<char>('0' + static_cast<int>(kind)));
+    key.append(text);
+    std::lock_guard<ForkSafeMutex> lock(mutex_);
+    auto known = ids_.find(key);
+    if (known == ids_.end()) {
+      new_rows_.push_back({next_, kind, std::string(text), {}});   // first: an id without a row must not exist
+      known = ids_.emplace(std::move(key), next_++).first;
+    }
+    id = known->second;
+  });
+  return id;
 }
 
-int32_t Names::add_stack(std::vector<int32_t> frames) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  new_rows_.push_back({next_, NameKind::stack, {}, std::move(frames)});
-  return next_++;
+int32_t Names::add_stack(std::vector<int32_t> frames) noexcept {
+  int32_t id = kNone;
+  record_or_give_up([&] {
+    std::lock_guard<ForkSafeMutex> lock(mutex_);
+    new_rows_.push_back({next_, NameKind::stack, {}, std::move(frames)});
+    id = next_++;
+  });
+  return id;
 }
 
 std::vector<Names::Row> Names::take_new() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<ForkSafeMutex> lock(mutex_);
   return std::exchange(new_rows_, {});
 }
 
 void Names::clear() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<ForkSafeMutex> lock(mutex_);
   ids_.clear();
   new_rows_.clear();
   next_ = 0;
@@ -36,19 +47,47 @@ void Names::clear() {
 
 namespace {
 
-void before_fork() { recorder().mutex.lock(); }
-void after_fork_in_parent() { recorder().mutex.unlock(); }
+struct ForkSafeMutexes {
+  std::vector<ForkSafeMutex*> outer, inner;
+};
+
+ForkSafeMutexes& fork_safe_mutexes() {
+  static auto* all = new ForkSafeMutexes;
+  return *all;
+}
+
+void before_fork() {
+  for (ForkSafeMutex* mutex : fork_safe_mutexes().outer) mutex->lock();
+  recorder().mutex.lock();
+  for (ForkSafeMutex* mutex : fork_safe_mutexes().inner) mutex->lock();
+}
+
+void after_fork_in_parent() {
+  for (ForkSafeMutex* mutex : fork_safe_mutexes().inner) mutex->unlock();
+  recorder().mutex.unlock();
+  for (ForkSafeMutex* mutex : fork_safe_mutexes().outer) mutex->unlock();
+}
+
 // A forked child, such as a DataLoader worker, has no writer thread, so it must not record.
 void after_fork_in_child() {
-  recorder().active = false;
-  recorder().mutex.unlock();
+  Recorder& r = recorder();
+  r.active = false;
+  // Threads of the parent may have held the locks inside these; nobody waits for them in the child.
+  new (&r.wake_writer) std::condition_variable_any;
+  new (&r.buffer_taken) std::condition_variable_any;
+  after_fork_in_parent();
 }
 
 }  // namespace
 
+ForkSafeMutex::ForkSafeMutex(Order order) {
+  (order == Order::outer ? fork_safe_mutexes().outer : fork_safe_mutexes().inner).push_back(this);
+}
+
 Recorder* const the_recorder = [] {
+  auto* created = new Recorder;
   pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
-  return new Recorder;
+  return created;
 }();
 
 // Leaked on purpose, a few hundred bytes per thread: blocks are still freed while a thread's local storage is destroyed.
@@ -60,17 +99,40 @@ void Recorder::notify_writer_if_due() {
   wake_writer.notify_one();
 }
 
-void Recorder::add(const Event& event) {
+void Recorder::add(const Event& event) noexcept {
   Lock lock(mutex);
   if (!active) return;
-  events.push_back(event);
+  push(event);
   notify_writer_if_due();
 }
 
-void Recorder::add(const Span& span) {
+void Recorder::add(const Span& span) noexcept {
   Lock lock(mutex);
   if (!active) return;
-  spans.push_back(span);
+  push(span);
+}
+
+void Recorder::push(const Event& event) noexcept {
+  record_or_give_up([&] { events.push_back(event); });
+}
+void Recorder::push(const OpCall& call) noexcept {
+  record_or_give_up([&] { ops.push_back(call); });
+}
+void Recorder::push(const Span& span) noexcept {
+  record_or_give_up([&] { spans.push_back(span); });
+}
+
+void Recorder::give_up(const char* reason) noexcept {
+  const char* none = nullptr;
+  failure.compare_exchange_strong(none, reason);
+  active = false;
+  wake_writer.notify_all();
+  buffer_taken.notify_all();
+}
+
+int16_t thread_index_or_none() {
+  const ThreadState* state = thread_state_or_null;
+  return state != nullptr && state->epoch == recorder().epoch.load(std::memory_order_relaxed) ? state->index : kNone;
 }
 
 ThreadState& reset_thread_state() {

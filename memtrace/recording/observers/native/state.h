@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <new>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -25,6 +26,7 @@ enum class SpanKind : int8_t { step, phase, module, data_wait, range, action }; 
 enum class NameKind : int8_t { op, module, tensor, frame, stack, thread, range };  // memtrace.format.schema.NAME_KINDS
 
 constexpr int kNone = -1;
+constexpr const char* kNoMemory = "there is no memory left for the records";
 
 // Event and OpCall are kept small: an operator-bound program creates half a million of them per second.
 struct Event {
@@ -81,6 +83,7 @@ struct ThreadState {
   int16_t index = 0;
   int64_t current_op = kNone;
   int64_t op_allocated_bytes = 0;
+  bool op_freed = false;                                 // whether the current operator freed a block
   std::vector<uint64_t> op_blocks;                       // live blocks allocated by the current operator
   std::vector<std::pair<int32_t, int64_t>> modules;      // name id and start of each module call
   std::vector<OpenRange> ranges;
@@ -99,11 +102,24 @@ struct Options {
   int64_t device_time_min_bytes = kNone;   // kNone: no device times
 };
 
-// Interned names of one recording. Every drain takes the new names.
+// A mutex that the thread which forks holds while it forks, so that a child finds what the mutex guards intact. A thread
+// may take a ForkSafeMutex while it holds an outer one, but not the other way round.
+class ForkSafeMutex {
+ public:
+  enum class Order { outer, inner };
+  explicit ForkSafeMutex(Order order = Order::outer);
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
+
+ private:
+  std::mutex mutex_;
+};
+
+// Interned names of one recording. Every drain takes the new names. Without memory for a name its id is kNone.
 class Names {
  public:
-  int32_t id(NameKind kind, std::string_view text);
-  int32_t add_stack(std::vector<int32_t> frames);
+  int32_t id(NameKind kind, std::string_view text) noexcept;
+  int32_t add_stack(std::vector<int32_t> frames) noexcept;
   struct Row {
     int32_t id;
     NameKind kind;
@@ -114,7 +130,7 @@ class Names {
   void clear();
 
  private:
-  std::mutex mutex_;
+  ForkSafeMutex mutex_{ForkSafeMutex::Order::inner};
   std::unordered_map<std::string, int32_t> ids_;
   std::vector<Row> new_rows_;
   int32_t next_ = 0;
@@ -137,7 +153,7 @@ using Lock = std::lock_guard<SpinLock>;
 
 struct Recorder {
   std::atomic<bool> active{false};
-  std::atomic<bool> overrun{false};        // the writer was too slow, so the recording ended
+  std::atomic<const char*> failure{nullptr};   // why the recording ended by itself
   std::atomic<uint32_t> epoch{0};          // number of the recording; thread state of an earlier recording is stale
   std::atomic<int64_t> next_op{0};
   Options options;
@@ -159,9 +175,13 @@ struct Recorder {
   int64_t now() const {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - t0).count();
   }
-  void add(const Event& event);            // locks the mutex
-  void add(const Span& span);
+  void add(const Event& event) noexcept;   // locks the mutex
+  void add(const Span& span) noexcept;
+  void push(const Event& event) noexcept;  // requires the mutex
+  void push(const OpCall& call) noexcept;
+  void push(const Span& span) noexcept;
   void notify_writer_if_due();             // requires the mutex
+  void give_up(const char* reason) noexcept;   // ends the recording; the program goes on
 };
 
 extern Recorder* const the_recorder;   // never destroyed: blocks can be freed after the recording
@@ -174,6 +194,21 @@ inline ThreadState& thread_state() {
   ThreadState* state = thread_state_or_null;
   const bool is_current = state != nullptr && state->epoch == recorder().epoch.load(std::memory_order_relaxed);
   return is_current ? *state : reset_thread_state();
+}
+
+// The index of the calling thread; kNone if it has no state yet, such as memtrace's own threads.
+int16_t thread_index_or_none();
+
+// Runs `work`, which records something. If that fails (no memory for it), the recording ends and the program goes on.
+template <typename Work>
+void record_or_give_up(Work&& work) noexcept {
+  try {
+    work();
+  } catch (const std::bad_alloc&) {
+    recorder().give_up(kNoMemory);
+  } catch (...) {
+    recorder().give_up("the native observer failed");
+  }
 }
 
 Phase current_phase(const ThreadState& thread);

@@ -1,0 +1,103 @@
+"""Counts the processes that the program starts while it is recorded: their memory is not in the trace."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK")
+
+
+class ChildProcesses:
+    """Counts forks, processes of ``multiprocessing`` and ranks started by the program, such as those of Lightning.
+
+    Workers of a DataLoader are not counted: they only prepare the batches, which are recorded where they arrive.
+
+    Attributes:
+        num_started: processes counted so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_started = 0
+        self._starting = threading.local()
+
+    def watch(self, undo: ExitStack) -> None:
+        """Count from now on, until ``undo`` is closed."""
+        self._watch_multiprocessing(undo)
+        self._watch_subprocess(undo)
+
+    def note(self) -> str | None:
+        """A sentence about the processes that were not recorded; None if there are none."""
+        if self.num_started == 0:
+            return None
+        count = "1 child process was" if self.num_started == 1 else f"{self.num_started} child processes were"
+        return (
+            f"{count} started while recording; the memory of a child process is not in this trace. To record it, call "
+            "memtrace.record in the function or script that the child process runs"
+        )
+
+    def forked(self) -> None:
+        """Take note of a fork, in the parent."""
+        if not getattr(self._starting, "is_starting", False) and not _is_called_by_subprocess():
+            self.num_started += 1
+
+    def _watch_multiprocessing(self, undo: ExitStack) -> None:
+        original = BaseProcess.start
+
+        @functools.wraps(original)
+        def start(process: BaseProcess) -> None:
+            is_data_worker = _is_data_worker(process)
+            self._starting.is_starting = True
+            try:
+                original(process)
+            finally:
+                self._starting.is_starting = False
+            self.num_started += not is_data_worker
+
+        def restore() -> None:
+            if BaseProcess.start is start:
+                BaseProcess.start = original  # type: ignore[method-assign]
+
+        undo.callback(restore)
+        BaseProcess.start = start  # type: ignore[method-assign]
+
+    def _watch_subprocess(self, undo: ExitStack) -> None:
+        original = subprocess.Popen.__init__
+
+        @functools.wraps(original)
+        def init(popen: Any, *args: Any, **kwargs: Any) -> None:
+            original(popen, *args, **kwargs)
+            self.num_started += _is_rank(kwargs.get("env"))
+
+        def restore() -> None:
+            if subprocess.Popen.__init__ is init:
+                subprocess.Popen.__init__ = original  # type: ignore[method-assign]
+
+        undo.callback(restore)
+        subprocess.Popen.__init__ = init  # type: ignore[method-assign]
+
+
+def _is_data_worker(process: BaseProcess) -> bool:
+    target = process.__dict__.get("_target")
+    module = target.__module__ if type(target) is type(_is_data_worker) else ""
+    return module.startswith("torch.utils.data.")
+
+
+def _is_rank(environment: object) -> bool:
+    """Whether the environment of a child process gives it a rank other than that of this process."""
+    return type(environment) is dict and any(
+        environment.get(name, os.environ.get(name)) != os.environ.get(name) for name in _RANK_VARIABLES
+    )
+
+
+def _is_called_by_subprocess() -> bool:
+    """Whether a fork is that of ``subprocess``, which replaces the process by another program at once."""
+    frame = sys._getframe(1)
+    callers = (frame.f_back, frame.f_back.f_back) if frame.f_back is not None else ()
+    return any(caller is not None and caller.f_globals.get("__name__") == "subprocess" for caller in callers)

@@ -1,0 +1,14 @@
+// What memtrace needs from C besides observing: calls that an interrupt cannot leave half done, and a quick search among
+// the live objects.
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+namespace memtrace {
+
+PyObject* call_until_done(PyObject*, PyObject* arguments);
+PyObject* call_or_undo(PyObject*, PyObject* arguments);
+PyObject* instances(PyObject*, PyObject* arguments);
+
+}  // namespace memtrace

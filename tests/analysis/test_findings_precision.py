@@ -1,0 +1,48 @@
+"""Findings on programs that carry their own fixes: the edited program has the predicted peak.
+
+``benchmarks/findings_precision.py`` runs all programs; these are one of each kind.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.programs.edits import read_programs
+
+ROOT = Path(__file__).parents[2]
+SAMPLE = ("contrastive_clone", "gradients_zeroed", "held_logits_module", "evaluation_with_grad", "unused_buffer")
+
+
+def run_programs(*names: str) -> str:
+    """Return what the benchmark prints about some programs."""
+    command = [sys.executable, ROOT / "benchmarks/findings_precision.py", *names]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+
+def test_savings_of_the_sample_are_those_of_the_edited_programs() -> None:
+    output = run_programs(*SAMPLE)
+    assert f"{len(SAMPLE)} programs" in output
+    assert "FALSE" not in output and "MISSED" not in output, output
+    assert f"peaks equal to torch.profiler's: {len(SAMPLE)} of {len(SAMPLE)}" in output, output
+    assert "lower bounds above a peak: 0" in output
+
+
+@pytest.mark.slow
+def test_findings_of_all_programs_are_true_and_complete() -> None:
+    output = run_programs()
+    assert "FALSE" not in output and "MISSED" not in output, output
+    assert "lower bounds above a peak: 0" in output
+
+
+def test_every_edit_changes_its_program() -> None:
+    programs = read_programs()
+    assert len(programs) >= 40
+    for program in programs:
+        compile(program.source, str(program.path), "exec")
+        for edit in program.edits:
+            assert program.apply(edit) != program.source
+            compile(program.apply(edit), str(program.path), "exec")

@@ -1,0 +1,56 @@
+"""Programs of more than a hundred kinds compute the same bits with a recording as without."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import memtrace
+from memtrace.analysis.peak import find_peak
+from tests.programs.kinds import load_kinds
+
+ROOT = Path(__file__).parents[2]
+WITHOUT_MEMORY = {"fake_tensors"}
+"""Programs whose own tensors take no memory."""
+
+pytestmark = pytest.mark.slow
+RunKinds = Callable[[str], dict[str, str]]
+
+
+@pytest.fixture(scope="session")
+def run_kinds(tmp_path_factory: pytest.TempPathFactory) -> RunKinds:
+    """Runs all programs in one process under an observer, or without a recording if its name is empty."""
+    folder = tmp_path_factory.mktemp("kinds")
+
+    @cache
+    def run(observer: str) -> dict[str, str]:
+        command = [sys.executable, "-m", "tests.programs.run_kinds"]
+        if observer:
+            command += ["--record", str(folder / observer), "--observer", observer]
+        # Every process compiles for itself, so that a cache does not decide which code runs.
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / f"inductor {observer}")}
+        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+        assert result.returncode == 0, result.stderr[-3000:]
+        digests: dict[str, str] = json.loads(result.stdout.splitlines()[-1])
+        for name in digests if observer else ():
+            trace = memtrace.load(folder / observer / f"{name}.memtrace")
+            if "cpu" not in trace.devices or not find_peak(trace, "cpu").requested.bytes:
+                digests[name] += "" if name in WITHOUT_MEMORY else " (the trace is empty)"
+        return digests
+
+    return run
+
+
+@pytest.mark.parametrize("observer", ["native", "dispatch"])
+@pytest.mark.parametrize("name", sorted(load_kinds()))
+def test_program_computes_the_same_bits_with_a_recording(run_kinds: RunKinds, name: str, observer: str) -> None:
+    expected = run_kinds("")[name]
+    assert len(expected) == 64, f"the program fails without a recording: {expected}"
+    assert run_kinds(observer)[name] == expected
