@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -70,11 +70,18 @@ def nothing_left_hooked() -> Iterator[None]:
     """Every test must leave torch as it found it."""
     from torch.optim import optimizer
 
+    instrumented: tuple[Any, ...] = (
+        torch.nn.Module._wrapped_call_impl,
+        torch.nn.Module.__init__,
+        torch.nn.Module.__setstate__,
+        torch.autograd.graph._engine_run_backward,
+        torch.nn.utils.stateless._functional_call,
+    )
+
     def hooks() -> tuple[object, ...]:
         return (
             torch.nn.Module.__call__,
-            torch.autograd.graph._engine_run_backward,
-            torch.autograd._engine_run_backward,
+            *(function.__code__ for function in instrumented),
             dict(optimizer._global_optimizer_pre_hooks),
             dict(optimizer._global_optimizer_post_hooks),
             torch._C._len_torch_dispatch_stack(),

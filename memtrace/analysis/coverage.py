@@ -45,7 +45,7 @@ def outside_allocator_bytes(trace: Trace) -> int | None:
     """Return the largest memory in use on the trace's GPUs outside its allocator, by the driver's count.
 
     It belongs to CUDA contexts, libraries and other processes. Bytes, summed over the devices; None where the driver's
-    count was not read.
+    or the allocator's count was not read.
     """
     readings = outside_readings(trace)
     if not len(readings.device):

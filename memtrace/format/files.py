@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 FIRST_DESCRIPTOR: Final = 512
-"""memtrace's descriptors have at least this number: a program that closes the descriptors it does not know, such as
-``os.closerange(3, 256)``, misses them, and its next ``open``, which takes the smallest free number, does not get one."""
+"""memtrace's descriptors have at least this number. A program that closes descriptors it does not know, such as with
+``os.closerange(3, 256)``, misses them, and its next ``open`` takes the smallest free number, which is not theirs."""
 
 FileIdentity = tuple[int, int]
 """Device and inode."""
@@ -59,7 +59,7 @@ def _write(path: Path, content: bytes | memoryview) -> None:
 def open_protected(path: Path, flags: int) -> tuple[int, FileIdentity]:
     """Open a file or folder with a descriptor of at least FIRST_DESCRIPTOR where possible; return its identity too."""
     descriptor = os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o666)
-    status = os.stat(path)
+    status = path.stat()
     identity = (status.st_dev, status.st_ino)
     if sys.platform == "win32":
         return descriptor, identity

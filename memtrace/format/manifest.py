@@ -50,6 +50,10 @@ class DeviceInfo:
     """CPU: threads that torch uses within an operator."""
     total_bytes: int | None = None
     """Memory of the device."""
+    uuid: str | None = None
+    """Unique id of the device, which stays the same whatever number a process knows the device by."""
+    pci_address: str | None = None
+    """Domain, bus and device number, as nvidia-smi writes them."""
     allowed_bytes: int | None = None
     """Most that torch's CUDA allocator may reserve (``set_per_process_memory_fraction``); None: no limit or unknown."""
 
@@ -110,6 +114,10 @@ class FileCoverage:
     """Whether the blocks are the program's. A file of totals has one block per category, replaced at every change."""
     has_accesses: bool | None = None
     """Whether reads and writes were recorded; None: they were if there are any."""
+    unseen_accesses: tuple[str, ...] = ()
+    """Code that ran without its reads and writes being recorded, so that a block without accesses may have been used:
+    ``compiled`` (kernels that torch.compile generated), ``python_handlers`` (operators that dispatch modes and tensor
+    subclasses call: they are recorded with the versions of torch that are known)."""
     notes: tuple[str, ...] = ()
     """Sentences about what the trace cannot show, and why."""
 
@@ -132,7 +140,8 @@ class Manifest:
     """Unix time at which ``time_ns`` is 0, ns."""
     num_events: int | None = None
     versions: Mapping[str, str | None] = field(default_factory=dict)
-    """Versions of python, torch and cuda in the recorded process."""
+    """Versions of python, torch and cuda in the recorded process; hip where torch is built for ROCm, whose devices
+    torch calls cuda too."""
     devices: Mapping[str, DeviceInfo] = field(default_factory=dict)
     host: str | None = None
     process: int | None = None
@@ -143,6 +152,11 @@ class Manifest:
     """None: not known; the paths of the files decide whose code a stack frame is."""
     clock: ClockOffset | None = None
     """None: the recording was of a single rank, or the file has no clock."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the recorded process that choose devices or configure torch's CUDA allocator."""
+    cuda_allocator: str | None = None
+    """``native`` (torch's caching allocator), ``cudaMallocAsync``, ``pluggable`` (the program's own) or ``uncached``
+    (caching was disabled); None: the program did not initialise CUDA, or the file does not name the allocator."""
     allocator_settings: Mapping[str, Any] | None = None
     """Settings of torch's CUDA allocator, as a snapshot names them."""
     coverage: FileCoverage = FileCoverage()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from memtrace.errors import TraceError
 from memtrace.format.manifest import missing_parts, read_manifest
 from memtrace.format.regular_file import require_regular_file
-from memtrace.format.schema import MANIFEST_NAME, RANK_TABLES, TABLES, find_column
+from memtrace.format.schema import MANIFEST_NAME, RANK_TABLES, TABLES, arrow_schema, find_column
 from memtrace.format.validation import check_column, check_order, check_schema
 
 if TYPE_CHECKING:
@@ -124,7 +124,8 @@ class PartFiles:
         return (min(lows), max(highs)) if lows else None
 
     def read(self, table: str, number: int, columns: tuple[str, ...]) -> pa.Table:
-        """Return those of ``columns`` that a part has."""
+        """Return columns of a part; one that the part lacks is null in every row."""
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
         file = self._files[table][number]
@@ -140,7 +141,12 @@ class PartFiles:
                 check_column(find_column(table, name), rows.column(name))
         except TraceError as error:
             raise self._foreign(file, error) from error
-        return rows
+        schema = arrow_schema(table)
+        filled = [
+            rows.column(name) if name in present else pa.nulls(footer.num_rows, schema.field(name).type)
+            for name in columns
+        ]
+        return pa.table(filled, list(columns))
 
     def _footer(self, table: str, number: int) -> Any:
         import pyarrow.parquet as pq

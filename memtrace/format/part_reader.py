@@ -124,8 +124,11 @@ class PartRange:
     def _live(self) -> pa.Table:
         if self._keyframe is None:
             has_keyframe = self._first in self._files.numbers("live")
-            part = self._files.read("live", self._first, _LIVE_COLUMNS) if has_keyframe else None
-            self._keyframe = arrow_schema("live").empty_table() if part is None else _with_all_columns(part)
+            self._keyframe = (
+                self._files.read("live", self._first, _LIVE_COLUMNS)
+                if has_keyframe
+                else arrow_schema("live").empty_table()
+            )
         return self._keyframe
 
     def _from_keyframe(self, table: str, columns: tuple[str, ...]) -> list[pa.Table]:
@@ -178,17 +181,6 @@ class RankFolder(PartRange):
     def __init__(self, path: Path) -> None:
         super().__init__(PartFiles(path))
         self.path = path
-
-
-def _with_all_columns(live: pa.Table) -> pa.Table:
-    """Return a keyframe with the columns that it lacks as null."""
-    import pyarrow as pa
-
-    schema, present = arrow_schema("live"), set(live.column_names)
-    columns = [
-        live.column(field.name) if field.name in present else pa.nulls(live.num_rows, field.type) for field in schema
-    ]
-    return pa.table(columns, schema.names)
 
 
 def events_of_keyframe(live: pa.Table) -> pa.Table:

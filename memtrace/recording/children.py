@@ -48,7 +48,8 @@ class ChildProcesses:
             self.num_started += 1
 
     def _watch_multiprocessing(self, undo: ExitStack) -> None:
-        original = BaseProcess.start
+        owner: Any = BaseProcess
+        original = owner.start
 
         @functools.wraps(original)
         def start(process: BaseProcess) -> None:
@@ -61,14 +62,15 @@ class ChildProcesses:
             self.num_started += not is_data_worker
 
         def restore() -> None:
-            if BaseProcess.start is start:
-                BaseProcess.start = original  # type: ignore[method-assign]
+            if owner.start is start:
+                owner.start = original
 
         undo.callback(restore)
-        BaseProcess.start = start  # type: ignore[method-assign]
+        owner.start = start
 
     def _watch_subprocess(self, undo: ExitStack) -> None:
-        original = subprocess.Popen.__init__
+        owner: Any = subprocess.Popen
+        original = owner.__init__
 
         @functools.wraps(original)
         def init(popen: Any, *args: Any, **kwargs: Any) -> None:
@@ -76,11 +78,11 @@ class ChildProcesses:
             self.num_started += _is_rank(kwargs.get("env"))
 
         def restore() -> None:
-            if subprocess.Popen.__init__ is init:
-                subprocess.Popen.__init__ = original  # type: ignore[method-assign]
+            if owner.__init__ is init:
+                owner.__init__ = original
 
         undo.callback(restore)
-        subprocess.Popen.__init__ = init  # type: ignore[method-assign]
+        owner.__init__ = init
 
 
 def _is_data_worker(process: BaseProcess) -> bool:

@@ -1,13 +1,15 @@
 """Records CUDA memory: existing blocks and segments, totals at every step, and the segments at the end.
 
-While the recording runs, allocations, frees, segments and out-of-memory errors come from the trace tracker of the CUDA
-allocator (``observers/native``). Without the CUDA headers the tracker cannot be built, and these events come from
-torch's own allocator history, with times in microseconds.
+While the recording runs, allocations, frees, segments and out-of-memory errors come from the trace tracker of torch's
+caching allocator (``observers/native``). Where there is no tracker (ROCm, the pure-Python observer), these events come
+from torch's own allocator history, with times in microseconds. Other allocators report no events: their blocks are
+known by the storages of tensors.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -21,7 +23,7 @@ from memtrace.readers.cuda_snapshot.events import segments_table
 from memtrace.readers.cuda_snapshot.segments import LiveBlocks, SnapshotSegments, read_segments
 from memtrace.readers.cuda_snapshot.settings import plain_settings
 from memtrace.readers.cuda_snapshot.sizes import rounds_by_default
-from memtrace.recording.cuda_driver import CudaDriver
+from memtrace.recording.cuda_driver import NO_CACHING_VARIABLE, CudaAllocator, CudaDriver
 from memtrace.recording.cuda_history import CudaHistory, rows_from_columns
 from memtrace.recording.manifest import ManifestFile
 from memtrace.recording.observers import OLDER_SEGMENT, CudaRow, Observer
@@ -30,12 +32,20 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 logger = logging.getLogger("memtrace")
-NO_HEADERS_NOTE: Final = (
-    "CUDA headers not found: CUDA blocks and segments come from torch's allocator history, whose times are in "
-    "microseconds, so some accesses may be assigned to the wrong block"
+HISTORY_NOTE: Final = (
+    "CUDA blocks and segments come from torch's allocator history, whose times are in microseconds, so some accesses "
+    "may be assigned to the wrong block"
+)
+ALLOCATOR_NOTES: Final[Mapping[CudaAllocator, str]] = {
+    "cudaMallocAsync": "the allocator cudaMallocAsync reports no events",
+    "pluggable": "the program's own CUDA allocator (change_current_allocator) reports no events",
+    "uncached": f"torch's CUDA allocator reports no events while caching is disabled ({NO_CACHING_VARIABLE})",
+}
+STORAGES_NOTE: Final = (
+    "CUDA blocks are recorded when an operator returns them or first accesses them, and until their storage is freed; "
+    "workspaces within operators, segments and out-of-memory errors are missing"
 )
 _BASELINE: Final = EVENT_KINDS.index("baseline")
-_NOW: Final = -1
 
 
 class CudaMonitor:
@@ -44,7 +54,7 @@ class CudaMonitor:
     Args:
         observer: receives existing segments and blocks, and the allocator history if it does not track CUDA itself.
         driver: access to ``torch.cuda``.
-        manifest: receives the allocator settings and notes.
+        manifest: receives the devices, the allocator settings and notes.
     """
 
     def __init__(self, observer: Observer, driver: CudaDriver, manifest: ManifestFile) -> None:
@@ -53,20 +63,26 @@ class CudaMonitor:
         self._manifest = manifest
         self._note = manifest.add_note
         self._lock = threading.Lock()
+        self._process = os.getpid()
         self._is_recording = False
+        self._is_starting = False
         self._is_attached = False
+        self._cancel: Callable[[], None] = lambda: None
         self._history: CudaHistory | None = None
+        self._complete_until_ns = 0
         self._counters: list[tuple[int, int, int, int]] = []
         self._segments: pa.Table | None = None
         self._num_replays = 0
 
     def start(self) -> None:
         """Start now, or when the program initialises CUDA."""
-        self._is_recording = True
-        self._driver.when_ready(self._attach)
+        self._is_recording = self._is_starting = True
+        self._cancel = self._driver.when_ready(self._attach)
+        self._is_starting = False
 
     def _attach(self) -> None:
-        if self._is_recording:
+        # A forked child inherits the queued call, but is not recorded.
+        if self._is_recording and os.getpid() == self._process:
             self._guard(self._attach_now)
 
     def _guard(self, work: Callable[[], None]) -> None:
@@ -79,19 +95,45 @@ class CudaMonitor:
             logger.warning("memtrace: CUDA memory is no longer recorded, training continues: %s", error)
 
     def _attach_now(self) -> None:
-        # The tracker is attached before the snapshot: an event in between is then recorded twice rather than never.
-        if not self._observer.attach_cuda():
-            self._history = CudaHistory(self._observer, self._driver, self._note)
-            self._note(NO_HEADERS_NOTE)
-        snapshot = self._driver.snapshot()
-        settings = plain_settings(snapshot.get("allocator_settings") or {})
-        self._manifest.update(allocator_settings=settings)
-        segments, live = read_segments(snapshot["segments"])
-        self._observer.cuda_settings(rounds_by_default(settings, live), int(settings.get("max_split_size", -1)))
-        self._observer.cuda_events(_existing_rows(segments, live))
+        allocator = self._driver.allocator()
+        self._manifest.update(cuda_allocator=allocator)
+        self._read_devices()
+        if allocator == "native":
+            self._follow_allocator()
+        else:
+            self._follow_storages(ALLOCATOR_NOTES.get(allocator, f"the CUDA allocator {allocator} reports no events"))
         self._is_attached = True
         self._read_totals()
-        self._read_memory()
+
+    def _follow_allocator(self) -> None:
+        """Record the events of torch's caching allocator, from the snapshot taken here on."""
+        rows: list[CudaRow] = []
+        has_events = False
+        history = None
+        # Blocks that were there when the recording began are recorded at its beginning, like those of the CPU.
+        time_ns = 0 if self._is_starting else self._observer.now()
+        try:
+            if self._observer.attach_cuda():
+                snapshot = self._driver.snapshot()
+            else:
+                history = CudaHistory(self._observer, self._driver, self._note)
+                snapshot = history.start()
+                self._note(HISTORY_NOTE)
+            settings = plain_settings(snapshot.get("allocator_settings") or {})
+            self._manifest.update(allocator_settings=settings)
+            segments, live = read_segments(snapshot["segments"])
+            self._observer.cuda_settings(rounds_by_default(settings, live), int(settings.get("max_split_size", -1)))
+            rows, has_events = _existing_rows(segments, live, time_ns), True
+        finally:
+            self._observer.finish_cuda(rows, has_events)
+        self._history = history
+
+    def _follow_storages(self, reason: str) -> None:
+        """Record the blocks of tensors, because the allocator reports no events."""
+        logger.warning("memtrace: %s: %s", reason, STORAGES_NOTE)
+        self._note(f"{reason}: {STORAGES_NOTE}")
+        self._observer.cuda_settings(False, -1)  # sizes of blocks are unknown
+        self._observer.finish_cuda([], False)
 
     def read_totals(self) -> None:
         """Read the memory totals of all devices; called at every step."""
@@ -104,6 +146,7 @@ class CudaMonitor:
             (now, device, counter, value)
             for device, *values in self._driver.totals()
             for counter, value in enumerate(values)
+            if value is not None
         ]
         with self._lock:
             self._counters.extend(rows)
@@ -128,10 +171,10 @@ class CudaMonitor:
         """Read history, totals and segments at the end of the recording; call this before the observer stops."""
         self._is_recording = False
         self.read_totals()
-        if self._is_attached:
+        if self._is_attached and self._manifest.current.cuda_allocator == "native":
             self._guard(self._read_last_entries)
             self._guard(self._read_segments)
-            self._guard(self._read_memory)
+            self._guard(self._read_devices)
         if self._num_replays:
             self._note(
                 f"{self._num_replays} replays of CUDA graphs: the memory of a graph is recorded when it is captured; "
@@ -140,26 +183,29 @@ class CudaMonitor:
 
     def _read_last_entries(self) -> None:
         if self._history is not None:
-            self._history.read()
+            self._complete_until_ns = self._history.read()
 
     def _read_segments(self) -> None:
         table = final_segments(self._driver.snapshot())
         with self._lock:
             self._segments = table
 
-    def _read_memory(self) -> None:
-        """Read what torch may use of the devices, at the end again: the program sets the fraction when it likes."""
-        for device, total_bytes, allowed_bytes in self._driver.memory():
-            self._manifest.update_device(f"cuda:{device}", total_bytes=total_bytes, allowed_bytes=allowed_bytes)
+    def _read_devices(self) -> None:
+        """Describe the devices; at the end again, because the program sets its share of their memory when it likes."""
+        self._manifest.add_devices(self._driver.devices())
 
     def close(self) -> None:
         """Leave torch as it was; call this after the last ``take_history``."""
+        self._cancel()
         if self._history is not None:
             self._history.close()
 
     def take_history(self) -> int:
         """Pass new entries of torch's history to the observer; return until when it is complete, -1 if unused."""
-        return self._history.read() if self._history is not None else -1
+        if self._history is None:
+            return -1
+        self._guard(self._read_last_entries)
+        return self._complete_until_ns
 
     def take_tables(self) -> dict[str, pa.Table]:
         """New rows of the tables ``counters`` and ``segments``."""
@@ -170,13 +216,14 @@ class CudaMonitor:
         return tables | ({"counters": _counters_table(rows)} if rows else {})
 
 
-def _existing_rows(segments: SnapshotSegments, live: LiveBlocks) -> list[CudaRow]:
-    """Segments and blocks that are older than the recording, as rows for ``Observer.cuda_events``."""
+def _existing_rows(segments: SnapshotSegments, live: LiveBlocks, time_ns: int) -> list[CudaRow]:
+    """Segments and blocks that are older than the recording, as rows for ``Observer.finish_cuda``."""
     segment_rows = rows_from_columns(
         segments.device, segments.address, segments.size, segments.stream, segments.pool, segments.expandable
     )
     block_rows = rows_from_columns(live.device, live.address, live.requested, live.stream, live.pool, live.size)
-    return [(OLDER_SEGMENT, *row, _NOW) for row in segment_rows] + [(_BASELINE, *row, _NOW) for row in block_rows]
+    rows = [(OLDER_SEGMENT, *row) for row in segment_rows] + [(_BASELINE, *row) for row in block_rows]
+    return [(*row, time_ns) for row in rows]
 
 
 def final_segments(snapshot: Mapping[str, Any]) -> pa.Table:

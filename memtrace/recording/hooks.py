@@ -1,26 +1,24 @@
 """The hooks that a recording installs in torch: module calls, backward, optimizer steps, pipeline stages.
 
-All of them are removed when the recording ends.
+All of them are removed when the recording ends. None of them can fail the program (``HookErrors``), and none runs code
+of the program's objects (``plain_access``).
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.optim import optimizer as optimizer_hooks
 
-from memtrace.format.schema import NAME_KINDS, SPAN_KINDS
+from memtrace.recording.instrument import InstrumentError, instrument
 from memtrace.recording.labels import Labeller
 from memtrace.recording.observers import Observer
 from memtrace.recording.pipelining import watch_pipelining
-
-_RANGE: Final = SPAN_KINDS.index("range")
-_RANGE_NAME: Final = NAME_KINDS.index("range")
+from memtrace.recording.untraced import never_compiled
 
 
 def install_hooks(
@@ -37,111 +35,115 @@ def install_hooks(
         optimizer_stepped: called after every optimizer step.
         undo: receives what removes the hooks.
     """
-    _watch_modules(observer, labeller, undo)
-    _watch_backward(observer, undo)
-    flush_collections = _watch_collections(observer, undo)
+    errors = labeller.errors
+    for watch in (_watch_modules, _watch_backward, _watch_functional_calls):
+        _install(watch, observer, labeller, undo)
+    _watch_collections(observer, undo)
+    _watch_optimizers(labeller, errors.protect(optimizer_stepped), undo)
+    watch_pipelining(observer, errors, undo)
 
-    def after_step(optimizer: torch.optim.Optimizer) -> None:
-        flush_collections()
-        optimizer_stepped(optimizer)
 
-    _watch_optimizers(labeller, after_step, undo)
-    watch_pipelining(observer, undo)
+def _install(
+    watch: Callable[[Observer, Labeller, ExitStack], None], observer: Observer, labeller: Labeller, undo: ExitStack
+) -> None:
+    try:
+        watch(observer, labeller, undo)
+    except InstrumentError as error:
+        labeller.errors.report(f"names, labels and phases are incomplete: {error}")
 
 
 def _watch_modules(observer: Observer, labeller: Labeller, undo: ExitStack) -> None:
-    """Wrap ``Module.__call__``. torch's global forward hooks would make every module call several times slower."""
-    original = torch.nn.Module.__call__
-    push, pop, name_module, known = (
-        observer.push_module,
-        observer.pop_module,
-        labeller.module_name,
-        labeller.known_modules,
+    """Watch module calls and new modules. torch's global forward hooks would make calls several times slower."""
+    push, errors, named = observer.push_module, labeller.errors, labeller.known_modules
+    name_module = errors.protect(labeller.name_module)
+    label_inputs = errors.protect(labeller.label_inputs)
+    add_module = errors.protect(labeller.modules.add)
+
+    @never_compiled
+    def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        try:
+            known = named.get(id(module))
+            if known is None:
+                name_module(module)
+                known = named.get(id(module))
+            name = -1 if known is None else known.name_id
+            if push(name):
+                label_inputs((args, kwargs))
+            return name
+        except Exception as error:
+            errors.caught(error)
+            return -1
+
+    @never_compiled
+    def created(_: int, module: torch.nn.Module, __: object) -> None:
+        add_module(module)
+
+    observer.hide_frames_of(enter.__code__)
+    call: Any = torch.nn.Module._wrapped_call_impl
+    instrument(call, undo, arguments=("self", "args", "kwargs"), enter=enter, leave=observer.pop_module)
+    instrument(torch.nn.Module.__init__, undo, result_arguments=("self",), result=created)
+    # Copies and unpickled modules have no other beginning.
+    instrument(torch.nn.Module.__setstate__, undo, result_arguments=("self",), result=created)
+
+
+def _watch_backward(observer: Observer, labeller: Labeller, undo: ExitStack) -> None:
+    label_gradients = labeller.errors.protect(labeller.label_computed_gradients)
+
+    @never_compiled
+    def computed(_: int, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: object) -> None:
+        # _engine_run_backward(outputs, gradients, keep_graph, create_graph, inputs, ..., accumulate_grad=...)
+        if kwargs.get("accumulate_grad") is False:
+            label_gradients(args[3] if len(args) > 3 else kwargs.get("inputs"), gradients)
+
+    instrument(
+        torch.autograd.graph._engine_run_backward,
+        undo,
+        enter=observer.begin_backward,
+        result=computed,
+        result_arguments=("args", "kwargs"),
+        leave=observer.end_backward,
     )
-    is_compiling = torch.compiler.is_compiling
-
-    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
-            return original(self, *args, **kwargs)
-        name = known.get(id(self))
-        if name is None:
-            name = name_module(self)
-        if push(name) == 1 and torch.is_grad_enabled():
-            labeller.label_inputs((args, kwargs))
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            pop(name)
-
-    def restore() -> None:
-        if torch.nn.Module.__call__ is call:
-            torch.nn.Module.__call__ = original  # type: ignore[method-assign]
-
-    functools.update_wrapper(call, original)
-    observer.hide_frames_of(call.__code__)
-    torch.nn.Module.__call__ = call  # type: ignore[method-assign]
-    undo.callback(restore)
 
 
-def _watch_backward(observer: Observer, undo: ExitStack) -> None:
-    original = torch.autograd.graph._engine_run_backward
+def _watch_functional_calls(observer: Observer, labeller: Labeller, undo: ExitStack) -> None:
+    """Watch ``torch.func.functional_call``, which names the parameters that a program keeps outside its modules."""
+    label = labeller.errors.protect(labeller.label_functional_parameters)
 
-    @functools.wraps(original)
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return original(*args, **kwargs)
-        started_ns = observer.begin_backward()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            observer.end_backward(started_ns)
+    @never_compiled
+    def enter(module: torch.nn.Module, parameters: object) -> int:
+        label(module, parameters)
+        return -1
 
-    # torch.compiler's own tracing patches the function in the same two modules.
-    modules: tuple[Any, ...] = (torch.autograd.graph, torch.autograd)
-    for module in modules:
-        module._engine_run_backward = run_backward
-
-    def restore() -> None:
-        for module in modules:
-            if module._engine_run_backward is run_backward:
-                module._engine_run_backward = original
-
-    undo.callback(restore)
+    observer.hide_frames_of(enter.__code__)
+    arguments = ("module", "parameters_and_buffers")
+    instrument(torch.nn.utils.stateless._functional_call, undo, arguments=arguments, enter=enter)
 
 
-def _watch_collections(observer: Observer, undo: ExitStack) -> Callable[[], None]:
-    """Record garbage collections that freed objects: reference cycles kept those objects' memory alive.
+def _watch_collections(observer: Observer, undo: ExitStack) -> None:
+    """Record garbage collections that freed objects: reference cycles kept those objects' memory alive."""
+    callback = observer.collected
 
-    A collection can start anywhere, also inside the observer, so its span is recorded later, by the returned function.
-    """
-    now, started_ns = observer.now, [0]
-    collections: list[tuple[int, int]] = []
-    name = observer.name_id(_RANGE_NAME, "gc")
+    def remove() -> None:
+        # By identity: comparing for equality would run code of the program's callbacks.
+        gc.callbacks[:] = [other for other in gc.callbacks if other is not callback]
 
-    def on_collection(phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            started_ns[0] = now()
-        elif info.get("collected"):
-            collections.append((started_ns[0], now()))
-
-    def flush() -> None:
-        while collections:
-            observer.span(_RANGE, name, *collections.pop(), -1)
-
-    gc.callbacks.append(on_collection)
-    undo.callback(flush)
-    undo.callback(gc.callbacks.remove, on_collection)
-    return flush
+    gc.callbacks.append(callback)
+    undo.callback(remove)
 
 
 def _watch_optimizers(labeller: Labeller, after_step: Callable[[torch.optim.Optimizer], None], undo: ExitStack) -> None:
+    label_before = labeller.errors.protect(labeller.before_optimizer_step)
+    label_after = labeller.errors.protect(labeller.after_optimizer_step)
+
+    @never_compiled
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
-            labeller.before_optimizer_step(optimizer)
+            label_before(optimizer)
 
+    @never_compiled
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
-            labeller.after_optimizer_step(optimizer)
+            label_after(optimizer)
             after_step(optimizer)
 
     undo.callback(optimizer_hooks.register_optimizer_step_pre_hook(before).remove)

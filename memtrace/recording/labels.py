@@ -1,24 +1,35 @@
 """Labels blocks as parameters, gradients, optimizer state or inputs, with the qualified names of their tensors.
 
-Models do not have to be passed in: the modules that exist when the recording starts are detected, and so is the
-container of every unknown module that is called. Names are those of ``named_parameters``, prefixed with the class name
-of the root module (``GPT.blocks.0.attn.qkv.weight``). Names of a model that is passed in have no such prefix.
+Models do not have to be passed in: the modules that exist when the recording starts are detected, and so is every
+module that is created later. Names are those of ``named_parameters``, prefixed with the class name of the root module
+(``GPT.blocks.0.attn.qkv.weight``). Names of a model that is passed in have no such prefix.
 """
 
 from __future__ import annotations
 
 import gc
-import inspect
-import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from types import FrameType
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
 
 import torch
 
 from memtrace.format.schema import CATEGORIES, NAME_KINDS
+from memtrace.recording.hook_errors import HookErrors
+from memtrace.recording.module_registry import ModuleRegistry
 from memtrace.recording.observers import Observer
+from memtrace.recording.plain_access import (
+    child_module,
+    is_tensor,
+    memory_parts,
+    module_tensors,
+    optimizer_groups,
+    optimizer_state,
+    tensors_in,
+    type_name,
+    walk_modules,
+)
 
 PARAMETER: Final = CATEGORIES.index("parameter")
 GRADIENT: Final = CATEGORIES.index("gradient")
@@ -34,215 +45,232 @@ _WRAPPERS: Final = {
 }
 
 
-def tensors_in(value: object, depth: int = 3) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples and mappings, up to ``depth`` levels deep."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth > 0 and isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item, depth - 1)
-    elif depth > 0 and isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item, depth - 1)
+def unwrap(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Wrappers such as DistributedDataParallel, outermost first, and then the module of the program within them."""
+    modules = [module]
+    while (attribute := _WRAPPERS.get(type_name(modules[-1]))) is not None:
+        inner = child_module(modules[-1], attribute)
+        if inner is None:
+            break
+        modules.append(inner)
+    return modules
 
 
-def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """The user's own module inside wrappers such as DistributedDataParallel and that of torch.compile."""
-    while (attribute := _WRAPPERS.get(type(module).__name__)) is not None and isinstance(
-        getattr(module, attribute, None), torch.nn.Module
-    ):
-        module = getattr(module, attribute)
-    return module
+@dataclass(frozen=True, slots=True)
+class _NamedModule:
+    name_id: int
+    prefix: str
+    """What the names of its parameters begin with."""
+    reference: weakref.ref[torch.nn.Module]
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor whose memory this process holds: the local shard of a DTensor (FSDP2), otherwise the tensor itself."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        return tensor
-    part = getattr(tensor, "_local_tensor", tensor)
-    return part if isinstance(part, torch.Tensor) else tensor
-
-
-class _NamedTensor(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _NamedTensor:
     reference: weakref.ref[torch.Tensor]
     name: str
     name_id: int
+    state_name_ids: dict[str, int] = field(default_factory=dict)
+    """By key of the optimizer state."""
+
+
+def _join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
 
 
 class Labeller:
     """Names the modules and tensors of one recording and passes their labels to the observer.
 
     Attributes:
-        known_modules: maps id(module) to the name id of the module; an entry is removed together with its module.
+        errors: keeps errors away from the program.
+        modules: the modules of the process.
+        known_modules: named modules by id; an entry is removed together with its module.
     """
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: Observer, errors: HookErrors) -> None:
         self._observer = observer
-        self.known_modules: dict[int, int] = {}
-        self._module_references: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self.errors = errors
+        self.modules = ModuleRegistry()
+        self.known_modules: dict[int, _NamedModule] = {}
         self._named_tensors: dict[int, _NamedTensor] = {}  # by id(tensor); removed together with the tensor
-        self._state_name_ids: dict[int, dict[str, int]] = {}  # by id(parameter), then by key of the optimizer state
-        self._labelled_state: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]] = weakref.WeakKeyDictionary()
+        self._labelled_state: dict[int, tuple[weakref.ref[torch.optim.Optimizer], list[int]]] = {}
         self._num_roots: dict[str, int] = {}
 
-    def module_name(self, module: torch.nn.Module) -> int:
-        """The name id of a module that is being called. An unknown module is searched for in its callers' variables."""
-        name = self.known_modules.get(id(module))
-        if name is None:
-            self.add_model(_container(module) or module)
-            name = self.known_modules.get(id(module))
-        return self._name_module(module, type(module).__name__) if name is None else name
+    def name_module(self, module: torch.nn.Module) -> None:
+        """Name a module that is being called, with the model that it is part of."""
+        if id(module) not in self.known_modules:
+            self.add_model(self.modules.root_of(module))
+        if id(module) not in self.known_modules:
+            self._name_module(module, type_name(module))
 
     def add_model(self, root: torch.nn.Module, prefix: str | None = None) -> None:
-        """Name a model, its submodules, and their parameters and buffers.
+        """Name a model, its submodules, and their parameters and buffers. What has a name keeps it.
 
         Args:
             root: the model.
             prefix: first part of all names; None for the class name of the model.
         """
-        inner = unwrap(root)
+        *wrappers, inner = unwrap(root)
         if prefix is None:
-            prefix = self._unique_root_name(type(inner).__name__)
-        for name, module in inner.named_modules():
+            known = self.known_modules.get(id(inner))
+            prefix = self._unique_root_name(type_name(inner)) if known is None else known.prefix
+        tensors = []
+        for name, module in walk_modules(inner):
+            module_prefix = _join(prefix, name)
             if id(module) not in self.known_modules:
-                self._name_module(module, ".".join(part for part in (prefix, name) if part) or type(inner).__name__)
-        if root is not inner:
-            self._name_module(root, f"{type(root).__name__}({prefix or type(inner).__name__})")
-        named = [(name, tensor) for name, tensor in (*inner.named_parameters(), *inner.named_buffers())]
-        for name, tensor in named:
-            self._name_tensor(tensor, ".".join(part for part in (prefix, name) if part))
-        self.label_parameters([tensor for _, tensor in named])
+                self._name_module(module, module_prefix)
+            for tensor_name, tensor in module_tensors(module):
+                tensors.append(self._name_tensor(tensor, _join(module_prefix, tensor_name)))
+        for wrapper in wrappers:
+            if id(wrapper) not in self.known_modules:
+                self._name_module(wrapper, prefix, f"{type_name(wrapper)}({prefix or type_name(inner)})")
+        self.label_parameters(tensors)
 
     def _unique_root_name(self, name: str) -> str:
         number = self._num_roots[name] = self._num_roots.get(name, 0) + 1
         return name if number == 1 else f"{name}#{number}"
 
-    def _name_module(self, module: torch.nn.Module, name: str) -> int:
+    def _name_module(self, module: torch.nn.Module, prefix: str, name: str | None = None) -> _NamedModule:
         key = id(module)
-
-        def forget(_: weakref.ref[torch.nn.Module], key: int = key) -> None:
-            self.known_modules.pop(key, None)
-            self._module_references.pop(key, None)
-
-        self._module_references[key] = weakref.ref(module, forget)
-        self.known_modules[key] = self._observer.name_id(_MODULE_NAME, name)
-        return self.known_modules[key]
+        # Callbacks of weak references are implemented in C: an interrupt that arrives in Python code there is lost.
+        reference = weakref.ref(module, partial(self.known_modules.pop, key))
+        name_id = self._observer.name_id(_MODULE_NAME, name or prefix or type_name(module))
+        named = self.known_modules[key] = _NamedModule(name_id, prefix, reference)
+        self.modules.named(module)
+        return named
 
     def _name_tensor(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         key = id(tensor)
         if key not in self._named_tensors:
-
-            def forget(_: weakref.ref[torch.Tensor], key: int = key) -> None:
-                self._named_tensors.pop(key, None)
-                self._state_name_ids.pop(key, None)
-
-            reference = weakref.ref(tensor, forget)
+            reference = weakref.ref(tensor, partial(self._named_tensors.pop, key))
             self._named_tensors[key] = _NamedTensor(reference, name, self._observer.name_id(_TENSOR_NAME, name))
         return tensor
+
+    def _name_new_models(self) -> None:
+        """Name the models that the program has created, also those that it never calls, such as averaged copies."""
+        new = self.modules.unnamed_modules()
+        if new:
+            for root in self.modules.roots(new):
+                self.add_model(root)
 
     def label_parameters(self, parameters: list[torch.Tensor]) -> None:
         """Label parameters, and the gradients they have at the moment."""
         known = self._named_tensors
-        names = [known[key].name_id if (key := id(tensor)) in known else -1 for tensor in parameters]
-        local_parts = [local_part(tensor) for tensor in parameters]
-        self._observer.label(local_parts, PARAMETER, names, GRADIENT)
-        sharded = [index for index, part in enumerate(local_parts) if part is not parameters[index]]
-        gradients = [(parameters[index].grad, names[index]) for index in sharded]
-        local_gradients = [(local_part(gradient), name) for gradient, name in gradients if gradient is not None]
-        if local_gradients:
-            tensors, tensor_names = [part for part, _ in local_gradients], [name for _, name in local_gradients]
-            self._observer.label(tensors, GRADIENT, tensor_names, -1)
+        tensors, names, gradients, gradient_names = [], [], [], []
+        for tensor in parameters:
+            name = named.name_id if (named := known.get(id(tensor))) is not None else -1
+            parts = memory_parts(tensor)
+            tensors += parts
+            names += [name] * len(parts)
+            if parts[0] is not tensor and (gradient := _gradient(tensor)) is not None:
+                local_gradients = memory_parts(gradient)
+                gradients += local_gradients
+                gradient_names += [name] * len(local_gradients)
+        self._observer.label(tensors, PARAMETER, names, GRADIENT)
+        if gradients:
+            self._observer.label(gradients, GRADIENT, gradient_names, -1)
 
     def label_inputs(self, value: object) -> None:
         """Label the tensors in ``value`` as inputs, except parameters and results of autograd operators."""
-        inputs = [
-            tensor for tensor in tensors_in(value) if tensor.grad_fn is None and id(tensor) not in self._named_tensors
-        ]
+        inputs = [tensor for tensor in tensors_in(value) if id(tensor) not in self._named_tensors]
         if inputs:
-            self._observer.label(inputs, INPUT, [-1] * len(inputs), -1)
+            self._observer.label_inputs([part for tensor in inputs for part in memory_parts(tensor)], INPUT)
+
+    def label_functional_parameters(self, module: torch.nn.Module, parameters: object) -> None:
+        """Label tensors that ``torch.func.functional_call`` uses in place of the parameters of ``module``."""
+        if type(parameters) is not dict:
+            return
+        self.name_module(module)
+        prefix = self.known_modules[id(module)].prefix
+        tensors = []
+        for key, tensor in parameters.items():
+            if type(key) is str and is_tensor(tensor):
+                tensors += [self._name_tensor(part, _join(prefix, key)) for part in memory_parts(tensor)]
+        self.label_parameters(tensors)
+
+    def label_computed_gradients(self, inputs: object, gradients: object) -> None:
+        """Label the gradients of parameters that autograd returned instead of accumulating them."""
+        if type(inputs) is not tuple or type(gradients) is not tuple:
+            return
+        tensors, names = [], []
+        for value, gradient in zip(inputs, gradients, strict=False):
+            if not (is_tensor(value) and is_tensor(gradient)):
+                continue
+            parameter = self._named_tensors.get(id(value)) or self._named_tensors.get(id(memory_parts(value)[0]))
+            if parameter is not None:
+                parts = memory_parts(gradient)
+                tensors += parts
+                names += [parameter.name_id] * len(parts)
+        if tensors:
+            self._observer.label(tensors, GRADIENT, names, -1)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Label the parameters that an optimizer is about to update, and their gradients."""
+        self._name_new_models()
         self.label_parameters(
             [
                 self._name_tensor(parameter, f"param_groups.{group_number}.{index}")
-                for group_number, group in enumerate(optimizer.param_groups)
-                for index, parameter in enumerate(group["params"])
+                for group_number, parameters in enumerate(optimizer_groups(optimizer))
+                for index, parameter in enumerate(parameters)
             ]
         )
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Label the state of an optimizer."""
-        first = next(iter(optimizer.state.values()), None)
-        first_tensors = [id(value) for value in first.values()] if isinstance(first, dict) else []
-        if first_tensors and self._labelled_state.get(optimizer) == first_tensors:
+        state, key = optimizer_state(optimizer), id(optimizer)
+        first = [id(tensor) for tensor in tensors_in(state[0][1])] if state else []
+        if first and key in self._labelled_state and self._labelled_state[key][1] == first:
             return  # the optimizer updates its state in place, and the state is labelled
-        self._labelled_state[optimizer] = first_tensors
+        reference = weakref.ref(optimizer, partial(self._labelled_state.pop, key))
+        self._labelled_state[key] = (reference, first)
         tensors, names = [], []
-        for parameter, state in optimizer.state.items():
-            if not isinstance(state, dict):
-                continue
-            known = self._state_name_ids.setdefault(id(parameter), {})
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    tensors.append(local_part(value))
-                    names.append(known[key] if key in known else self._name_state(known, parameter, key))
+        for parameter, values in state:
+            for entry, value in dict.items(values):
+                parts = [part for tensor in tensors_in(value) for part in memory_parts(tensor)]
+                if parts:
+                    tensors += parts
+                    names += [self._state_name(optimizer, parameter, entry, value)] * len(parts)
         self._observer.label(tensors, OPTIMIZER_STATE, names, -1)
 
-    def _name_state(self, known: dict[str, int], parameter: object, key: str) -> int:
+    def _state_name(self, optimizer: torch.optim.Optimizer, parameter: object, entry: object, value: object) -> int:
+        text = entry if type(entry) is str else "state"
         owner = self._named_tensors.get(id(parameter))
-        known[key] = self._observer.name_id(_TENSOR_NAME, f"{owner.name if owner else '?'}.{key}")
-        return known[key]
+        if owner is None or not _belongs_to_one(value, parameter):
+            # LBFGS keeps the history of all parameters with the first one.
+            return self._observer.name_id(_TENSOR_NAME, f"{type_name(optimizer)}.{text}")
+        if text not in owner.state_name_ids:
+            owner.state_name_ids[text] = self._observer.name_id(_TENSOR_NAME, f"{owner.name}.{text}")
+        return owner.state_name_ids[text]
 
     def label_remaining_gradients(self) -> None:
         """Label gradients that no optimizer step has seen, for example after an exception in backward."""
-        known = self._named_tensors.values()
+        known = list(self._named_tensors.values())
         self.label_parameters([tensor for entry in known if (tensor := entry.reference()) is not None])
 
     def label_existing_tensors(self) -> None:
         """Record all tensors that exist when the recording starts, and name the modules among the live objects."""
         modules, tensors = self._observer.instances(gc.get_objects(), (torch.nn.Module, torch.Tensor))
         self._observer.baseline(tensors)
-        children = {id(child) for module in modules for child in _children(module)}
         for module in modules:
-            if id(module) not in children and id(module) not in self.known_modules:
-                self.add_model(module)
+            self.modules.add(module)
+            if id(module) in self.known_modules:
+                self.modules.named(module)
+        self._name_new_models()
 
 
-def _children(module: torch.nn.Module) -> Iterable[torch.nn.Module]:
-    return [child for child in module.__dict__.get("_modules", {}).values() if child is not None]
+def _belongs_to_one(value: object, parameter: object) -> bool:
+    """Whether an entry of the optimizer state describes ``parameter`` alone, judged by its size."""
+    if type(value) is not torch.Tensor or type(parameter) not in (torch.Tensor, torch.nn.Parameter):
+        return is_tensor(value)
+    with torch._C.DisableTorchFunction():
+        return value.numel() <= _as_tensor(parameter).numel()
 
 
-def _local_values(frame: FrameType) -> list[Any]:
-    """The values of a frame's variables.
-
-    Before Python 3.13, ``f_locals`` of a function's frame is a dict that the frame keeps until the function returns. It
-    would keep every tensor of that moment alive, so it is emptied unless the program refers to it as well.
-    """
-    variables = frame.f_locals
-    values = list(variables.values())
-    is_copy = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED) and type(variables) is dict
-    if is_copy and sys.getrefcount(variables) == 3:  # references: the frame, this function, getrefcount's argument
-        variables.clear()
-    return values
+def _as_tensor(value: Any) -> torch.Tensor:
+    tensor: torch.Tensor = value
+    return tensor
 
 
-def _container(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The largest module in the callers' variables that contains ``module``; None if there is none.
-
-    A call such as ``model.encode(x)`` calls parts of ``model`` without a call of ``model`` itself.
-    """
-    largest, largest_size = None, 0
-    seen: set[int] = set()
-    frame = sys._getframe(1)
-    while frame is not None:
-        for value in _local_values(frame):
-            if issubclass(type(value), torch.nn.Module) and id(value) not in seen:
-                seen.add(id(value))
-                parts = list(value.modules())
-                if len(parts) > largest_size and any(part is module for part in parts):
-                    largest, largest_size = value, len(parts)
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return largest
+def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a parameter. Asking a tensor that is not a leaf would cause a warning."""
+    with torch._C.DisableTorchFunction():
+        return tensor.grad if tensor.is_leaf else None

@@ -6,10 +6,10 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -25,15 +25,31 @@ from memtrace.format.manifest import (
 from memtrace.recording.code_locations import find_code_locations
 from memtrace.recording.observers import Observer
 
+ENVIRONMENT_VARIABLES: Final = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "NVIDIA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "CUDA_MPS_PIPE_DIRECTORY",
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+)
+
 
 def new_manifest(
     observer: Observer, options: RecordingOptions, notes: Sequence[str], rank: int, world_size: int
 ) -> Manifest:
-    """Return what is known when a recording begins."""
+    """Return what is known when a recording begins.
+
+    The GPUs are added when the program initialises CUDA: asking for them earlier would initialise it, and processes
+    that are forked afterwards could not use CUDA.
+    """
     devices = {"cpu": DeviceInfo(platform.processor() or platform.machine(), num_threads=torch.get_num_threads())}
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            devices[f"cuda:{index}"] = DeviceInfo(torch.cuda.get_device_name(index))
     return Manifest(
         memtrace_version=__version__,
         source=TraceSource("recording", observer.kind),
@@ -41,8 +57,14 @@ def new_manifest(
         world_size=world_size,
         finished=False,
         num_events=0,
-        versions={"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
+        versions={
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "hip": torch.version.hip,
+        },
         devices=devices,
+        environment={name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ},
         host=platform.node(),
         process=os.getpid(),
         command=tuple(sys.argv),
@@ -69,12 +91,10 @@ class ManifestFile:
         with self._lock:
             self.current = replace(self.current, **changes)
 
-    def update_device(self, name: str, **changes: Any) -> None:
-        """Replace fields of a device."""
+    def add_devices(self, devices: Mapping[str, DeviceInfo]) -> None:
+        """Add devices that became known."""
         with self._lock:
-            devices = dict(self.current.devices)
-            devices[name] = replace(devices.get(name, DeviceInfo()), **changes)
-            self.current = replace(self.current, devices=devices)
+            self.current = replace(self.current, devices={**self.current.devices, **devices})
 
     def add_note(self, note: str) -> None:
         """Add a sentence about what the trace cannot show."""
@@ -85,6 +105,12 @@ class ManifestFile:
         """Set how many events a ring deleted."""
         with self._lock:
             coverage = replace(self.current.coverage, dropped_events=num_events)
+            self.current = replace(self.current, coverage=coverage)
+
+    def set_unseen_accesses(self, sources: Sequence[str]) -> None:
+        """Set which code ran without its reads and writes being recorded."""
+        with self._lock:
+            coverage = replace(self.current.coverage, unseen_accesses=tuple(sources))
             self.current = replace(self.current, coverage=coverage)
 
     def write(self, folder: Path) -> None:

@@ -20,7 +20,9 @@ from typing import Any, Final, Literal
 
 from memtrace.errors import MemtraceError
 from memtrace.format.schema import NAME_KINDS, SPAN_KINDS
+from memtrace.recording.hook_errors import HookErrors
 from memtrace.recording.observers import Observer
+from memtrace.recording.plain_access import type_name
 
 Direction = Literal["forward", "backward", "input_backward", "weight_backward"]
 ACTION_LETTERS: Final = {"forward": "F", "backward": "B", "input_backward": "I", "weight_backward": "W"}
@@ -65,11 +67,34 @@ def mark_action(observer: Observer, text: str) -> Iterator[None]:
         observer.span(_ACTION, name, started_ns, observer.now(), -1)
 
 
-def watch_pipelining(observer: Observer, undo: ExitStack) -> None:
+class _Marks:
+    """Marks what torch's pipelining runs. Errors in a mark do not reach the program."""
+
+    def __init__(self, observer: Observer, errors: HookErrors) -> None:
+        self._observer = observer
+        self._errors = errors
+
+    @contextmanager
+    def span(self, kind: int, text: Callable[[], str]) -> Iterator[None]:
+        """Record what runs inside the ``with`` block as a span with the name that ``text`` returns."""
+        observer, name, started_ns = self._observer, -1, -1
+        try:
+            name, started_ns = observer.name_id(_RANGE_NAME, text()), observer.now()
+        except Exception as error:
+            self._errors.caught(error)
+        try:
+            yield
+        finally:
+            if name >= 0:
+                observer.span(kind, name, started_ns, observer.now(), -1)
+
+
+def watch_pipelining(observer: Observer, errors: HookErrors, undo: ExitStack) -> None:
     """Mark the actions of torch's pipeline stages, even if the program imports them later."""
+    marks = _Marks(observer, errors)
     patches: dict[str, Callable[[ModuleType], None]] = {
-        _STAGE_MODULE: lambda module: _wrap_stage(module, observer, undo),
-        _SCHEDULE_MODULE: lambda module: _wrap_schedules(module, observer, undo),
+        _STAGE_MODULE: errors.protect(lambda module: _wrap_stage(module, marks, undo)),
+        _SCHEDULE_MODULE: errors.protect(lambda module: _wrap_schedules(module, marks, undo)),
     }
     for name, patch in patches.items():
         if name in sys.modules:
@@ -80,7 +105,7 @@ def watch_pipelining(observer: Observer, undo: ExitStack) -> None:
             undo.callback(watcher.remove)
 
 
-def _wrap_stage(module: ModuleType, observer: Observer, undo: ExitStack) -> None:
+def _wrap_stage(module: ModuleType, marks: _Marks, undo: ExitStack) -> None:
     base = module._PipelineStageBase
 
     def wrap(method: str, direction: Callable[[dict[str, Any], Sequence[Any]], Direction]) -> None:
@@ -88,7 +113,7 @@ def _wrap_stage(module: ModuleType, observer: Observer, undo: ExitStack) -> None
 
         @functools.wraps(original)
         def marked(self: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
-            with mark_action(observer, action_text(direction(kwargs, args), self.stage_index, chunk)):
+            with marks.span(_ACTION, lambda: action_text(direction(kwargs, args), self.stage_index, chunk)):
                 return original(self, chunk, *args, **kwargs)
 
         _replace(base, method, marked, undo)
@@ -103,27 +128,24 @@ def _wrap_stage(module: ModuleType, observer: Observer, undo: ExitStack) -> None
     wrap("backward_weight_one_chunk", lambda kwargs, args: "weight_backward")
 
 
-def _wrap_schedules(module: ModuleType, observer: Observer, undo: ExitStack) -> None:
-    _wrap_loss(module, observer, undo)
+def _wrap_schedules(module: ModuleType, marks: _Marks, undo: ExitStack) -> None:
+    _wrap_loss(module, marks, undo)
     for base in (module.PipelineScheduleSingle, module.PipelineScheduleMulti):
-        _wrap_step(base, observer, undo)
+        _wrap_step(base, marks, undo)
 
 
-def _wrap_step(base: type, observer: Observer, undo: ExitStack) -> None:
+def _wrap_step(base: type, marks: _Marks, undo: ExitStack) -> None:
     original = base.__dict__["step"]
 
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        name, started_ns = observer.name_id(_RANGE_NAME, f"{TORCH_RANGE}{type(self).__name__}"), observer.now()
-        try:
+        with marks.span(_RANGE, lambda: f"{TORCH_RANGE}{type_name(self)}"):
             return original(self, *args, **kwargs)
-        finally:
-            observer.span(_RANGE, name, started_ns, observer.now(), -1)
 
     _replace(base, "step", step, undo)
 
 
-def _wrap_loss(module: ModuleType, observer: Observer, undo: ExitStack) -> None:
+def _wrap_loss(module: ModuleType, marks: _Marks, undo: ExitStack) -> None:
     """Mark the loss of a micro-batch, which is computed after the last stage's forward, as part of that forward."""
     base = module._PipelineSchedule
     original = base._maybe_compute_loss
@@ -132,7 +154,7 @@ def _wrap_loss(module: ModuleType, observer: Observer, undo: ExitStack) -> None:
     def marked(self: Any, stage: Any, output: Any, target_mbs: Any, mb_index: int, *args: Any, **kwargs: Any) -> Any:
         if not stage.is_last:
             return original(self, stage, output, target_mbs, mb_index, *args, **kwargs)
-        with mark_action(observer, action_text("forward", stage.stage_index, mb_index)):
+        with marks.span(_ACTION, lambda: action_text("forward", stage.stage_index, mb_index)):
             return original(self, stage, output, target_mbs, mb_index, *args, **kwargs)
 
     _replace(base, "_maybe_compute_loss", marked, undo)
@@ -166,8 +188,8 @@ class _ImportWatcher(importlib.abc.MetaPathFinder):
 
     def remove(self) -> None:
         """Stop watching imports."""
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
+        # By identity: comparing for equality would run code of the program's finders.
+        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
 
     def _wrap_loader(self, spec: ModuleSpec) -> ModuleSpec:
         loader: Any = spec.loader

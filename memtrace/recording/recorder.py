@@ -17,11 +17,13 @@ from memtrace.format.manifest import RecordingOptions
 from memtrace.format.schema import NAME_KINDS, SPAN_KINDS
 from memtrace.recording.background import BackgroundTask
 from memtrace.recording.children import ChildProcesses
+from memtrace.recording.hook_errors import HookErrors
 from memtrace.recording.hooks import install_hooks
 from memtrace.recording.job import JobMembership
 from memtrace.recording.labels import Labeller
 from memtrace.recording.manifest import ManifestFile, new_manifest
 from memtrace.recording.observers import Observer
+from memtrace.recording.observers.unseen import unseen_accesses
 from memtrace.recording.output_dir import OutputDir, claim_output_dir, move_output_dir
 from memtrace.recording.reserve import AddressSpaceReserve
 from memtrace.recording.steps import StepTracker
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from memtrace.recording.ring import Ring
 
 logger = logging.getLogger("memtrace")
+NO_DEVICE_TIMES_NOTE: Final = "no device times: they need the native observer, built for the CUDA version of torch"
 
 LoaderItem = TypeVar("LoaderItem")
 _DATA_WAIT: Final = SPAN_KINDS.index("data_wait")
@@ -52,8 +55,8 @@ def make_cuda_monitor(observer: Observer, manifest: ManifestFile) -> CudaMonitor
 class Recorder:
     """The parts of one running recording.
 
-    ``start`` and ``stop`` work on threads of their own, which no interrupt of the program can reach: only what belongs to
-    the thread that is recorded is done there, in steps that can be repeated. After an interrupt of ``start`` call
+    ``start`` and ``stop`` work on threads of their own, which no interrupt of the program can reach. Only what belongs
+    to the recorded thread is done there, in steps that can be repeated. After an interrupt of ``start`` call
     ``undo_start``, after one of ``stop`` call it again.
 
     Attributes:
@@ -73,12 +76,12 @@ class Recorder:
         self.is_recording = False
         self.is_complete = False
         self.job = JobMembership(requested_path.name, observer.now)
-        self.labeller = Labeller(observer)
         self.children = ChildProcesses()
         self._requested_path = requested_path
         self._options = options
         self._reserve = AddressSpaceReserve()
         self._manifest = ManifestFile(new_manifest(observer, options, notes, self.job.rank, self.job.world_size))
+        self.labeller = Labeller(observer, HookErrors(self._manifest.add_note))
         self._output_dir: OutputDir | None = None
         self._writer: Writer | None = None
         self._hooks = ExitStack()
@@ -144,6 +147,9 @@ class Recorder:
 
     def _open(self) -> None:
         self._reserve.acquire()
+        if self._options.device_time_min_bytes >= 0 and not self.observer.times_devices():
+            self._manifest.add_note(NO_DEVICE_TIMES_NOTE)
+            logger.warning("memtrace: %s", NO_DEVICE_TIMES_NOTE)
         self._output_dir = claim_output_dir(self._requested_path, self.job.rank, self.job.world_size)
         self._manifest.write(self._output_dir.folder)
         if self._ring is not None:
@@ -187,12 +193,13 @@ class Recorder:
     def _label_existing(
         self, models: Mapping[str, torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
     ) -> None:
+        labeller, protect = self.labeller, self.labeller.errors.protect
         for name, model in models.items():
-            self.labeller.add_model(model, name)
-        self.labeller.label_existing_tensors()
+            protect(labeller.add_model)(model, name)
+        protect(labeller.label_existing_tensors)()
         for optimizer in optimizers:
-            self.labeller.before_optimizer_step(optimizer)
-            self.labeller.after_optimizer_step(optimizer)
+            protect(labeller.before_optimizer_step)(optimizer)
+            protect(labeller.after_optimizer_step)(optimizer)
 
     def undo_start(self) -> None:
         """Leave everything as it was before ``start``, however far that came."""
@@ -221,7 +228,7 @@ class Recorder:
         finally:
             self.observer.waiting(False)
         self.observer.span(_DATA_WAIT, -1, started_ns, self.observer.now(), -1)
-        self.labeller.label_inputs(item)
+        self.labeller.errors.protect(self.labeller.label_inputs)(item)
         return item
 
     def mark_range(self, name: str, started_ns: int) -> None:
@@ -276,7 +283,7 @@ class Recorder:
         self._do_all(self._hooks.close, self._align_clock)
         if self.is_recording:
             self.is_recording = False
-            self._do_all(self.labeller.label_remaining_gradients, self._stop_cuda)
+            self._do_all(self.labeller.errors.protect(self.labeller.label_remaining_gradients), self._stop_cuda)
         self._do_all(self.observer.stop, self._stop_writer, self._reserve.close, self._close_cuda)
         self._do_all(partial(self._finish_manifest, reason))
         if self._output_dir is not None:
@@ -287,7 +294,7 @@ class Recorder:
         for step in steps:
             try:
                 step()
-            except BaseException as error:  # whatever it is, the program must go on
+            except BaseException as error:  # noqa: PERF203 (whatever it is, the next step must be taken)
                 self._warn(f"the trace may be incomplete: {_describe(error)}")
 
     def _align_clock(self) -> None:
@@ -311,6 +318,7 @@ class Recorder:
         assert self._writer is not None
         assert self._output_dir is not None
         manifest = self._manifest
+        manifest.set_unseen_accesses(unseen_accesses(self.observer))
         if (note := self.children.note()) is not None:
             manifest.add_note(note)
             with suppress(Exception):  # a handler of the program's

@@ -119,9 +119,8 @@ def _optimizer_list(
 class _WithMethod:
     """``__enter__`` or ``__exit__`` of a recording, as the ``with`` statement looks it up.
 
-    A signal handler can raise at the first instruction of a Python function, before any ``try`` in it, so that neither of
-    the two can be one: ``with`` is given a function written in C. It is Python only where the native observer cannot be
-    used.
+    A signal handler can raise at the first instruction of a Python function, before any ``try`` in it. The ``with``
+    statement is therefore given a function written in C; where the native observer cannot be used, a Python function.
 
     Args:
         bind: makes the method of a recording.

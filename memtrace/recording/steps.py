@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from bisect import insort
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -16,6 +19,17 @@ if TYPE_CHECKING:
 _STEP: Final = SPAN_KINDS.index("step")
 
 
+_MAX_WAITING_STEPS: Final = 8
+
+
+@dataclass
+class _Round:
+    """The optimizer steps of a thread since its last training step."""
+
+    optimizers: set[int] = field(default_factory=set)
+    end_ns: int = 0
+
+
 class StepTracker:
     """Records a span for every training step.
 
@@ -23,6 +37,9 @@ class StepTracker:
     already stepped in it, so a loop with several optimizers (such as a GAN) has one step per round, and the
     micro-batches of gradient accumulation belong to one step. With marks, the first step starts with the recording, and
     steps that were recorded from optimizer steps before the first mark become void.
+
+    Threads that train at the same time have rounds of their own. Their steps are recorded in the order of their ends,
+    each from the end of the step before it, so that steps do not overlap.
 
     Args:
         observer: records the spans.
@@ -51,23 +68,29 @@ class StepTracker:
         self._on_renumber = on_renumber
         self._has_marks = False
         self._step_start_ns = 0
-        self._round: set[int] = set()
-        self._round_end_ns = 0
+        self._lock = threading.RLock()
+        self._rounds: dict[int, _Round] = {}  # by thread
+        self._waiting: list[int] = []  # sorted ends of steps that follow the step of a round that is not over
         self._last_round_size = 1
         self.num_steps = 0
 
     def begin(self) -> None:
         """Mark the beginning of a loop of marked steps: time before it belongs to no step."""
         self._has_marks = True
-        self._round.clear()
+        self._forget_rounds()
         self._step_start_ns = self._observer.now()
+
+    def _forget_rounds(self) -> None:
+        with self._lock:
+            self._rounds.clear()
+            self._waiting.clear()
 
     def mark(self) -> None:
         """Mark the end of a step."""
         if not self._has_marks:
             # Optimizer steps so far belong to the step that ends now.
             self._has_marks = True
-            self._round.clear()
+            self._forget_rounds()
             if self.num_steps:
                 self._step_start_ns = self.num_steps = 0
                 if self._ring is not None:
@@ -80,21 +103,42 @@ class StepTracker:
         """Take note of a finished optimizer step."""
         if self._has_marks:
             return
-        if id(optimizer) in self._round:
-            self._last_round_size = len(self._round)
-            self._end_step(self._round_end_ns)
-            self._round.clear()
-        self._round.add(id(optimizer))
-        self._round_end_ns = self._observer.now()
-        if self.num_steps + 1 == self._max_steps and len(self._round) >= self._last_round_size:
-            self.close()
+        with self._lock:
+            thread = threading.get_ident()
+            current = self._rounds.setdefault(thread, _Round())
+            if id(optimizer) in current.optimizers:
+                self._last_round_size = len(current.optimizers)
+                insort(self._waiting, current.end_ns)
+                current = self._rounds[thread] = _Round()
+            current.optimizers.add(id(optimizer))
+            current.end_ns = self._observer.now()
+            self._end_waiting_steps()
+            if self.num_steps + 1 == self._max_steps and len(current.optimizers) >= self._last_round_size:
+                self.close()
             self._check_limit()
 
+    def _end_waiting_steps(self) -> None:
+        """Record the steps that no step of an unfinished round can precede."""
+        if len(self._rounds) > 1 and self._waiting:
+            # A thread that has ended, or has not trained for a while, does not continue its round.
+            alive = {thread.ident for thread in threading.enumerate()}
+            for thread, pending in list(self._rounds.items()):
+                if thread not in alive or (
+                    len(self._waiting) > _MAX_WAITING_STEPS and pending.end_ns < self._waiting[0]
+                ):
+                    insort(self._waiting, self._rounds.pop(thread).end_ns)
+        first_open_ns = min((pending.end_ns for pending in self._rounds.values()), default=None)
+        while self._waiting and (first_open_ns is None or self._waiting[0] <= first_open_ns):
+            self._end_step(self._waiting.pop(0))
+
     def close(self) -> None:
-        """Record the step of the current round; called when the recording ends."""
-        if self._round and not self._has_marks:
-            self._end_step(self._round_end_ns)
-            self._round.clear()
+        """Record the steps of the current rounds; called when the recording ends."""
+        if not self._has_marks:
+            with self._lock:
+                for pending in self._rounds.values():
+                    insort(self._waiting, pending.end_ns)
+                self._rounds.clear()
+                self._end_waiting_steps()
 
     def _end_step(self, end_ns: int) -> None:
         self._observer.span(_STEP, -1, self._step_start_ns, end_ns, self.num_steps)

@@ -26,7 +26,7 @@ def drop_void_steps(folder: Path, newest: Path) -> bool:
     import pyarrow.compute as pc  # 7 MB that hardly any recording needs
 
     paths = [*sorted(folder.glob("spans-*.parquet")), newest]
-    parts = [pq.read_table(path).cast(arrow_schema("spans")) for path in paths]
+    parts = [pq.read_table(path, partitioning=None).cast(arrow_schema("spans")) for path in paths]
     is_step = [pc.equal(pc.cast(part["kind"], pa.string()), "step") for part in parts]
     first_steps = pc.indices_nonzero(pc.and_(is_step[-1], pc.fill_null(pc.equal(parts[-1]["index"], 0), False)))
     if not len(first_steps):

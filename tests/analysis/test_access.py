@@ -66,7 +66,7 @@ def test_intervals_and_swappable_ones_equal_brute_force(rows: Rows) -> None:
     swappable = {
         row for row, (block, ns) in enumerate(expected) if size[block] * (0.1563 + 0.1574) + 8242 + 12352 <= ns
     }
-    assert set(swappable_intervals(trace, TITAN_XP).tolist()) == swappable
+    assert set(swappable_intervals(trace, TITAN_XP, min_bytes=0).tolist()) == swappable
     assert (analyze_access(trace).num_intervals or 0) == len(expected) == len(access_intervals_table(trace))
 
 
@@ -89,7 +89,9 @@ def test_an_interval_of_exactly_the_copy_time_is_swappable() -> None:
 def test_the_command_the_summary_and_the_page_agree_on_the_smallest_block_to_swap() -> None:
     sizes = (MIN_SWAP_BYTES - 1, MIN_SWAP_BYTES)
     rows = [event("alloc", block, block, size) for block, size in enumerate(sizes)]
-    rows += [event("read", block, 10**12 * time + block) for time in (1, 2) for block in (0, 1)]
+    rows += [event("read", block, 10**12 + block) for block in (0, 1)]
+    rows.append(event("alloc", 2, 10**12 + 2, 1))  # the peak is between the accesses
+    rows += [event("read", block, 2 * 10**12 + block) for block in (0, 1)]
     trace = trace_of(events=rows)
     sample = sample_intervals(trace, "cpu", TITAN_XP, 20)
     assert sample is not None and sample.swappable_bytes == MIN_SWAP_BYTES

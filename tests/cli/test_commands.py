@@ -105,7 +105,7 @@ def _truncate_part(rank: Path) -> None:
 
 def _drop_column(rank: Path) -> None:
     part = next(rank.glob("events-*.parquet"))
-    pq.write_table(pq.read_table(part).drop(["kind"]), part)
+    pq.write_table(pq.read_table(part, partitioning=None).drop(["kind"]), part)
 
 
 def _delete_part(rank: Path) -> None:

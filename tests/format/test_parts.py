@@ -45,7 +45,9 @@ def test_a_keyframe_has_the_live_blocks_and_their_operators(seed: int) -> None:
                     expected[row["block_id"]] = row
                 elif row["kind"] == "free":
                     del expected[row["block_id"]]
-            live = pq.read_table(Path(folder) / "x" / "rank=0" / part_name("live", number)).to_pylist()
+            live = pq.read_table(
+                Path(folder) / "x" / "rank=0" / part_name("live", number), partitioning=None
+            ).to_pylist()
             blocks = [row for row in live if row["block_id"] is not None]
             assert [row["block_id"] for row in blocks] == sorted(expected)
             for row in blocks:

@@ -270,7 +270,7 @@ def test_reading_a_file_imports_neither_torch_nor_pandas(files: list[Path], tmp_
         "summarize(load(sys.argv[1]))\n"
         "print(json.dumps([name for name in ('torch', 'pandas') if name in sys.modules]))"
     )
-    write_trace(readers.read_job(files[:1]), tmp_path / "imported.memtrace")
+    write_trace(readers.readers.read_job(files[:1]), tmp_path / "imported.memtrace")
     for path in (files[0], tmp_path / "imported.memtrace"):
         process = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
         assert json.loads(process.stdout) == []
@@ -312,3 +312,13 @@ def test_work_during_read_runs_once_for_a_job(
     calls: list[str] = []
     memtrace.load(*files, work_during_read=lambda: calls.append("work"))
     assert calls == ["work"]
+
+
+@pytest.mark.parametrize("table", ["events", "live", "names", "ops"])
+def test_a_lost_part_of_an_import_is_noticed(table: str, tmp_path: Path, files: list[Path]) -> None:
+    imported = tmp_path / "imported.memtrace"
+    write_trace(readers.read_job(files[:1]), imported, overwrite=False)
+    (lost,) = imported.glob(f"rank=*/{table}-00000.parquet")
+    lost.unlink()
+    with pytest.raises(TraceError, match=f"{table}-00000.parquet is missing"):
+        summarize(memtrace.load(imported))

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from memtrace.format.manifest import DeviceInfo
 from memtrace.recording import recorder
 from memtrace.recording.cuda import CudaMonitor
-from memtrace.recording.cuda_driver import DeviceMemory, DeviceTotals
+from memtrace.recording.cuda_driver import CudaAllocator, DeviceTotals
 from memtrace.recording.manifest import ManifestFile
 from memtrace.recording.observers import Observer
 from tests.recording.helpers import MIB
@@ -18,13 +19,27 @@ from tests.recording.helpers import MIB
 class FakeDriver:
     """Returns one given snapshot after the other (the last one again and again) and given totals."""
 
-    def __init__(self, *snapshots: Mapping[str, Any], totals: list[DeviceTotals] | None = None) -> None:
+    def __init__(
+        self,
+        *snapshots: Mapping[str, Any],
+        totals: list[DeviceTotals] | None = None,
+        allocator: CudaAllocator = "native",
+    ) -> None:
+        self.cuda_allocator = allocator
         self.snapshots = list(snapshots)
         self.device_totals = totals or []
-        self.has_history = False
+        self.is_history_on = False
+        self.changes: tuple[Callable[[], None], Callable[[], None]] | None = None
 
-    def when_ready(self, call: Callable[[], None]) -> None:
+    def when_ready(self, call: Callable[[], None]) -> Callable[[], None]:
         call()
+        return lambda: None
+
+    def allocator(self) -> CudaAllocator:
+        return self.cuda_allocator
+
+    def devices(self) -> dict[str, DeviceInfo]:
+        return {"cuda:0": DeviceInfo("Fake GPU", total_bytes=80 << 30, uuid="GPU-0", pci_address="00000000:01:00.0")}
 
     def snapshot(self) -> Mapping[str, Any]:
         return self.snapshots.pop(0) if len(self.snapshots) > 1 else self.snapshots[0]
@@ -32,15 +47,18 @@ class FakeDriver:
     def totals(self) -> list[DeviceTotals]:
         return self.device_totals
 
-    def memory(self) -> list[DeviceMemory]:
-        return [DeviceMemory(0, 1 << 40, 1 << 39)]
+    def has_history(self) -> bool:
+        return self.is_history_on
 
-    def enable_history(self, max_entries: int) -> bool:
-        self.has_history = True
-        return True
+    def enable_history(self, max_entries: int) -> None:
+        self.is_history_on = True
 
     def disable_history(self) -> None:
-        self.has_history = False
+        self.is_history_on = False
+
+    def watch_history(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+        self.changes = (before, after)
+        return lambda: None
 
 
 def use_driver(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, *, tracks_allocator: bool) -> None:
@@ -53,8 +71,7 @@ def use_driver(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, *, tracks_al
     """
 
     def make(observer: Observer, manifest: ManifestFile) -> CudaMonitor:
-        if tracks_allocator:
-            observer.attach_cuda = lambda: True  # type: ignore[method-assign]
+        observer.attach_cuda = lambda: tracks_allocator  # type: ignore[method-assign]
         return CudaMonitor(observer, driver, manifest)
 
     monkeypatch.setattr(recorder, "make_cuda_monitor", make)

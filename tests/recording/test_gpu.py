@@ -1,28 +1,72 @@
-"""Recordings on a GPU, compared with the counters of the CUDA allocator."""
+"""Recordings on a GPU, compared with the counters and the history of the CUDA allocator."""
 
 from __future__ import annotations
 
+import gc
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import memtrace
 from memtrace.analysis import compute_coverage
+from memtrace.analysis.blocks import blocks
 from memtrace.analysis.oom import explain_out_of_memory
 from memtrace.analysis.peak import find_peak
-from tests.recording.helpers import MIB
+from memtrace.trace import Trace
+from tests.recording.helpers import MIB, PROGRAMS
 
 pytestmark = pytest.mark.cuda
+ACTIONS = {"free_completed": "free"} | {
+    name: name for name in ("alloc", "free_requested", "segment_alloc", "segment_free", "segment_map", "segment_unmap")
+}
 
 
 @pytest.fixture
 def gpu() -> Iterator[torch.device]:
+    # cuBLAS keeps a workspace for every stream, which an earlier test may have created.
+    torch._C._cuda_clearCublasWorkspaces()
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     yield torch.device("cuda:0")
     torch.cuda.empty_cache()
+
+
+def run_program(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of tests/programs/cuda.py: NAME TRACE OBSERVER, or NAME alone to run it unrecorded."""
+    command = [sys.executable, str(PROGRAMS / "cuda.py"), name, *arguments]
+    root = str(PROGRAMS.parents[1])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    result = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path} | environment, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result
+
+
+def allocator_history(entries: list[dict[str, Any]]) -> list[tuple[str, int, int, int]]:
+    """The entries of torch's history as kind, address, size and stream."""
+    return [
+        (ACTIONS[entry["action"]], entry["addr"], entry["size"], entry["stream"])
+        for entry in entries
+        if entry["action"] in ACTIONS
+    ]
+
+
+def recorded_history(trace: Trace) -> list[tuple[str, int, int, int]]:
+    """The same of a trace."""
+    events = trace.events
+    events = events[(events.device == "cuda:0") & events.kind.isin(list(ACTIONS.values()))]
+    columns = (events.kind, *(events[name].astype("int64") for name in ("address", "size", "stream")))
+    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def train(device: torch.device, steps: int) -> None:
@@ -113,3 +157,127 @@ def test_the_replay_of_a_cuda_graph_is_noted(tmp_path: Path, gpu: torch.device) 
     assert any("1 replays of CUDA graphs" in note for note in compute_coverage(trace).notes)
     events = trace.events
     assert (events[events.device == "cuda:0"].pool.dropna() % 2 == 1).any()
+
+
+def use_streams_and_threads(device: torch.device) -> None:
+    """Train on the main thread, allocate on another, and free blocks that another stream uses."""
+    side = torch.cuda.Stream()
+
+    def allocate_elsewhere() -> None:
+        for size in (700_000, 3_000_000):
+            torch.empty(size, device=device)
+
+    for _ in range(3):
+        with torch.cuda.stream(side):
+            block = torch.ones(3 * MIB, device=device)
+            torch.cuda._sleep(1_000_000)
+        block.record_stream(torch.cuda.current_stream())
+        del block
+        train(device, 1)
+        thread = threading.Thread(target=allocate_elsewhere)
+        thread.start()
+        thread.join()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("starts_in_mid_run", [False, True])
+@pytest.mark.parametrize("observer", ["native", "dispatch"])
+def test_events_are_those_of_torchs_history(
+    tmp_path: Path, gpu: torch.device, observer: Any, starts_in_mid_run: bool
+) -> None:
+    older = [torch.ones(size, device=gpu) for size in (100, 700_000, 5_000_000)] if starts_in_mid_run else []
+    torch.cuda.memory._record_memory_history("all", context=None, max_entries=1_000_000)
+    try:
+        use_streams_and_threads(gpu)
+        num_before = len(torch.cuda.memory._snapshot()["device_traces"][0])
+        with memtrace.record(tmp_path / "run.memtrace", observer=observer, flush_seconds=0.02):
+            use_streams_and_threads(gpu)
+            entries = torch.cuda.memory._snapshot()["device_traces"][0][num_before:]
+        assert torch._C._cuda_isHistoryEnabled()
+        assert len(torch.cuda.memory._snapshot()["device_traces"][0]) >= num_before + len(entries)
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+    trace = memtrace.load(tmp_path / "run.memtrace")
+    assert recorded_history(trace) == allocator_history(entries)
+    table = blocks(trace)
+    on_device = table.device == trace.devices.index("cuda:0")
+    assert (table.allocated_size[on_device] > 0).all()
+    events = trace.events
+    events = events[events.device == "cuda:0"]
+    assert events.op_id[events.kind == "alloc"].notna().mean() > 0.9
+    assert set(trace.counters.name) == {"allocated", "reserved", "device_used"}
+    del older
+
+
+@pytest.mark.parametrize("observer", ["native", "dispatch"])
+@pytest.mark.parametrize(
+    ("program", "environment", "reason"),
+    [
+        ("train", {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "the allocator cudaMallocAsync"),
+        ("train", {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "while caching is disabled"),
+        ("change_allocator", {}, "the program's own CUDA allocator"),
+    ],
+)
+def test_an_allocator_without_events_is_recorded_by_its_tensors(
+    tmp_path: Path, program: str, environment: dict[str, str], reason: str, observer: str
+) -> None:
+    """Ground truth: the losses without a recording, and the sizes of the model's tensors."""
+    recorded = run_program(program, str(tmp_path / "run.memtrace"), observer, **environment)
+    assert recorded.stdout == run_program(program, **environment).stdout
+    assert recorded.stderr.count(reason) == 1
+    trace = memtrace.load(tmp_path / "run.memtrace")
+    assert any(reason in note for note in trace.manifest.coverage.notes)
+    table = blocks(trace)
+    on_device = table.device == trace.devices.index("cuda:0")
+    parameters = {4 * number for number in (256 * 1024, 1024, 256)}
+    assert parameters <= set(table.size[on_device].tolist())
+    # The inputs, activations and gradients of every step were freed before its end.
+    assert ((table.free_event >= 0) & on_device & (table.size == 4 * 512 * 1024)).sum() >= 4
+    assert (table.allocated_size[on_device] < 0).all()
+    assert "device_used" in set(trace.counters.name)
+    assert compute_coverage(trace).num_steps == 4
+
+
+def test_a_memory_pool_with_its_own_allocator_is_recorded(tmp_path: Path) -> None:
+    recorded = run_program("own_pool", str(tmp_path / "run.memtrace"), "native")
+    assert recorded.stdout == run_program("own_pool").stdout
+    events = memtrace.load(tmp_path / "run.memtrace").events
+    private = events[(events.kind == "alloc") & (events["size"] == 4 * (5 << 20))]
+    assert len(private) == 1 and int(private.pool.iloc[0]) > 0
+
+
+def test_blocks_allocated_while_caching_is_disabled_are_recorded(tmp_path: Path) -> None:
+    recorded = run_program("disable_caching", str(tmp_path / "run.memtrace"), "native")
+    assert recorded.stdout == run_program("disable_caching").stdout
+    trace = memtrace.load(tmp_path / "run.memtrace")
+    table = blocks(trace)
+    on_device = table.device == trace.devices.index("cuda:0")
+    assert sorted((table.size[on_device] >> 22).tolist()) == [1, 2, 3, 4]
+    assert (table.free_event[on_device & (table.size == 3 << 22)] >= 0).all()
+
+
+@pytest.mark.parametrize("observer", ["native", "dispatch"])
+def test_a_recording_does_not_initialise_cuda(tmp_path: Path, observer: str) -> None:
+    recorded = run_program("fork_before_cuda", str(tmp_path / "run.memtrace"), observer)
+    assert recorded.stdout == run_program("fork_before_cuda").stdout == "[False, [0, 0]]\n"
+    trace = memtrace.load(tmp_path / "run.memtrace")
+    assert set(trace.manifest.devices) == {"cpu"}
+    assert trace.manifest.cuda_allocator is None
+
+
+@pytest.mark.parametrize("observer", ["native", "dispatch"])
+def test_a_graph_can_be_captured_while_recording(tmp_path: Path, observer: str) -> None:
+    recorded = run_program("capture", str(tmp_path / "run.memtrace"), observer)
+    assert recorded.stdout == "captured\n"
+    trace = memtrace.load(tmp_path / "run.memtrace")
+    assert len(trace.device_times) > 0 or observer == "dispatch"
+    assert compute_coverage(trace).num_steps >= 4 and len(trace.counters) > 0
+
+
+def test_the_manifest_describes_the_gpu(tmp_path: Path, gpu: torch.device) -> None:
+    with memtrace.record(tmp_path / "run.memtrace"):
+        torch.ones(1, device=gpu)
+    manifest = memtrace.load(tmp_path / "run.memtrace").manifest
+    info, properties = manifest.devices["cuda:0"], torch.cuda.get_device_properties(0)
+    assert (info.name, info.total_bytes) == (properties.name, properties.total_memory)
+    assert manifest.cuda_allocator == "native"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -139,3 +140,58 @@ def test_last_steps_keeps_recent_steps_and_live_blocks(tmp_path: Path) -> None:
     assert compute_coverage(trace).dropped_events > 0
     assert live_bytes(trace, "parameter") == live_bytes(all_steps, "parameter")
     assert live_bytes(trace, "optimizer_state") == live_bytes(all_steps, "optimizer_state")
+
+
+def test_threads_that_train_have_steps_of_their_own(tmp_path: Path) -> None:
+    """Two threads of ten steps, which take turns in an irregular order."""
+    turns = [threading.Semaphore(0) for _ in range(2)]
+    done = threading.Semaphore(0)
+
+    def train(number: int) -> None:
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(10):
+            turns[number].acquire()
+            model(torch.randn(2, 8)).sum().backward()
+            optimizer.step()
+            done.release()
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]
+    with memtrace.record(tmp_path / "run.memtrace"):
+        for thread in threads:
+            thread.start()
+        for number in (0, 1, 0, 0, 0, 1, 1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 0, 1):
+            turns[number].release()
+            done.acquire()
+        for thread in threads:
+            thread.join()
+    columns = step_columns(memtrace.load(tmp_path / "run.memtrace"))
+    assert columns.step.tolist() == list(range(20))
+    assert (columns.duration_ns > 0).all()
+    assert (columns.start_ns[1:] == (columns.start_ns + columns.duration_ns)[:-1]).all()
+
+
+def test_a_thread_that_stops_training_does_not_hold_back_steps(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for _ in range(2)]
+    may_end = threading.Event()
+
+    def train_once() -> None:
+        optimizers[0].step()
+        trained.set()
+        may_end.wait()
+
+    trained = threading.Event()
+    thread = threading.Thread(target=train_once)
+    with memtrace.record(tmp_path / "run.memtrace", max_steps=5) as recording:
+        thread.start()
+        trained.wait()
+        num_steps = 0
+        while recording.is_recording and num_steps < 50:
+            model(torch.randn(2, 8)).sum().backward()
+            optimizers[1].step()
+            num_steps += 1
+        may_end.set()
+        thread.join()
+    assert num_steps < 20
+    assert memtrace.load(tmp_path / "run.memtrace").manifest.stop_reason == "max_steps reached"

@@ -78,8 +78,8 @@ class Observer(Protocol):
     def hide_frames_of(self, code: CodeType) -> None:
         """Leave the frames of a function out of Python stacks."""
 
-    def push_module(self, name: int) -> int:
-        """Record that a module's forward starts; return the depth of module calls including it."""
+    def push_module(self, name: int) -> bool:
+        """Record that a module's forward starts; return whether it is in no other module call and autograd records."""
 
     def pop_module(self, name: int) -> None:
         """Record that a module's forward ends, and with it any calls inside it that an exception ended."""
@@ -109,14 +109,31 @@ class Observer(Protocol):
             gradient_category: category for the gradients of the tensors; -1 leaves gradients unlabelled.
         """
 
+    def label_inputs(self, tensors: list[torch.Tensor], category: int) -> None:
+        """Label the blocks of tensors that autograd has not computed. ``category`` is an index into CATEGORIES."""
+
     def instances(self, objects: list[Any], types: tuple[type, ...]) -> list[list[Any]]:
         """For each type, the objects that are instances of it by their own type; no code of the program runs."""
 
     def times_devices(self) -> bool:
         """Whether operators can be timed on a GPU."""
 
+    def sees_python_handlers(self) -> bool:
+        """Whether the operators are recorded that dispatch modes and tensor subclasses call."""
+
     def attach_cuda(self) -> bool:
-        """Start to observe the CUDA allocator; False if that is not possible."""
+        """Start to observe torch's CUDA allocator, from the next snapshot that torch takes of it; False if that is not
+        possible. ``finish_cuda`` must follow.
+        """
+
+    def finish_cuda(self, rows: list[CudaRow], has_events: bool) -> None:
+        """Record the CUDA segments and blocks that exist, and record accesses to CUDA blocks from now on.
+
+        Args:
+            rows: segments and blocks that are older than the recording, before the first event of the allocator.
+            has_events: whether the allocator's events follow, from ``attach_cuda`` or ``cuda_events``; otherwise blocks
+                are known by the storages of tensors.
+        """
 
     def cuda_settings(self, rounds_to_512: bool, max_split_size: int) -> None:
         """Set the CUDA allocator settings that determine block sizes. ``max_split_size`` is in bytes, -1 for none."""
@@ -126,3 +143,6 @@ class Observer(Protocol):
 
     def baseline(self, tensors: list[torch.Tensor]) -> None:
         """Record the blocks of tensors that are older than the recording."""
+
+    def collected(self, phase: str, info: dict[str, int]) -> None:
+        """Take note of a garbage collection: an element of ``gc.callbacks``. Those that free objects become ranges."""

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memtrace.format.schema import EVENT_KINDS
 from memtrace.recording.observers.dispatch_buffer import RecordBuffer
+from memtrace.recording.observers.dispatch_cuda import CudaBlocks, CudaEvent
 
 _EVENT: Final = {kind: code for code, kind in enumerate(EVENT_KINDS)}
 
@@ -20,7 +22,7 @@ class LiveBlock:
     """A block that has not been freed."""
 
     number: int
-    """Its ``block_id`` in the trace."""
+    """Its ``block_id`` in the trace; negative while the block is known only by its address (``BlockTable.cuda``)."""
     size: int
     """Requested size in bytes."""
     device: int
@@ -40,6 +42,11 @@ class BlockTable:
         buffer: receives the events.
         now: the clock of the observer.
         thread_index: index of the calling thread.
+
+    Attributes:
+        num_blocks: number of block ids given so far.
+        cuda: takes the events of CUDA blocks, because torch's allocator reports their allocations and frees; None if it
+            does not.
     """
 
     def __init__(self, buffer: RecordBuffer, now: Callable[[], int], thread_index: Callable[[], int]) -> None:
@@ -47,7 +54,9 @@ class BlockTable:
         self._now = now
         self._thread_index = thread_index
         self._blocks: dict[int, LiveBlock] = {}
-        self._num_blocks = 0
+        self.num_blocks = 0
+        self.cuda: CudaBlocks | None = None
+        self._num_addressed = 0
         self._is_open = True
 
     def close(self) -> None:
@@ -73,13 +82,21 @@ class BlockTable:
         """Label the block of a tensor, unless it has that category already."""
         with self._buffer.lock:
             block = self.block_of(tensor)
-            if block is not None and category not in block.labels:
-                block.labels.add(category)
+            if block is None or category in block.labels:
+                return
+            block.labels.add(category)
+            if block.number < 0:
+                self._add_cuda_event(-1, block, self._now(), category=category, name=name)
+            else:
                 self._buffer.add("labels", (block.number, category, name))
 
     def add_event(self, kind: str, block: LiveBlock, time_ns: int, op: int) -> None:
         """Record an event of a block."""
         is_access = kind in ("read", "write")
+        if block.number < 0:
+            if is_access or kind == "free":
+                self._add_cuda_event(_EVENT[kind], block, time_ns, op=op, thread=self._thread_index())
+            return
         size, address = (-1, -1) if is_access else (block.size, block.address)
         # torch's CPU allocator allocates exactly the requested size.
         allocated_size = size if block.device == 0 else -1
@@ -93,13 +110,23 @@ class BlockTable:
         device = 0 if tensor.device.type == "cpu" else 1 + (tensor.device.index or 0)
         address = -1 if is_fake(tensor) else storage.data_ptr()
         with self._buffer.lock:
-            block = LiveBlock(self._num_blocks, int(storage.nbytes()), device, address)
-            self._num_blocks += 1
+            block = LiveBlock(self._next_number(device, address), int(storage.nbytes()), device, address)
             key = storage._cdata
             self._blocks[key] = block
             block.reference = weakref.ref(storage, lambda _: self._end(key, block))
             self.add_event(kind, block, time_ns, op)
         return block
+
+    def _next_number(self, device: int, address: int) -> int:
+        if self.cuda is not None and device > 0 and address >= 0:
+            self._num_addressed += 1
+            return -self._num_addressed
+        self.num_blocks += 1
+        return self.num_blocks - 1
+
+    def _add_cuda_event(self, kind: int, block: LiveBlock, time_ns: int, **columns: int) -> None:
+        if self.cuda is not None:
+            self.cuda.add(CudaEvent(time_ns, kind, block.device, block.address, block.size, is_storage=True, **columns))
 
     def _end(self, key: int, block: LiveBlock) -> None:
         if not self._is_open:
@@ -110,11 +137,18 @@ class BlockTable:
             self.add_event("free", block, self._now(), -1)
 
 
+def fake_mode_active() -> bool:
+    """Whether the calling thread runs under a FakeTensorMode."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is a fake tensor."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return isinstance(tensor, FakeTensor)
+    return issubclass(type(tensor), FakeTensor)
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:

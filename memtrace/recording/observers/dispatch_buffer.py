@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import bisect
 import threading
 from collections.abc import Hashable
+from operator import itemgetter
 from typing import Final
 
 import numpy as np
 
-from memtrace.format.schema import NAME_KINDS
+from memtrace.format.schema import EVENT_KINDS, NAME_KINDS
 from memtrace.recording.observers import COLUMN_DTYPES, Batch
 
 _STACK: Final = NAME_KINDS.index("stack")
+_BEGINNINGS: Final = tuple(EVENT_KINDS.index(kind) for kind in ("alloc", "baseline"))
+_KIND, _BLOCK = (list(COLUMN_DTYPES["events"]).index(column) for column in ("kind", "block_id"))
+_event_time = itemgetter(list(COLUMN_DTYPES["events"]).index("time_ns"))
 
 
 class RecordBuffer:
@@ -53,11 +58,29 @@ class RecordBuffer:
                 self._new_names.append((known, kind, text, frames))
             return known
 
-    def drain(self) -> Batch:
-        """Return and remove all rows and new names."""
+    def drain(self, until_ns: int | None = None) -> Batch:
+        """Return and remove rows and new names.
+
+        Args:
+            until_ns: later events stay, with the labels of the blocks that begin with them; events are then in the
+                order of time. None: everything is removed.
+        """
         with self.lock:
             rows, self.rows = self.rows, {table: [] for table in COLUMN_DTYPES}
             names, self._new_names = self._new_names, []
+            if until_ns is not None:
+                self._keep_later(rows, until_ns)
+        return self._encode(rows, names)
+
+    def _keep_later(self, rows: dict[str, list[tuple[int, ...]]], until_ns: int) -> None:
+        events = sorted(rows["events"], key=_event_time)
+        first_later = bisect.bisect_right(events, until_ns, key=_event_time)
+        rows["events"], self.rows["events"] = events[:first_later], events[first_later:]
+        later_blocks = {row[_BLOCK] for row in self.rows["events"] if row[_KIND] in _BEGINNINGS}
+        self.rows["labels"] = [row for row in rows["labels"] if row[0] in later_blocks]
+        rows["labels"] = [row for row in rows["labels"] if row[0] not in later_blocks]
+
+    def _encode(self, rows: dict[str, list[tuple[int, ...]]], names: list[tuple[int, int, str, list[int]]]) -> Batch:
         batch: Batch = {"names": names}
         for table, columns in COLUMN_DTYPES.items():
             values = list(zip(*rows[table], strict=True)) or [()] * len(columns)

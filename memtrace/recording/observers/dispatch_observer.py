@@ -2,14 +2,16 @@
 
 It differs from the native observer as follows:
 
-* Memory that an operator allocates and frees in one call (workspace) is not recorded: Python has no hook below the
-  dispatcher.
+* CPU memory that an operator allocates and frees in one call (workspace) is not recorded: Python has no hook below the
+  dispatcher. CUDA allocations, frees and segments of all threads come from torch's allocator history, and get the
+  operator that ran in their microsecond; where operators of several threads did, their operator is unknown.
 * torch behaves differently under a Python dispatch mode: where autograd sums gradients, or an operator adds a bias, it
   adds out of place, and each such sum is a block of its own.
-* The allocation of a block is recorded when the operator returns, with the end time of the operator.
+* The allocation of a CPU block is recorded when the operator returns, with the end time of the operator.
 * Fake tensors have sizes but no addresses; their address is null.
 * Memory that changes its size in place (``Tensor.resize_``) keeps the size it had when it was first seen.
-* Other threads are recorded only if torch carries its modes to them: autograd's threads, but not the user's own.
+* Operators of other threads are recorded only if torch carries its modes to them: autograd's threads, but not the
+  user's own.
 * It is slower; BENCHMARKS.md compares the two.
 """
 
@@ -20,36 +22,34 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, Final
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
 
 from memtrace.format.schema import EVENT_KINDS, NAME_KINDS, PHASES, SPAN_KINDS
 from memtrace.recording.observers import Batch, CudaRow
-from memtrace.recording.observers.dispatch_blocks import BlockTable, LiveBlock, is_fake
+from memtrace.recording.observers.dispatch_blocks import BlockTable, LiveBlock, fake_mode_active, is_fake
 from memtrace.recording.observers.dispatch_buffer import RecordBuffer
-from memtrace.recording.observers.dispatch_operators import ArgumentAccess, OperatorInfo, inspect_operator
+from memtrace.recording.observers.dispatch_cuda import CudaBlocks
+from memtrace.recording.observers.dispatch_operators import (
+    ArgumentAccess,
+    OperatorInfo,
+    inspect_operator,
+    next_sequence_nr,
+    running_node_sequence_nr,
+)
+from memtrace.recording.observers.dispatch_stacks import PythonStacks
+from memtrace.recording.plain_access import is_tensor, tensors_in
 
 _EVENT: Final = {kind: code for code, kind in enumerate(EVENT_KINDS)}
 _NAME: Final = {kind: code for code, kind in enumerate(NAME_KINDS)}
 _SPAN: Final = {kind: code for code, kind in enumerate(SPAN_KINDS)}
-_SEGMENT_EVENTS: Final = tuple(
-    _EVENT[kind] for kind in ("segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom")
-)
 _FORWARD, _BACKWARD, _OPTIMIZER, _OTHER = (PHASES.index(name) for name in ("forward", "backward", "optimizer", "other"))
 MAX_FORWARD_NODES: Final = 1 << 17
 """Number of autograd nodes whose module and stack are kept for their backward operators."""
-_MAX_STACK_DEPTH: Final = 128
-
-
-def fake_mode_active() -> bool:
-    """Whether the calling thread runs under a FakeTensorMode."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
 @dataclass
@@ -93,9 +93,13 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._operators: dict[Any, tuple[OperatorInfo, int]] = {}
         self._blocks = BlockTable(self._buffer, self.now, lambda: self._thread().index)
         self._forward: OrderedDict[int, tuple[int, int]] = OrderedDict()  # module and stack by sequence number
+        self._cuda = CudaBlocks()
+        self._running: dict[int, int] = {}  # start of each operator call that has not returned
         self._num_ops = 0
         self._threads: list[_Thread] = []
-        self._hidden: set[CodeType] = set()
+        self._collections: list[tuple[int, int]] = []  # start and end
+        self._collection_start_ns = 0
+        self._python_stacks = PythonStacks(self._buffer, __file__)
         self._active = False
 
     # Start and stop.
@@ -145,7 +149,16 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def drain(self, until_ns: int) -> Batch:
         """See ``Observer.drain``. Events of segments that arrive late are recorded later than they happened."""
-        return self._buffer.drain()
+        self._record_collections()
+        with self._lock:
+            if self._blocks.cuda is None:
+                return self._buffer.drain()
+            # Events of the allocator get their operators, so they wait for the calls that are running.
+            until = None if until_ns < 0 else min([until_ns, *(start - 1 for start in self._running.values())])
+            events, labels, self._blocks.num_blocks = self._cuda.take(until, self._blocks.num_blocks)
+            self._buffer.rows["events"] += events
+            self._buffer.rows["labels"] += labels
+            return self._buffer.drain(sys.maxsize if until is None else until)
 
     # Marks.
 
@@ -159,13 +172,14 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def hide_frames_of(self, code: CodeType) -> None:
         """See ``Observer.hide_frames_of``."""
-        self._hidden.add(code)
+        self._python_stacks.hidden.add(code)
 
-    def push_module(self, name: int) -> int:
+    def push_module(self, name: int) -> bool:
         """See ``Observer.push_module``."""
         modules = self._thread().modules
         modules.append((name, self.now()))
-        return len(modules)
+        with torch._C.DisableTorchFunction():
+            return len(modules) == 1 and torch.is_grad_enabled()
 
     def pop_module(self, name: int) -> None:
         """See ``Observer.pop_module``."""
@@ -211,17 +225,39 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """See ``Observer.label``."""
         if not self._active:
             return
-        for tensor, name in zip(tensors, names, strict=True):
-            self._blocks.label(tensor, category, name)
-            if gradient_category >= 0 and tensor.is_leaf and tensor.grad is not None:
-                self._blocks.label(tensor.grad, gradient_category, name)
+        with torch._C.DisableTorchFunction():
+            for tensor, name in zip(tensors, names, strict=True):
+                self._blocks.label(tensor, category, name)
+                if gradient_category >= 0 and tensor.is_leaf and tensor.grad is not None:
+                    self._blocks.label(tensor.grad, gradient_category, name)
+
+    def label_inputs(self, tensors: list[torch.Tensor], category: int) -> None:
+        """See ``Observer.label_inputs``."""
+        with torch._C.DisableTorchFunction():
+            inputs = [tensor for tensor in tensors if tensor.grad_fn is None]
+        self.label(inputs, category, [-1] * len(inputs), -1)
 
     def baseline(self, tensors: list[torch.Tensor]) -> None:
         """See ``Observer.baseline``."""
         # Under a fake mode only fake tensors are recorded, not the real tensors of the process.
-        for tensor in tensors:
-            if not self._records_fakes_only or is_fake(tensor):
-                self._blocks.block_of(tensor)
+        with torch._C.DisableTorchFunction():
+            for tensor in tensors:
+                if not self._records_fakes_only or is_fake(tensor):
+                    self._blocks.block_of(tensor)
+
+    def collected(self, phase: str, info: dict[str, int]) -> None:
+        """See ``Observer.collected``."""
+        # A collection can start anywhere, also while this thread holds the lock of the buffer.
+        if phase == "start":
+            self._collection_start_ns = self.now()
+        elif info["collected"] > 0:
+            self._collections.append((self._collection_start_ns, self.now()))
+
+    def _record_collections(self) -> None:
+        while self._collections:
+            start_ns, end_ns = self._collections.pop()
+            row = (_SPAN["range"], self.name_id(_NAME["range"], "gc"), start_ns, end_ns - start_ns, -1, -1)
+            self._buffer.add("spans", row)
 
     def instances(self, objects: list[Any], types: tuple[type, ...]) -> list[list[Any]]:
         """See ``Observer.instances``."""
@@ -241,22 +277,30 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """See ``Observer.times_devices``. Always False."""
         return False
 
+    def sees_python_handlers(self) -> bool:
+        """See ``Observer.sees_python_handlers``. Always True: other modes and subclasses run first."""
+        return True
+
     def attach_cuda(self) -> bool:
         """See ``Observer.attach_cuda``. Always False: Python has no such hook."""
         return False
 
+    def finish_cuda(self, rows: list[CudaRow], has_events: bool) -> None:
+        """See ``Observer.finish_cuda``."""
+        with self._lock:
+            if has_events:
+                self._blocks.cuda = self._cuda
+            self.cuda_events(rows)
+
     def cuda_settings(self, rounds_to_512: bool, max_split_size: int) -> None:
-        """See ``Observer.cuda_settings``. Not needed: block sizes come from tensors."""
+        """See ``Observer.cuda_settings``."""
+        self._cuda.sizes.rounds_to_512, self._cuda.sizes.max_split_size = rounds_to_512, max_split_size
 
     def cuda_events(self, rows: list[CudaRow]) -> None:
-        """See ``Observer.cuda_events``. Events of blocks are ignored: this observer knows blocks by their tensors."""
-        for kind, device, address, size, stream, pool, _, time_ns in rows:
-            if kind in _SEGMENT_EVENTS:
-                time_ns = self.now() if time_ns < 0 else time_ns
-                address, device_free = (-1, address) if kind == _EVENT["oom"] else (address, -1)
-                self._buffer.add(
-                    "events", (time_ns, kind, 1 + device, -1, size, -1, address, -1, stream, -1, pool, device_free)
-                )
+        """See ``Observer.cuda_events``."""
+        with self._lock:
+            if self._active and self._blocks.cuda is not None:
+                self._cuda.add_rows(rows, self.now())
 
     # Operators.
 
@@ -265,23 +309,36 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not self._active:
             return func(*args, **kwargs)
+        if any(kind not in (torch.Tensor, torch.nn.Parameter) and not issubclass(kind, FakeTensor) for kind in types):
+            return NotImplemented  # the operators that the tensor subclass calls are recorded instead
         info, name = self._operators.get(func) or self._inspect(func)
         if not info.is_recorded:
             result = func(*args, **kwargs)
             self._follow_range(func, args)
             return result
-        thread = self._thread()
-        call = _Call(info, name, self._num_ops, thread, self.now(), {})
-        self._num_ops += 1
-        if self._accesses:
-            call.accesses = self._argument_accesses(info, args, kwargs)
-        with self._lock:
-            for block, access in call.accesses.values():
-                if access.reads:
-                    self._blocks.add_event("read", block, call.started_ns, call.op)
-        result = func(*args, **kwargs)
-        self._finish_call(call, result)
+        call = self._begin_call(info, name)
+        try:
+            if self._accesses:
+                with torch._C.DisableTorchFunction():
+                    call.accesses = self._argument_accesses(info, args, kwargs)
+            with self._lock:
+                for block, access in call.accesses.values():
+                    if access.reads:
+                        self._blocks.add_event("read", block, call.started_ns, call.op)
+            result = func(*args, **kwargs)
+            with torch._C.DisableTorchFunction():
+                self._finish_call(call, result)
+        finally:
+            self._running.pop(call.op, None)
         return result
+
+    def _begin_call(self, info: OperatorInfo, name: int) -> _Call:
+        thread = self._thread()
+        with self._lock:
+            call = _Call(info, name, self._num_ops, thread, self.now(), {})
+            self._num_ops += 1
+            self._running[call.op] = call.started_ns
+        return call
 
     def _inspect(self, func: Any) -> tuple[OperatorInfo, int]:
         info = inspect_operator(func)
@@ -295,8 +352,8 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         blocks: dict[int, tuple[LiveBlock, ArgumentAccess]] = {}
         for key, access in info.accesses.items():
             value = kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None
-            for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(tensor, torch.Tensor) and (block := self._blocks.block_of(tensor)) is not None:
+            for tensor in value if type(value) in (list, tuple) else (value,):
+                if is_tensor(tensor) and (block := self._blocks.block_of(tensor)) is not None:
                     _, other = blocks.get(block.number, (block, ArgumentAccess(False, False)))
                     both = ArgumentAccess(access.reads or other.reads, access.writes or other.writes)
                     blocks[block.number] = (block, both)
@@ -305,7 +362,9 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _finish_call(self, call: _Call, result: Any) -> None:
         ended_ns = self.now()
         with self._lock:
-            results = (tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor))
+            if self._blocks.cuda is not None:
+                self._cuda.add_call(call.thread.index, call.op, call.started_ns, ended_ns)
+            results = tensors_in(result)
             allocated = (self._blocks.allocate(tensor, ended_ns, call.op) for tensor in results)
             new_blocks = [block for block in allocated if block is not None]
             if self._accesses:
@@ -316,7 +375,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add_call(self, call: _Call, ended_ns: int, allocated_bytes: int) -> None:
         thread = call.thread
-        sequence = _sequence_nr()
+        sequence = next_sequence_nr()
         new_nodes = range(thread.last_sequence, sequence)
         thread.last_sequence = sequence
         phase, is_recompute = self._phase(thread)
@@ -328,7 +387,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         module = thread.modules[-1][0] if thread.modules else -1
         inherited, sequence_nr = None, -1
         if is_backward:
-            sequence_nr = _running_node_sequence_nr()
+            sequence_nr = running_node_sequence_nr()
             inherited = self._forward.get(sequence_nr)
         elif len(new_nodes) > 0:
             sequence_nr = new_nodes[0]
@@ -336,7 +395,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
             module, stack = inherited
         else:
             is_large = allocated_bytes > 0 and allocated_bytes >= self._stack_min_bytes
-            stack = self._stack() if self._stacks and (is_large or len(new_nodes) > 0) else -1
+            stack = self._python_stacks.current() if self._stacks and (is_large or len(new_nodes) > 0) else -1
             if not is_backward:
                 self._keep_forward(new_nodes, module, stack)
         if call.accesses or allocated_bytes > 0:
@@ -395,38 +454,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         thread: _Thread | None = getattr(self._local, "thread", None)
         if thread is None:
             with self._lock:
-                thread = self._local.thread = _Thread(len(self._threads), last_sequence=_sequence_nr())
+                thread = self._local.thread = _Thread(len(self._threads), last_sequence=next_sequence_nr())
                 self._threads.append(thread)
                 self.name_id(_NAME["thread"], f"{thread.index}\t{threading.current_thread().name}")
         return thread
-
-    def _stack(self) -> int:
-        """The id of the Python stack of the calling thread, without memtrace's own frames."""
-        frame: FrameType | None = sys._getframe(1)
-        positions: list[tuple[CodeType, int]] = []
-        while frame is not None and len(positions) < _MAX_STACK_DEPTH:
-            if frame.f_code not in self._hidden and frame.f_code.co_filename != __file__:
-                positions.append((frame.f_code, frame.f_lineno))
-            frame = frame.f_back
-        key = tuple(positions)
-        known = self._buffer.stack_id(key)
-        if known is not None:
-            return known
-        frames = [
-            self.name_id(_NAME["frame"], f"{code.co_filename}\t{line}\t{getattr(code, 'co_qualname', code.co_name)}")
-            for code, line in positions
-        ]
-        return self._buffer.add_stack(key, frames)
-
-
-def _sequence_nr() -> int:
-    """Sequence number of the next autograd node of the calling thread."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
-
-
-def _running_node_sequence_nr() -> int:
-    """Sequence number of the autograd node that runs in the calling thread; -1 if there is none."""
-    node = torch._C._current_autograd_node()
-    number = node._sequence_nr() if node is not None else -1
-    return number if number < 1 << 63 else -1  # AccumulateGrad has the largest unsigned number

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+import torch
+
 _OVERWRITES: Final = ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_",
                       "_foreach_copy_", "_foreach_zero_", "set_", "resize_", "eye_")  # fmt: skip
 """In-place operators that do not read what they overwrite."""
@@ -57,3 +59,16 @@ def inspect_operator(operator: Any) -> OperatorInfo:
         writes_result=not short_name.startswith(("empty", "new_empty")),
         is_recorded=not (is_range or short_name.startswith(_NO_ACCESS)),
     )
+
+
+def next_sequence_nr() -> int:
+    """Sequence number of the next autograd node of the calling thread."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def running_node_sequence_nr() -> int:
+    """Sequence number of the autograd node that runs in the calling thread; -1 if there is none."""
+    node = torch._C._current_autograd_node()
+    number = node._sequence_nr() if node is not None else -1
+    return number if number < 1 << 63 else -1  # AccumulateGrad has the largest unsigned number

@@ -45,9 +45,12 @@ class NativeObserver:
         self.span = native.span
         self.waiting = native.waiting
         self.label = native.label
+        self.label_inputs = native.label_inputs
         self.baseline = native.baseline
         self.instances = native.instances
+        self.collected = native.collected
         self.attach_cuda = native.attach_cuda
+        self.finish_cuda = native.finish_cuda
         self.cuda_settings = native.cuda_settings
         self.cuda_events = native.cuda_events
 
@@ -62,6 +65,10 @@ class NativeObserver:
     def times_devices(self) -> bool:
         """See ``Observer.times_devices``. True if the module was built with the CUDA headers."""
         return bool(self._native.status()["device_time"])
+
+    def sees_python_handlers(self) -> bool:
+        """See ``Observer.sees_python_handlers``. True for the versions of torch that python_handlers.cpp knows."""
+        return bool(self._native.status()["python_handlers"])
 
     def failure(self) -> str | None:
         """See ``Observer.failure``."""

@@ -21,7 +21,8 @@ def select_observer(kind: str) -> tuple[Observer, list[str]]:
     Raises:
         MemtraceError: ``kind`` is "native" and the native observer cannot be built or loaded.
     """
-    from memtrace.recording.observers.dispatch_observer import DispatchObserver, fake_mode_active
+    from memtrace.recording.observers.dispatch_blocks import fake_mode_active
+    from memtrace.recording.observers.dispatch_observer import DispatchObserver
 
     if kind == "dispatch":
         return DispatchObserver(), []

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from memtrace.allocator.rules import MAX_SLACK_BYTES, MIN_BLOCK_BYTES, SMALL_REQUEST_BYTES
+from memtrace.format.schema import CATEGORIES
 from memtrace.recording.observers.columns_header import columns_header
 from memtrace.recording.observers.cuda_headers import CudaHeaders
 
@@ -81,6 +82,7 @@ def _language_flags() -> list[str]:
         f"-DMEMTRACE_MIN_BLOCK_BYTES={MIN_BLOCK_BYTES}",
         f"-DMEMTRACE_SMALL_REQUEST_BYTES={SMALL_REQUEST_BYTES}",
         f"-DMEMTRACE_MAX_SLACK_BYTES={MAX_SLACK_BYTES}",
+        f"-DMEMTRACE_GRADIENT_CATEGORY={CATEGORIES.index('gradient')}",
     ]
 
 

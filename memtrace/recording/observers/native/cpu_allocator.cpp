@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "cpu_allocator.h"
+#include "dispatch.h"
 #include "state.h"
 
 namespace memtrace {
@@ -12,6 +13,9 @@ namespace {
 
 // The "address" of an oom event is the free memory of the device; for the CPU it is not known.
 constexpr auto kUnknownFree = static_cast<uint64_t>(kNone);
+
+// Storages of foreign memory whose liveness is checked at an allocation. Programs rarely have more.
+constexpr size_t kChecksPerAllocation = 8;
 
 c10::Allocator* original = nullptr;
 c10::DeleterFnPtr original_deleter = nullptr;
@@ -88,6 +92,7 @@ void record_allocation(uint64_t address, int64_t size, int8_t device, int32_t st
   Recorder& r = recorder();
   ThreadState& thread = thread_state();
   const bool in_operator = thread.current_op != kNone;
+  record_foreign_frees(kChecksPerAllocation);   // before the allocation, so that a peak contains no freed memory
   if (in_operator) {
     thread.op_blocks.push_back(address);
     thread.op_allocated_bytes += size;
@@ -96,16 +101,8 @@ void record_allocation(uint64_t address, int64_t size, int8_t device, int32_t st
     r.add(Event{r.now(), address, size, thread.current_op, stream, thread.index, device, EventKind::alloc, false});
     return;
   }
-  // Outside all operators (a storage resized from Python, a compiled kernel): a call without a name carries the stack.
-  OpCall call{};
-  call.op = r.next_op++;
-  call.start_ns = r.now();
-  call.sequence_nr = call.name = call.stack = kNone;
-  call.module = thread.modules.empty() ? kNone : thread.modules.back().first;
-  call.thread = thread.index;
-  call.phase = current_phase(thread);
-  call.has_accesses = true;
-  if (r.options.stacks) call.stack = python_stack(false);
+  // Outside all operators: a storage resized from Python, a compiled kernel.
+  const OpCall call = unnamed_call(thread);
   Lock lock(r.mutex);
   r.push(call);
   r.push(Event{call.start_ns, address, size, call.op, stream, thread.index, device, EventKind::alloc, false});

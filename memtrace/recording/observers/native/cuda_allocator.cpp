@@ -6,10 +6,13 @@
 #include <algorithm>
 
 #include "cpu_allocator.h"
+#include "cuda_storages.h"
 #include "state.h"
 
 #ifdef MEMTRACE_CUDA
 #include <c10/cuda/CUDACachingAllocator.h>
+
+#include <exception>
 #endif
 
 namespace memtrace {
@@ -25,26 +28,54 @@ int32_t stream_pool_index(StreamPool stream_pool) {
   return index;
 }
 
+Event make_event(const CudaEvent& event, const ThreadState& thread) {
+  const bool happens_now = event.time_ns == kNone;
+  const bool is_older = event.kind == EventKind::baseline || event.kind == EventKind::older_segment;
+  return Event{happens_now ? recorder().now() : event.time_ns, event.address, event.size,
+               is_older ? event.extra : happens_now ? thread.current_op : kNone,
+               stream_pool_index({event.stream, event.pool}), happens_now ? thread.index : static_cast<int16_t>(kNone),
+               static_cast<int8_t>(event.device + 1), event.kind, false};
+}
+
+// Inserts what the snapshot contains where it was taken. Requires the mutex.
+void insert_before_later_events(const std::vector<Event>& existing) {
+  Recorder& r = recorder();
+  CudaAttachment& attachment = r.cuda_attachment;
+  const bool has_snapshot = attachment.in_progress && attachment.has_snapshot.any();
+  const size_t position = has_snapshot ? attachment.position : r.events.size();
+  attachment.in_progress = false;
+  if (!r.active) return;
+  r.events.insert(r.events.begin() + static_cast<std::ptrdiff_t>(position), existing.begin(), existing.end());
+}
+
 }  // namespace
 
 void record_cuda_event(const CudaEvent& event) {
   Recorder& r = recorder();
   if (!r.active.load(std::memory_order_relaxed)) return;
-  const auto device = static_cast<int8_t>(event.device + 1);
-  const int32_t stream_pool = stream_pool_index({event.stream, event.pool});
   const bool happens_now = event.time_ns == kNone;
   if (event.kind == EventKind::alloc && happens_now) {
     if (!thread_enabled()) enable_thread(true);
-    record_allocation(event.address, event.size, device, stream_pool);
+    record_allocation(event.address, event.size, static_cast<int8_t>(event.device + 1),
+                      stream_pool_index({event.stream, event.pool}));
     return;
   }
   ThreadState& thread = thread_state();
   // Count the failed allocation, so that its operator gets a stack.
   if (event.kind == EventKind::oom) thread.op_allocated_bytes += event.size;
-  const bool is_older = event.kind == EventKind::baseline || event.kind == EventKind::older_segment;
-  r.add(Event{happens_now ? r.now() : event.time_ns, event.address, event.size,
-              is_older ? event.extra : happens_now ? thread.current_op : kNone, stream_pool,
-              happens_now ? thread.index : static_cast<int16_t>(kNone), device, event.kind, false});
+  r.add(make_event(event, thread));
+}
+
+void finish_cuda_attachment(const std::vector<CudaEvent>& existing, CudaSource source) {
+  Recorder& r = recorder();
+  std::vector<Event> events;
+  events.reserve(existing.size());
+  for (const CudaEvent& event : existing) events.push_back(make_event(event, thread_state()));
+  if (source == CudaSource::events && !r.cuda_attachment.in_progress) source = CudaSource::history;
+  prepare_cuda_source(source);
+  Lock lock(r.mutex);
+  insert_before_later_events(events);
+  r.cuda_source = source;
 }
 
 #ifdef MEMTRACE_CUDA
@@ -78,29 +109,59 @@ int64_t pool_of(const AnyEntry& entry) {
   }
 }
 
+// Whether an event comes before the snapshot that describes its device.
+bool is_in_snapshot(const Entry& entry) {
+  Recorder& r = recorder();
+  Lock lock(r.mutex);
+  CudaAttachment& attachment = r.cuda_attachment;
+  const auto device = static_cast<size_t>(entry.device_);
+  if (!attachment.in_progress || attachment.has_snapshot[device]) return false;
+  if (entry.action_ == Entry::SNAPSHOT) {
+    if (attachment.has_snapshot.none()) attachment.position = r.events.size();
+    attachment.has_snapshot.set(device);
+    r.cuda_source = CudaSource::events;
+  }
+  return true;
+}
+
 // Called while the allocator holds its lock: must neither allocate on the device nor wait for the GIL.
 void on_entry(const Entry& entry) {
+  if (!recorder().active.load(std::memory_order_relaxed)) return;
   record_or_give_up([&] {
+    if (is_in_snapshot(entry)) return;
     record_cuda_event({kind_of(entry.action_), entry.device_, entry.action_ == Entry::SNAPSHOT ? 0 : entry.addr_,
                        static_cast<int64_t>(entry.size_), reinterpret_cast<int64_t>(entry.stream_), pool_of(entry)});
   });
+}
+
+void set_in_progress(bool in_progress) {
+  Recorder& r = recorder();
+  Lock lock(r.mutex);
+  r.cuda_attachment = CudaAttachment{in_progress, {}, 0};
 }
 
 }  // namespace
 
 bool cuda_supported() { return true; }
 
-void attach_cuda_allocator() {
-  static bool attached = false;   // torch cannot detach a tracker; outside recordings it does nothing
-  if (attached) return;
-  c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(&on_entry);
-  attached = true;
+bool attach_cuda_allocator() {
+  static bool is_attached = false;   // torch cannot detach a tracker; outside recordings it does nothing
+  prepare_cuda_source(CudaSource::events);
+  set_in_progress(true);
+  if (is_attached) return true;
+  try {
+    c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(&on_entry);
+    is_attached = true;
+  } catch (const std::exception&) {   // only torch's own caching allocator accepts trackers
+    set_in_progress(false);
+  }
+  return is_attached;
 }
 
 #else
 
 bool cuda_supported() { return false; }
-void attach_cuda_allocator() {}
+bool attach_cuda_allocator() { return false; }
 
 #endif
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "state.h"
 
@@ -16,5 +17,11 @@ struct CudaEvent {
 };
 
 void record_cuda_event(const CudaEvent& event);
+
+// Attaches to the allocator; false if it reports no events. Its events are recorded from its next snapshot on, and
+// `finish_cuda_attachment` must follow.
+bool attach_cuda_allocator();
+// Records the blocks and segments that the snapshot contains, before all that happened after it.
+void finish_cuda_attachment(const std::vector<CudaEvent>& existing, CudaSource source);
 
 }  // namespace memtrace

@@ -53,11 +53,34 @@ c10::cuda::CUDAStream stream_of(int8_t device) {
   return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device - 1));
 }
 
-// Creates the base event of a device, once per recording, on an idle stream. Requires the mutex.
-void create_base(DeviceTimes& all, int8_t device) {
+bool is_capturing(const c10::cuda::CUDAStream& stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t error = cudaStreamIsCapturing(stream.stream(), &status);
+  if (error != cudaSuccess) (void)cudaGetLastError();   // the program must not find our error
+  return error != cudaSuccess || status != cudaStreamCaptureStatusNone;
+}
+
+// While any thread captures a CUDA graph, creating, querying and waiting for events would end the capture with an error.
+// In the relaxed mode, which is a property of the calling thread, these calls are allowed.
+using CaptureModeGuard = c10::cuda::CUDAStreamCaptureModeGuard;
+constexpr auto kRelaxed = cudaStreamCaptureModeRelaxed;
+
+// Drops what is left of an earlier recording. Requires the mutex.
+void begin_recording(DeviceTimes& all) {
+  const uint32_t epoch = recorder().epoch;
+  if (all.epoch == epoch) return;
+  all.open.clear();
+  all.running.clear();
+  all.bases.clear();
+  all.epoch = epoch;
+}
+
+// Creates the base event of the stream's device, once per recording. Requires the mutex.
+void create_base(DeviceTimes& all, const c10::cuda::CUDAStream& stream) {
+  const auto device = static_cast<int8_t>(stream.device_index() + 1);
   if (all.bases.count(device) != 0) return;
   BaseEvent base{new_event(), 0};
-  base.event.record(stream_of(device).unwrap());
+  base.event.record(stream.unwrap());
   base.event.synchronize();
   base.time_ns = recorder().now();
   all.bases.emplace(device, std::move(base));
@@ -84,20 +107,16 @@ void take_first(DeviceTimes& all, DeviceTimeColumns& out) {
 bool device_time_supported() { return true; }
 
 uint64_t start_device_time(int8_t device) {
-  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return kNotTimed;
   DeviceTimes& all = times();
   std::lock_guard<ForkSafeMutex> lock(all.mutex);
-  const uint32_t epoch = recorder().epoch;
-  if (all.epoch != epoch) {
-    all.open.clear();
-    all.running.clear();
-    all.bases.clear();
-    all.epoch = epoch;
-  }
   try {
-    create_base(all, device);
+    const c10::cuda::CUDAStream stream = stream_of(device);
+    if (is_capturing(stream)) return kNotTimed;
+    CaptureModeGuard guard(kRelaxed);
+    begin_recording(all);
+    create_base(all, stream);
     c10::Event start = new_event();
-    start.record(stream_of(device).unwrap());
+    start.record(stream.unwrap());
     all.open.emplace(all.next_ticket, std::move(start));
     return all.next_ticket++;
   } catch (const c10::Error&) {   // the device failed: the program's own calls report that
@@ -110,20 +129,24 @@ void end_device_time(uint64_t ticket, int64_t op, int8_t device) {
   std::lock_guard<ForkSafeMutex> lock(all.mutex);
   auto start = all.open.find(ticket);
   if (start == all.open.end()) return;
-  TimedCall call{op, device, std::move(start->second), new_event()};
-  all.open.erase(start);
   try {
-    call.end.record(stream_of(device).unwrap());
-  } catch (const c10::Error&) {
-    return;
+    CaptureModeGuard guard(kRelaxed);
+    TimedCall call{op, device, std::move(start->second), new_event()};
+    all.open.erase(start);
+    const c10::cuda::CUDAStream stream = stream_of(device);
+    if (is_capturing(stream)) return;
+    call.end.record(stream.unwrap());
+    all.running.push_back(std::move(call));
+  } catch (const c10::Error&) {   // as in start_device_time
   }
-  all.running.push_back(std::move(call));
 }
 
 void take_device_times(DeviceTimeColumns& out) {
   DeviceTimes& all = times();
   std::lock_guard<ForkSafeMutex> lock(all.mutex);
+  if (all.running.empty()) return;
   try {
+    CaptureModeGuard guard(kRelaxed);
     while (!all.running.empty() && all.epoch == recorder().epoch && all.running.front().end.query()) take_first(all, out);
   } catch (const c10::Error&) {
     all.running.clear();
@@ -133,7 +156,9 @@ void take_device_times(DeviceTimeColumns& out) {
 void finish_device_times() {
   DeviceTimes& all = times();
   std::lock_guard<ForkSafeMutex> lock(all.mutex);
+  if (all.running.empty()) return;
   try {
+    CaptureModeGuard guard(kRelaxed);
     for (const TimedCall& call : all.running) call.end.synchronize();
   } catch (const c10::Error&) {
     all.running.clear();

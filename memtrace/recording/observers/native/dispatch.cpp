@@ -8,12 +8,14 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstring>
-#include <mutex>
+#include <exception>
 #include <stdexcept>
 #include <typeinfo>
+#include <utility>
 
-#include "cpu_allocator.h"
+#include "cuda_storages.h"
 #include "device_time.h"
 #include "dispatch.h"
 #include "operator_info.h"
@@ -22,66 +24,51 @@
 namespace memtrace {
 namespace {
 
-constexpr c10::DispatchKey kMode = c10::DispatchKey::DeferredInit;
-
 // Handlers of these keys call other operators on real tensors, which are recorded instead of the call itself.
 constexpr c10::DispatchKeySet kKeysThatCallOperators({
     c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchBatched,
     c10::DispatchKey::FuncTorchBatchedDecomposition, c10::DispatchKey::FuncTorchVmapMode,
     c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchDynamicLayerBackMode});
 
-// Memory that does not come from a traced allocator: its free is not seen, but its weak reference expires.
-struct ForeignBlock {
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-  uint64_t address;
-};
-ForkSafeMutex foreign_mutex;
-auto& foreign_blocks = *new std::unordered_map<c10::StorageImpl*, ForeignBlock>;
-
-// Whether a block is foreign; if so, its free will be recorded.
-bool watch_if_foreign(c10::StorageImpl* storage, c10::DataPtr& data) {
-  if (has_traced_deleter(data)) return false;
-  if (trace_deleter(data)) return false;
-  std::lock_guard<ForkSafeMutex> lock(foreign_mutex);
-  if (foreign_blocks.count(storage) == 0) {
-    auto strong = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage);
-    foreign_blocks.emplace(storage, ForeignBlock{c10::weak_intrusive_ptr<c10::StorageImpl>(strong),
-                                                 reinterpret_cast<uint64_t>(data.get())});
-  }
-  return true;
-}
-
 struct Access {
-  uint64_t address;
-  int64_t size;
-  int8_t device;
-  bool reads, writes, foreign;
+  Memory memory;
+  bool reads, writes;
 };
 
 using Accesses = c10::SmallVector<Access, 16>;
 
-void add_access(const at::Tensor& tensor, bool reads, bool writes, Accesses& out) {
-  if (!tensor.defined()) return;
+}  // namespace
+
+std::optional<Memory> memory_of(const at::Tensor& tensor) {
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  if (!impl->has_storage()) return;
+  if (!impl->has_storage()) return std::nullopt;
   c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
-  if (storage == nullptr) return;
+  if (storage == nullptr) return std::nullopt;
   c10::DataPtr& data = storage->_mutable_data_ptr_no_checks();
   const c10::Device device = data.device();
   const bool on_cpu = device.is_cpu();
-  if (data.get() == nullptr || !(on_cpu || device.is_cuda())) return;
-  const auto address = reinterpret_cast<uint64_t>(data.get());
+  if (data.get() == nullptr || !(on_cpu || device.is_cuda())) return std::nullopt;
+  const int64_t size = storage->sym_nbytes().maybe_as_int().value_or(0);
+  if (size == 0) return std::nullopt;
+  if (!on_cpu && recorder().cuda_source.load(std::memory_order_relaxed) == CudaSource::undecided) return std::nullopt;
+  return Memory{reinterpret_cast<uint64_t>(data.get()), size, static_cast<int8_t>(on_cpu ? 0 : device.index() + 1),
+                watch_memory(storage, data)};
+}
+
+namespace {
+
+void add_access(const at::Tensor& tensor, bool reads, bool writes, Accesses& out) {
+  if (!tensor.defined()) return;
+  const std::optional<Memory> memory = memory_of(tensor);
+  if (!memory) return;
   for (Access& access : out) {
-    if (access.address == address) {
+    if (access.memory.address == memory->address) {
       access.reads |= reads;
       access.writes |= writes;
       return;
     }
   }
-  const bool foreign = on_cpu && watch_if_foreign(storage, data);
-  const int64_t size = storage->sym_nbytes().maybe_as_int().value_or(0);
-  if (size == 0) return;
-  out.push_back({address, size, static_cast<int8_t>(on_cpu ? 0 : device.index() + 1), reads, writes, foreign});
+  out.push_back({*memory, reads, writes});
 }
 
 void add_argument_accesses(const OperatorInfo& info, const torch::jit::Stack& stack, Accesses& out) {
@@ -126,14 +113,18 @@ void exit_range(ThreadState& thread) {
   }
 }
 
-// Whether the backward of a user's autograd.Function is running. No forward operator created its node, but it has Python
-// frames of its own.
-bool runs_python_node() {
+// torch exports neither class of node, so they are recognised by their names.
+bool runs_node(const char* class_name) {
   const auto node = torch::autograd::get_current_node();
   if (!node) return false;
   const torch::autograd::Node& running = *node;
-  return std::strstr(typeid(running).name(), "PyNode") != nullptr;   // torch does not export the class
+  return std::strstr(typeid(running).name(), class_name) != nullptr;
 }
+
+// Whether the backward of a user's autograd.Function is running. No forward operator created its node, but it has Python
+// frames of its own.
+bool runs_python_node() { return runs_node("PyNode"); }
+bool runs_accumulate_grad() { return runs_node("AccumulateGrad"); }
 
 OpCall describe_call(const OperatorInfo& info, ThreadState& thread, int64_t sequence) {
   OpCall call{};
@@ -146,7 +137,10 @@ OpCall describe_call(const OperatorInfo& info, ThreadState& thread, int64_t sequ
   call.recompute = call.phase == Phase::backward && thread.modules.size() > thread.modules_outside;
   call.num_nodes = static_cast<uint32_t>(static_cast<int64_t>(at::sequence_number::peek()) - sequence);
   call.sequence_nr = call.num_nodes > 0 ? sequence : kNone;
-  if (call.num_nodes > 0) call.forward_thread = static_cast<uint32_t>(at::RecordFunction::currentThreadId());
+  if (call.num_nodes > 0) {
+    call.forward_thread = static_cast<uint32_t>(at::RecordFunction::currentThreadId());
+    thread.first_node = std::min(thread.first_node, sequence);
+  }
   if (call.phase == Phase::backward && !call.recompute) {
     call.num_nodes = 0;
     call.sequence_nr = node ? static_cast<int64_t>(node->sequence_nr()) : kNone;
@@ -171,11 +165,12 @@ class Call {
     sequence_ = static_cast<int64_t>(at::sequence_number::peek());
     if (r.options.accesses) record_or_give_up([&] { add_argument_accesses(info, stack, accesses_); });
     start_ = r.now();
+    std::atomic_ref(thread_.op_start_ns).store(start_, std::memory_order_relaxed);
     if (r.options.device_time_min_bytes != kNone) start_on_device(r.options.device_time_min_bytes);
     if (accesses_.empty()) return;
     Lock lock(r.mutex);
     for (const Access& access : accesses_)
-      if (access.reads) push(r, access.address, access.size, EventKind::read, access.device, start_, access.foreign);
+      if (access.reads) push(r, access.memory, EventKind::read, start_);
     r.notify_writer_if_due();
   }
 
@@ -186,7 +181,11 @@ class Call {
     thread_.current_op = outer_op_;
     OpCall call = describe(end);
     const bool inherits = call.phase == Phase::backward && !call.recompute && call.sequence_nr >= 0;
-    const bool allocates = thread_.op_allocated_bytes > 0 && thread_.op_allocated_bytes >= r.options.stack_min_bytes;
+    // A failed allocation needs the stack too; torch's history reports it only later.
+    const bool failed = r.cuda_source == CudaSource::history && std::uncaught_exceptions() > num_exceptions_;
+    const bool allocates =
+        failed || (thread_.op_allocated_bytes > 0 && thread_.op_allocated_bytes >= r.options.stack_min_bytes);
+    call.has_accesses |= failed;
     // A call that creates nodes gets a stack even if it allocates nothing: its backward operators inherit that stack.
     const bool needs_stack = (allocates || call.num_nodes > 0) && !(inherits && !runs_python_node());
     if (r.options.stacks && needs_stack) call.stack = python_stack(true);
@@ -194,22 +193,45 @@ class Call {
     {
       Lock lock(r.mutex);
       if (r.options.accesses) push_writes(r, end);
+      if (info_.reduces_over_ranks && runs_accumulate_grad()) label_buckets(r, end);
       if (call.has_accesses || call.num_nodes > 0) r.push(call);
       r.notify_writer_if_due();
       is_full = r.events.size() + r.ops.size() > r.options.limit_records;
     }
     thread_.op_blocks.clear();
+    // After the call is in the buffer: a drain finds it there or here.
+    std::atomic_ref(thread_.op_start_ns).store(kNone, std::memory_order_relaxed);
     if (is_full) wait_for_writer();
+  }
+
+  // Adds the blocks that the operator returns, unless the allocator reported them while it ran.
+  void add_returned_blocks(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+    if (recorder().cuda_source.load(std::memory_order_relaxed) == CudaSource::undecided) return;
+    const size_t num_results = std::min(op.schema().returns().size(), stack.size());
+    for (size_t i = stack.size() - num_results; i < stack.size(); ++i) {
+      if (stack[i].isTensor()) add_returned_block(stack[i].toTensor());
+      if (!stack[i].isTensorList()) continue;
+      for (const c10::IValue& element : stack[i].toListRef())
+        if (element.isTensor()) add_returned_block(element.toTensor());
+    }
   }
 
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
 
  private:
+  void add_returned_block(const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.has_storage()) return;
+    const auto address = reinterpret_cast<uint64_t>(tensor.unsafeGetTensorImpl()->unsafe_storage().data());
+    const bool is_argument = std::any_of(accesses_.begin(), accesses_.end(),
+                                         [&](const Access& access) { return access.memory.address == address; });
+    if (!is_argument) add_returned_cuda_block(tensor);
+  }
+
   void start_on_device(int64_t min_bytes) {
     for (const Access& access : accesses_) {
-      if (access.device == 0 || access.size < min_bytes) continue;
-      device_ = access.device;
+      if (access.memory.device == 0 || access.memory.size < min_bytes) continue;
+      device_ = access.memory.device;
       ticket_ = start_device_time(device_);
       return;
     }
@@ -228,38 +250,65 @@ class Call {
     return call;
   }
 
-  void push(Recorder& r, uint64_t address, int64_t size, EventKind kind, int8_t device, int64_t time, bool foreign) {
-    r.push(Event{time, address, size, op_, kNone, thread_.index, device, kind, foreign});
+  void push(Recorder& r, const Memory& memory, EventKind kind, int64_t time) {
+    r.push(Event{time, memory.address, memory.size, op_, kNone, thread_.index, memory.device, kind,
+                 memory.origin != Origin::traced});
   }
 
   void push_writes(Recorder& r, int64_t end) {
     for (const Access& access : accesses_)
-      if (access.writes) push(r, access.address, access.size, EventKind::write, access.device, end, access.foreign);
+      if (access.writes) push(r, access.memory, EventKind::write, end);
     if (!info_.writes_result) return;
     // The operator wrote the memory that it allocated and did not free.
-    for (uint64_t block : thread_.op_blocks) push(r, block, 0, EventKind::write, 0, end, false);
+    for (uint64_t block : thread_.op_blocks) push(r, {block, 0, 0, Origin::traced}, EventKind::write, end);
+  }
+
+  // DistributedDataParallel reduces its flat buffers when the last gradient in them is accumulated.
+  void label_buckets(Recorder& r, int64_t time) {
+    const int32_t name = r.names.id(NameKind::tensor, "gradient bucket");
+    for (const Access& access : accesses_)
+      r.push(Event{time, access.memory.address, access.memory.size, kGradientCategory, name, thread_.index,
+                   access.memory.device, EventKind::label, access.memory.origin != Origin::traced});
   }
 
   const OperatorInfo& info_;
   ThreadState& thread_;
   Accesses accesses_;
   int64_t outer_op_, op_, start_, sequence_;
+  int num_exceptions_ = std::uncaught_exceptions();
   uint64_t ticket_ = kNotTimed;   // of the GPU timing
   int8_t device_ = 0;
 };
 
-// Making a view accesses no memory, but may create an autograd node, whose backward may allocate.
-void observe_view(const OperatorInfo& info, const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) {
-  const auto sequence = static_cast<int64_t>(at::sequence_number::peek());
-  op.redispatchBoxed(below, stack);
-  if (static_cast<int64_t>(at::sequence_number::peek()) == sequence) return;
+// Records the autograd nodes of a call that accesses no memory itself: their backward operators may allocate.
+void record_nodes(const OperatorInfo& info, int64_t first, int64_t end) {
+  if (end <= first) return;
   Recorder& r = recorder();
-  OpCall call = describe_call(info, thread_state(), sequence);
+  OpCall call = describe_call(info, thread_state(), first);
   if (call.num_nodes == 0) return;
+  call.num_nodes = static_cast<uint32_t>(end - first);
   if (r.options.stacks) call.stack = python_stack(true);
   Lock lock(r.mutex);
   r.push(call);
   r.notify_writer_if_due();
+}
+
+int64_t next_node() { return static_cast<int64_t>(at::sequence_number::peek()); }
+
+void observe_view(const OperatorInfo& info, const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) {
+  const int64_t first = next_node();
+  op.redispatchBoxed(below, stack);
+  record_nodes(info, first, next_node());
+}
+
+// Records the operators that a call consists of. The call itself may have created an autograd node before them: Python
+// handlers run below autograd.
+void see_through(const OperatorInfo& info, const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) {
+  ThreadState& thread = thread_state();
+  const int64_t first = next_node(), outer = std::exchange(thread.first_node, INT64_MAX);
+  op.redispatchBoxed(below, stack);
+  record_nodes(info, first, std::min(next_node(), thread.first_node));
+  thread.first_node = std::min(outer, thread.first_node);
 }
 
 // Whether to record the operators that a call consists of instead of the call itself.
@@ -281,7 +330,8 @@ void observe(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit
   });
   if (inspected == nullptr) return op.redispatchBoxed(below, stack);
   const OperatorInfo& info = *inspected;
-  if (info.role > Role::view) {
+  const bool is_seen_through = sees_through(info, keys);
+  if (info.role > Role::view && !(info.role == Role::no_access && is_seen_through)) {
     record_or_give_up([&] {
       ThreadState& thread = thread_state();
       if (info.role == Role::range_exit) exit_range(thread);
@@ -292,11 +342,12 @@ void observe(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit
     c10::impl::ExcludeDispatchKeyGuard guard(kMode);
     return op.redispatchBoxed(below, stack);
   }
-  if (sees_through(info, keys)) return op.redispatchBoxed(below, stack);
+  if (is_seen_through) return see_through(info, op, below, stack);
   c10::impl::ExcludeDispatchKeyGuard guard(kMode);
   if (info.role == Role::view) return observe_view(info, op, below, stack);
   Call call(info, *stack);
   op.redispatchBoxed(below, stack);
+  record_or_give_up([&] { call.add_returned_blocks(op, *stack); });
 }
 
 }  // namespace
@@ -315,29 +366,18 @@ void install_dispatch_mode() {
 void enable_thread(bool on) { c10::impl::tls_set_dispatch_key_included(kMode, on); }
 bool thread_enabled() { return c10::impl::tls_is_dispatch_key_included(kMode); }
 
-void record_foreign_frees() {
+OpCall unnamed_call(ThreadState& thread) {
   Recorder& r = recorder();
-  std::lock_guard<ForkSafeMutex> lock(foreign_mutex);
-  for (auto it = foreign_blocks.begin(); it != foreign_blocks.end();) {
-    if (!r.active || it->second.storage.expired()) {
-      if (r.active)
-        r.add(Event{r.now(), it->second.address, 0, kNone, kNone, kNone, 0, EventKind::free, true});
-      it = foreign_blocks.erase(it);
-    } else {
-      ++it;
-    }
-  }
-}
-
-bool describe_storage(const at::Tensor& tensor, Event& event) {
-  Accesses accesses;
-  add_access(tensor, false, false, accesses);
-  if (accesses.empty()) return false;
-  event.address = accesses[0].address;
-  event.size = accesses[0].size;
-  event.device = accesses[0].device;
-  event.foreign = accesses[0].foreign;
-  return true;
+  OpCall call{};
+  call.op = r.next_op++;
+  call.start_ns = r.now();
+  call.sequence_nr = call.name = call.stack = kNone;
+  call.module = thread.modules.empty() ? kNone : thread.modules.back().first;
+  call.thread = thread.index;
+  call.phase = current_phase(thread);
+  call.has_accesses = true;
+  if (r.options.stacks) call.stack = python_stack(false);
+  return call;
 }
 
 }  // namespace memtrace

@@ -1,7 +1,11 @@
 #include "marks.h"
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
 
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "dispatch.h"
@@ -27,11 +31,11 @@ PyObject* name_id(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 PyObject* push_module(PyObject*, PyObject* name) {
   const long id = PyLong_AsLong(name);
   if (id == -1 && PyErr_Occurred()) return nullptr;
-  if (!recorder().active) return PyLong_FromLong(0);
+  if (!recorder().active) Py_RETURN_FALSE;
   ThreadState& thread = thread_state();
   if (!thread_enabled()) enable_thread(true);
   thread.modules.emplace_back(static_cast<int32_t>(id), recorder().now());
-  return PyLong_FromSize_t(thread.modules.size());
+  return PyBool_FromLong(thread.modules.size() == 1 && at::GradMode::is_enabled());
 }
 
 // Ends the innermost call of the module, and calls inside it that an exception ended.
@@ -92,13 +96,57 @@ PyObject* waiting(PyObject*, PyObject* on) {
 
 namespace {
 
-void add_tensor_event(const at::Tensor& tensor, EventKind kind, int category, int32_t name, std::vector<Event>& out) {
+Event event_of(const Memory& memory, EventKind kind, int64_t op, int32_t detail) {
   Event event{};
-  if (!describe_storage(tensor, event)) return;
+  event.address = memory.address;
+  event.size = memory.size;
+  event.device = memory.device;
+  event.foreign = memory.origin != Origin::traced;
   event.kind = kind;
-  event.op = category;
-  event.detail = name;
-  out.push_back(event);
+  event.op = op;
+  event.detail = detail;
+  return event;
+}
+
+// The events of labels. They are recorded together: they have the same time.
+class Labels {
+ public:
+  Labels() : thread_(thread_index_or_none()), time_(recorder().now()) {}
+
+  void add(const at::Tensor& tensor, int category, int32_t name) {
+    const std::optional<Memory> memory = memory_of(tensor);
+    if (!memory) return;
+    if (memory->origin == Origin::foreign_new && thread_ != kNone) {
+      // No operator allocated it: its allocation is where the program first uses it.
+      if (calls_.empty()) calls_.push_back(unnamed_call(thread_state()));
+      events_.push_back(event_of(*memory, EventKind::foreign_seen, calls_.front().op, kNone));
+    }
+    events_.push_back(event_of(*memory, EventKind::label, category, name));
+  }
+
+  void record() {
+    Recorder& r = recorder();
+    Lock lock(r.mutex);
+    if (!r.active) return;
+    for (const OpCall& call : calls_) r.push(call);
+    for (Event& event : events_) {
+      event.time_ns = time_;
+      event.thread = thread_;
+      r.push(event);
+    }
+  }
+
+ private:
+  const int16_t thread_;
+  const int64_t time_;
+  std::vector<Event> events_;
+  std::vector<OpCall> calls_;
+};
+
+// Whether autograd computed the tensor. Unlike Tensor::grad_fn, the question changes nothing.
+bool is_result(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  return meta != nullptr && meta->grad_fn_ != nullptr;
 }
 
 }  // namespace
@@ -108,26 +156,35 @@ PyObject* label(PyObject*, PyObject* arguments) {
   int category = 0, gradient_category = 0;
   if (!PyArg_ParseTuple(arguments, "O!iO!i", &PyList_Type, &tensors, &category, &PyList_Type, &names, &gradient_category))
     return nullptr;
-  std::vector<Event> events;
+  Labels labels;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors) && i < PyList_GET_SIZE(names); ++i) {
     PyObject* object = PyList_GET_ITEM(tensors, i);
     if (!THPVariable_Check(object)) continue;
     const auto name = static_cast<int32_t>(PyLong_AsLong(PyList_GET_ITEM(names, i)));
     const at::Tensor& tensor = THPVariable_Unpack(object);
-    add_tensor_event(tensor, EventKind::label, category, name, events);
-    if (gradient_category >= 0 && tensor.defined() && tensor.grad().defined())
-      add_tensor_event(tensor.grad(), EventKind::label, gradient_category, name, events);
+    if (!tensor.defined()) continue;
+    labels.add(tensor, category, name);
+    // Tensor::grad would warn about a tensor that is not a leaf.
+    if (gradient_category < 0) continue;
+    const at::Tensor& gradient = tensor.unsafeGetTensorImpl()->grad();
+    if (gradient.defined()) labels.add(gradient, gradient_category, name);
   }
-  Recorder& r = recorder();
-  const int64_t time = r.now();
-  const int16_t thread = thread_index_or_none();
-  Lock lock(r.mutex);
-  if (!r.active) Py_RETURN_NONE;
-  for (Event& event : events) {
-    event.time_ns = time;
-    event.thread = thread;
-    r.push(event);
+  labels.record();
+  Py_RETURN_NONE;
+}
+
+PyObject* label_inputs(PyObject*, PyObject* arguments) {
+  PyObject* tensors = nullptr;
+  int category = 0;
+  if (!PyArg_ParseTuple(arguments, "O!i", &PyList_Type, &tensors, &category)) return nullptr;
+  Labels labels;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
+    PyObject* object = PyList_GET_ITEM(tensors, i);
+    if (!THPVariable_Check(object)) continue;
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    if (tensor.defined() && !is_result(tensor)) labels.add(tensor, category, kNone);
   }
+  labels.record();
   Py_RETURN_NONE;
 }
 
@@ -136,12 +193,45 @@ PyObject* baseline(PyObject*, PyObject* tensors) {
   std::vector<Event> events;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
     PyObject* object = PyList_GET_ITEM(tensors, i);
-    if (THPVariable_Check(object)) add_tensor_event(THPVariable_Unpack(object), EventKind::baseline, kNone, kNone, events);
+    if (!THPVariable_Check(object)) continue;
+    if (const auto memory = memory_of(THPVariable_Unpack(object)))
+      events.push_back(event_of(*memory, EventKind::baseline, kNone, kNone));
   }
   Recorder& r = recorder();
   Lock lock(r.mutex);
   for (const Event& event : events) r.push(event);
   Py_RETURN_NONE;
+}
+
+namespace {
+
+// Garbage collections that freed objects. Guarded by the GIL: a collection can start while this thread holds our lock.
+int64_t collection_start = 0;
+auto& collections = *new std::vector<std::pair<int64_t, int64_t>>;
+
+}  // namespace
+
+PyObject* collected(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 2 || !PyUnicode_Check(arguments[0]) || !PyDict_Check(arguments[1])) return fail("usage: collected(phase, info)");
+  const int64_t now = recorder().now();
+  if (PyUnicode_CompareWithASCIIString(arguments[0], "start") == 0) {
+    collection_start = now;
+    Py_RETURN_NONE;
+  }
+  PyObject* num_freed = PyDict_GetItemString(arguments[1], "collected");
+  if (num_freed != nullptr && PyLong_CheckExact(num_freed) && PyLong_AsLong(num_freed) > 0)
+    record_or_give_up([&] { collections.emplace_back(collection_start, now); });
+  PyErr_Clear();
+  Py_RETURN_NONE;
+}
+
+void record_collections() {
+  if (collections.empty()) return;
+  Recorder& r = recorder();
+  const int32_t name = r.names.id(NameKind::range, "gc");
+  for (const auto& [start, end] : collections)
+    r.add(Span{start, end - start, kNone, name, kNone, SpanKind::range});
+  collections.clear();
 }
 
 }  // namespace memtrace

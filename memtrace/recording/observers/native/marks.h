@@ -19,6 +19,9 @@ PyObject* end_backward(PyObject*, PyObject* started_ns);
 PyObject* span(PyObject*, PyObject* arguments);
 PyObject* waiting(PyObject*, PyObject* on);
 PyObject* label(PyObject*, PyObject* arguments);
+PyObject* label_inputs(PyObject*, PyObject* arguments);
 PyObject* baseline(PyObject*, PyObject* tensors);
+PyObject* collected(PyObject*, PyObject* const* arguments, Py_ssize_t count);   // an element of gc.callbacks
+void record_collections();   // the spans of the garbage collections so far; call it with the GIL
 
 }  // namespace memtrace

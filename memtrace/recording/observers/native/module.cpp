@@ -9,6 +9,9 @@
 
 #include "cuda_allocator.h"
 #include "device_time.h"
+#include "foreign_memory.h"
+#include "late_events.h"
+#include "python_handlers.h"
 #include "state.h"
 #include "tables.h"
 
@@ -21,7 +24,8 @@ PyObject* fail(const char* message) {
 
 namespace {
 
-std::unique_ptr<Resolver> resolver;   // of the current recording; used by one thread at a time
+std::unique_ptr<Resolver> resolver;          // of the current recording; used by one thread at a time
+std::unique_ptr<LateEventCalls> late_calls;  // the same
 
 // start(accesses, stacks, stack_min_bytes, device_time_min_bytes, wake_records, limit_records)
 PyObject* start(PyObject*, PyObject* arguments) {
@@ -43,6 +47,8 @@ PyObject* start(PyObject*, PyObject* arguments) {
       r.spans.clear();
       r.threads.clear();
       r.stream_pools.clear();
+      r.cuda_attachment = {};
+      r.cuda_source = CudaSource::undecided;
     }
     r.names.clear();
     r.next_op = 0;
@@ -50,7 +56,9 @@ PyObject* start(PyObject*, PyObject* arguments) {
     r.epoch++;
     r.t0 = std::chrono::steady_clock::now();
     resolver = std::make_unique<Resolver>();
+    late_calls = std::make_unique<LateEventCalls>();
     install_cpu_allocator(true);
+    see_operators_of_python_handlers(true);
     thread_state();   // the thread that starts the recording is thread 0
     r.active = true;
     enable_thread(true);
@@ -71,11 +79,13 @@ PyObject* stop(PyObject*, PyObject*) {
       threads = r.threads;
     }
     for (ThreadState* thread : threads) end_forward(*thread);
+    record_collections();
     finish_device_times();
   }
   r.active = false;
   install_cpu_allocator(false);
-  record_foreign_frees();
+  see_operators_of_python_handlers(false);
+  forget_foreign_memory();
   release_stacks();
   {
     Lock lock(r.mutex);
@@ -92,6 +102,7 @@ PyObject* abandon(PyObject*, PyObject*) {
   recorder().active = false;
   enable_thread(false);
   install_cpu_allocator(false);
+  see_operators_of_python_handlers(false);
   Py_RETURN_NONE;
 }
 
@@ -182,10 +193,20 @@ void keep_later(std::vector<Event>& events, int64_t until_ns, std::vector<Event>
   events.erase(first, events.end());
 }
 
+// Requires the mutex.
+int64_t start_of_running_calls() {
+  int64_t first = INT64_MAX;
+  for (ThreadState* thread : recorder().threads) {
+    const int64_t start = std::atomic_ref(thread->op_start_ns).load(std::memory_order_relaxed);
+    if (start != kNone) first = std::min(first, start);
+  }
+  return first;
+}
+
 // Takes the records up to `until_ns` and converts them. Throws std::bad_alloc.
 void take_records(int64_t until_ns, Tables& tables) {
   Recorder& r = recorder();
-  if (r.active) record_foreign_frees();
+  if (r.active) record_foreign_frees(SIZE_MAX);
   std::vector<Event> events, later;
   std::vector<OpCall> ops;
   std::vector<Span> spans;
@@ -193,16 +214,20 @@ void take_records(int64_t until_ns, Tables& tables) {
   {
     Lock lock(r.mutex);
     stream_pools = r.stream_pools;
-    events.swap(r.events);
-    ops.swap(r.ops);
-    spans.swap(r.spans);
-    r.events.swap(r.spare_events);
-    r.ops.swap(r.spare_ops);
+    if (!r.cuda_attachment.in_progress) {   // otherwise the content of the allocator's snapshot is inserted first
+      events.swap(r.events);
+      ops.swap(r.ops);
+      spans.swap(r.spans);
+      r.events.swap(r.spare_events);
+      r.ops.swap(r.spare_ops);
+    }
+    if (until_ns != kNone) until_ns = std::min(until_ns, start_of_running_calls() - 1);
     resolver->set_settings(r.cuda_settings);
     r.writer_notified = false;
   }
   r.buffer_taken.notify_all();
   if (until_ns != kNone) keep_later(events, until_ns, later);
+  if (r.cuda_source.load() == CudaSource::history) late_calls->assign(events, ops, until_ns);
   take_device_times(tables.device_times);
   resolver->add(events, stream_pools, tables);
   resolver->add(ops, tables);
@@ -223,6 +248,7 @@ PyObject* drain(PyObject*, PyObject* until) {
   const int64_t until_ns = PyLong_AsLongLong(until);
   if (until_ns == -1 && PyErr_Occurred()) return nullptr;
   Tables tables;
+  record_collections();
   bool has_memory = true;
   Py_BEGIN_ALLOW_THREADS {
     try {
@@ -244,26 +270,41 @@ PyObject* drain(PyObject*, PyObject* until) {
   return out;
 }
 
-// cuda_events([(kind, device, address, size, stream, pool, extra, time_ns)]): events of the CUDA allocator from sources
-// other than its trace tracker: existing blocks and segments, torch's own history, and tests
-PyObject* cuda_events(PyObject*, PyObject* rows) {
-  if (!PyList_Check(rows)) return fail("cuda_events(list of tuples)");
+// rows: [(kind, device, address, size, stream, pool, extra, time_ns)]
+bool parse_cuda_rows(PyObject* rows, std::vector<CudaEvent>& events) {
+  if (!PyList_Check(rows)) return fail("the events of the CUDA allocator must be a list of tuples") != nullptr;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(rows); ++i) {
     int kind = 0, device = 0;
     unsigned long long address = 0;
     long long size = 0, stream = 0, pool = 0, extra = 0, time_ns = 0;
     if (!PyArg_ParseTuple(PyList_GET_ITEM(rows, i), "iiKLLLLL", &kind, &device, &address, &size, &stream, &pool, &extra, &time_ns))
-      return nullptr;
-    record_cuda_event({static_cast<EventKind>(kind), device, address, size, stream, pool, extra, time_ns});
+      return false;
+    events.push_back({static_cast<EventKind>(kind), device, address, size, stream, pool, extra, time_ns});
   }
+  return true;
+}
+
+// cuda_events(rows): events of the CUDA allocator from sources other than its trace tracker: torch's own history, tests
+PyObject* cuda_events(PyObject*, PyObject* rows) {
+  std::vector<CudaEvent> events;
+  if (!parse_cuda_rows(rows, events)) return nullptr;
+  for (const CudaEvent& event : events) record_cuda_event(event);
   Py_RETURN_NONE;
 }
 
-// attach_cuda() -> whether the events of the CUDA allocator can be observed; starts to observe them
-PyObject* attach_cuda(PyObject*, PyObject*) {
-  attach_cuda_allocator();
-  return PyBool_FromLong(cuda_supported());
+// finish_cuda(rows, has_events): the blocks and segments that exist, and whether the allocator's events will follow;
+// otherwise blocks are known by the storages of tensors
+PyObject* finish_cuda(PyObject*, PyObject* arguments) {
+  PyObject* rows = nullptr;
+  int has_events = 0;
+  std::vector<CudaEvent> events;
+  if (!PyArg_ParseTuple(arguments, "Op", &rows, &has_events) || !parse_cuda_rows(rows, events)) return nullptr;
+  finish_cuda_attachment(events, has_events ? CudaSource::events : CudaSource::storages);
+  Py_RETURN_NONE;
 }
+
+// attach_cuda() -> whether the CUDA allocator reports its events; they are recorded from its next snapshot on
+PyObject* attach_cuda(PyObject*, PyObject*) { return PyBool_FromLong(attach_cuda_allocator()); }
 
 // cuda_settings(rounds_to_512, max_split_size)
 PyObject* cuda_settings(PyObject*, PyObject* arguments) {
@@ -278,10 +319,11 @@ PyObject* cuda_settings(PyObject*, PyObject* arguments) {
 // status() -> {"active": bool, ...}; "failure" is why the recording ended by itself, or None
 PyObject* status(PyObject*, PyObject*) {
   Recorder& r = recorder();
-  return Py_BuildValue("{s:O,s:z,s:O,s:O,s:O,s:L}", "active", r.active ? Py_True : Py_False, "failure",
+  return Py_BuildValue("{s:O,s:z,s:O,s:O,s:O,s:O,s:L}", "active", r.active ? Py_True : Py_False, "failure",
                        r.failure.load(), "thread_enabled", thread_enabled() ? Py_True : Py_False, "cuda",
                        cuda_supported() ? Py_True : Py_False, "device_time",
-                       device_time_supported() ? Py_True : Py_False, "blocks",
+                       device_time_supported() ? Py_True : Py_False, "python_handlers",
+                       sees_operators_of_python_handlers() ? Py_True : Py_False, "blocks",
                        static_cast<long long>(resolver ? resolver->num_blocks() : 0));
 }
 
@@ -331,9 +373,12 @@ PyMethodDef methods[] = {
     {"waiting", marking<waiting>, METH_O, nullptr},
     {"now", now, METH_NOARGS, nullptr},
     {"label", marking<label>, METH_VARARGS, nullptr},
+    {"label_inputs", marking<label_inputs>, METH_VARARGS, nullptr},
     {"baseline", marking<baseline>, METH_O, nullptr},
+    {"collected", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&collected)), METH_FASTCALL, nullptr},
     {"cuda_events", checked<cuda_events>, METH_O, nullptr},
     {"attach_cuda", checked<attach_cuda>, METH_NOARGS, nullptr},
+    {"finish_cuda", checked<finish_cuda>, METH_VARARGS, nullptr},
     {"cuda_settings", checked<cuda_settings>, METH_VARARGS, nullptr},
     {"status", status, METH_NOARGS, nullptr},
     {"call_until_done", call_until_done, METH_VARARGS, nullptr},

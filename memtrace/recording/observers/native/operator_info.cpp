@@ -52,6 +52,7 @@ std::unique_ptr<OperatorInfo> inspect(const c10::OperatorHandle& op) {
   info->composite = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
                     !op.hasKernelForDispatchKey(c10::DispatchKey::CPU) && !op.hasKernelForDispatchKey(c10::DispatchKey::CUDA) &&
                     !op.hasKernelForDispatchKey(c10::DispatchKey::AutogradCPU);
+  info->reduces_over_ranks = starts_with(name, "c10d::allreduce_") || starts_with(name, "c10d::_reduce_scatter");
   info->autocasts_cpu = op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCPU);
   info->autocasts_cuda = op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCUDA);
   info->num_arguments = static_cast<uint16_t>(schema.arguments().size());

@@ -23,6 +23,7 @@ struct OperatorInfo {
   Role role = Role::plain;
   bool writes_result = true;      // false: the result is uninitialised memory (empty)
   bool composite = false;         // implemented by calls of other operators
+  bool reduces_over_ranks = false;   // sums its arguments over the ranks of a process group
   bool autocasts_cpu = false, autocasts_cuda = false;
   uint16_t num_arguments = 0;
   std::vector<ArgumentAccess> accesses;   // of the arguments whose memory the operator accesses

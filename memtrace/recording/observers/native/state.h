@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <bitset>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -16,16 +17,27 @@
 
 namespace memtrace {
 
-// In the order of memtrace.format.schema.EVENT_KINDS. `label` and `older_segment` are internal: they create no events.
+// In the order of memtrace.format.schema.EVENT_KINDS. The last three are internal: `label` and `older_segment`
+// create no events, `foreign_seen` is the first sight of memory from outside torch.
 enum class EventKind : int8_t {
   alloc, free, read, write, baseline, free_requested, segment_alloc, segment_free, segment_map, segment_unmap,
-  oom, snapshot, label, older_segment
+  oom, snapshot, label, older_segment, foreign_seen
 };
 enum class Phase : int8_t { forward, backward, optimizer, other };         // memtrace.format.schema.PHASES
 enum class SpanKind : int8_t { step, phase, module, data_wait, range, action };  // memtrace.format.schema.SPAN_KINDS
 enum class NameKind : int8_t { op, module, tensor, frame, stack, thread, range };  // memtrace.format.schema.NAME_KINDS
 
+// How the blocks of CUDA devices become known. Until it is decided, accesses to them are not recorded: without their
+// frees, every block would seem to live until the end.
+enum class CudaSource : int8_t {
+  undecided,
+  events,     // the events of torch's caching allocator
+  history,    // the same events, read afterwards from torch's history: without operators and threads
+  storages    // the storages of tensors, for allocators that report no events
+};
+
 constexpr int kNone = -1;
+constexpr int kGradientCategory = MEMTRACE_GRADIENT_CATEGORY;   // index into memtrace.format.schema.CATEGORIES
 constexpr const char* kNoMemory = "there is no memory left for the records";
 
 // Event and OpCall are kept small: an operator-bound program creates half a million of them per second.
@@ -72,6 +84,14 @@ struct CudaSettings {
   int64_t max_split_size = kNone;
 };
 
+// While a recording attaches to the CUDA allocator, the blocks and segments that exist are read from a snapshot of the
+// allocator. What happens on a device before its snapshot is taken is in the snapshot; what happens after is recorded.
+struct CudaAttachment {
+  bool in_progress = false;
+  std::bitset<128> has_snapshot;   // by device
+  size_t position = 0;             // where the content of the snapshot belongs in `Recorder::events`
+};
+
 struct OpenRange {
   int32_t name;
   int64_t start_ns;
@@ -82,12 +102,14 @@ struct ThreadState {
   uint32_t epoch = 0;                                    // number of the recording that this state belongs to
   int16_t index = 0;
   int64_t current_op = kNone;
+  int64_t op_start_ns = kNone;                           // of the current operator; the writer reads it: use atomic_ref
   int64_t op_allocated_bytes = 0;
   bool op_freed = false;                                 // whether the current operator freed a block
   std::vector<uint64_t> op_blocks;                       // live blocks allocated by the current operator
   std::vector<std::pair<int32_t, int64_t>> modules;      // name id and start of each module call
   std::vector<OpenRange> ranges;
   int backward_calls = 0, optimizer_ranges = 0, wait_ranges = 0;
+  int64_t first_node = INT64_MAX;                        // first autograd node recorded within the call that is seen through
   bool is_autograd_worker = false;                       // whether this is a thread of the autograd engine
   size_t modules_outside = 0;                            // depth of module calls at the start of backward or optimizer
   int64_t forward_start = kNone, forward_end = kNone;    // start, and end so far, of the current forward phase
@@ -109,6 +131,7 @@ class ForkSafeMutex {
   enum class Order { outer, inner };
   explicit ForkSafeMutex(Order order = Order::outer);
   void lock() { mutex_.lock(); }
+  bool try_lock() { return mutex_.try_lock(); }
   void unlock() { mutex_.unlock(); }
 
  private:
@@ -156,6 +179,7 @@ struct Recorder {
   std::atomic<const char*> failure{nullptr};   // why the recording ended by itself
   std::atomic<uint32_t> epoch{0};          // number of the recording; thread state of an earlier recording is stale
   std::atomic<int64_t> next_op{0};
+  std::atomic<CudaSource> cuda_source{CudaSource::undecided};
   Options options;
   std::chrono::steady_clock::time_point t0;
   Names names;
@@ -165,6 +189,7 @@ struct Recorder {
   bool writer_notified = false;            // whether the writer was woken since the last drain
   std::vector<StreamPool> stream_pools;    // CUDA streams and pools seen so far
   CudaSettings cuda_settings;
+  CudaAttachment cuda_attachment;
   std::vector<Event> events;
   std::vector<OpCall> ops;
   std::vector<Span> spans;
@@ -220,9 +245,7 @@ void install_dispatch_mode();               // throws std::runtime_error if anot
 void enable_thread(bool on);
 bool thread_enabled();
 void install_cpu_allocator(bool on);        // throws std::runtime_error if the allocator cannot be wrapped
-void record_foreign_frees();                // of foreign memory that was freed since the last call
 bool cuda_supported();
-void attach_cuda_allocator();
 // The name id of the Python stack of the calling thread, or kNone. Pass may_wait = false if the caller may hold a lock:
 // it must not wait for the GIL then.
 int32_t python_stack(bool may_wait);

@@ -20,24 +20,56 @@ bool is_segment_event(EventKind kind) {
 
 }  // namespace
 
-void CudaBlockSizes::add_segment(int8_t device, uint64_t address, int64_t size, bool expandable) {
-  segments_[{device, address}] = {size, expandable};
+void CudaBlockSizes::map(int8_t device, uint64_t begin, uint64_t end) {
+  auto part = mapped_ends_.upper_bound({device, begin});
+  if (part != mapped_ends_.begin()) {
+    const auto before = std::prev(part);
+    if (before->first.first == device && before->second >= begin) {
+      begin = before->first.second;
+      end = std::max(end, before->second);
+      mapped_ends_.erase(before);
+    }
+  }
+  while (part != mapped_ends_.end() && part->first.first == device && part->first.second <= end) {
+    end = std::max(end, part->second);
+    part = mapped_ends_.erase(part);
+  }
+  mapped_ends_[{device, begin}] = end;
 }
 
-void CudaBlockSizes::remove_segment(int8_t device, uint64_t address) { segments_.erase({device, address}); }
+void CudaBlockSizes::unmap(int8_t device, uint64_t begin, uint64_t end) {
+  auto part = mapped_ends_.upper_bound({device, begin});
+  if (part != mapped_ends_.begin()) --part;
+  while (part != mapped_ends_.end() && (part->first < Key{device, end})) {
+    const auto [part_key, part_end] = *part;
+    if (part_key.first != device || part_end <= begin) {
+      ++part;
+      continue;
+    }
+    part = mapped_ends_.erase(part);
+    if (part_key.second < begin) mapped_ends_[part_key] = begin;
+    if (part_end > end) mapped_ends_[{device, end}] = part_end;
+  }
+}
+
+bool CudaBlockSizes::is_mapped(int8_t device, uint64_t address) const {
+  auto part = mapped_ends_.upper_bound({device, address});
+  if (part == mapped_ends_.begin()) return false;
+  --part;
+  return part->first.first == device && address < part->second;
+}
 
 int64_t CudaBlockSizes::allocate(int8_t device, uint64_t address, int64_t requested) {
   const auto block = live_.insert_or_assign({device, address}, true).first;
   if (!settings_.rounds_to_512) return kNone;
   const int64_t rounded = std::max<int64_t>((requested + kRounding - 1) / kRounding, 1) * kRounding;
-  if (rounded <= kSmall) return rounded;
+  if (rounded <= kSmall || is_mapped(device, address)) return rounded;
   auto segment = segments_.upper_bound({device, address});
   if (segment == segments_.begin()) return kNone;
   --segment;
-  const auto& [key, info] = *segment;
-  const uint64_t segment_end = key.second + static_cast<uint64_t>(info.size);
+  const auto& [key, size] = *segment;
+  const uint64_t segment_end = key.second + static_cast<uint64_t>(size);
   if (key.first != device || address >= segment_end) return kNone;
-  if (info.expandable) return rounded;
   const auto next = std::next(block);
   const bool has_neighbour = next != live_.end() && next->first.first == device && next->first.second < segment_end;
   const uint64_t limit = has_neighbour ? next->first.second : segment_end;
@@ -59,7 +91,8 @@ void Resolver::add_row(const Event& event, EventKind kind, const Live& block, Ev
   out.size.push_back(is_access ? kNone : block.size);
   out.allocated_size.push_back(is_access ? kNone : block.allocated_size);
   out.address.push_back(is_access || is_oom || event.address == 0 ? kNone : static_cast<int64_t>(event.address));
-  out.op_id.push_back(kind == EventKind::baseline ? kNone : event.op);
+  const bool has_op = kind != EventKind::baseline && event.kind != EventKind::label;
+  out.op_id.push_back(has_op ? event.op : kNone);
   out.stream.push_back(location.stream);
   out.pool.push_back(location.pool);
   out.device_free.push_back(is_oom ? static_cast<int64_t>(event.address) : kNone);
@@ -90,16 +123,21 @@ void Resolver::end_block(const Event& event, Tables& out) {
   }
   if (event.foreign && !entry->second.foreign) return;   // the address belongs to a new block by now
   add_row(event, EventKind::free, entry->second, out.events);
-  if (event.device > 0) cuda_sizes_.free(event.device, event.address);
+  if (entry->second.device > 0) cuda_sizes_.free(entry->second.device, event.address);
   live_.erase(entry);
 }
 
 void Resolver::add_segment_event(const Event& event, EventColumns& out) {
-  if (is_whole_segment(event.kind) || event.kind == EventKind::segment_map) {
-    const bool expandable = event.kind == EventKind::older_segment ? event.op == 1 : event.kind == EventKind::segment_map;
-    cuda_sizes_.add_segment(event.device, event.address, event.size, expandable);
-  } else if (event.kind == EventKind::segment_free || event.kind == EventKind::segment_unmap) {
+  const uint64_t end = event.address + static_cast<uint64_t>(event.size);
+  const bool is_expandable_and_older = event.kind == EventKind::older_segment && event.op == 1;
+  if (event.kind == EventKind::segment_map || is_expandable_and_older) {
+    cuda_sizes_.map(event.device, event.address, end);
+  } else if (is_whole_segment(event.kind)) {
+    cuda_sizes_.add_segment(event.device, event.address, event.size);
+  } else if (event.kind == EventKind::segment_free) {
     cuda_sizes_.remove_segment(event.device, event.address);
+  } else if (event.kind == EventKind::segment_unmap) {
+    cuda_sizes_.unmap(event.device, event.address, end);
   }
   if (event.kind == EventKind::older_segment) return;
   add_row(event, event.kind, Live{kNone, event.size, kNone, event.device, false, 0}, out);
@@ -122,6 +160,10 @@ void Resolver::add(const std::vector<Event>& events, std::vector<StreamPool> str
       continue;
     }
     auto entry = live_.find(event.address);
+    if (event.kind == EventKind::foreign_seen) {
+      if (entry == live_.end()) begin_block(event, EventKind::alloc, out.events);
+      continue;
+    }
     if (entry == live_.end()) {
       if (event.size == 0) continue;
       // The allocation of NumPy memory or shared memory is not seen: it counts as allocated at the first access.
@@ -161,7 +203,11 @@ void Resolver::add(const std::vector<OpCall>& ops, Tables& out) {
     int32_t module = call.module, stack = call.stack;
     if (call.num_nodes > 0) {
       std::deque<Forward>& calls = forward_[call.forward_thread];
-      calls.push_back({call.sequence_nr, call.sequence_nr + call.num_nodes, call.module, call.stack});
+      const Forward forward{call.sequence_nr, call.sequence_nr + call.num_nodes, call.module, call.stack};
+      // Calls are recorded when they end, so a call that is seen through follows those within it.
+      auto place = calls.end();
+      while (place != calls.begin() && (place - 1)->sequence_nr > forward.sequence_nr) --place;
+      calls.insert(place, forward);
       if (calls.size() > kMaxForwardCalls) calls.pop_front();
     } else if (call.phase == Phase::backward && !call.recompute && call.sequence_nr >= 0) {
       if (const Forward* forward = forward_of(call)) {

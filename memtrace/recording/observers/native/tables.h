@@ -32,8 +32,11 @@ struct Tables {
 class CudaBlockSizes {
  public:
   void set_settings(const CudaSettings& settings) { settings_ = settings; }
-  void add_segment(int8_t device, uint64_t address, int64_t size, bool expandable);
-  void remove_segment(int8_t device, uint64_t address);
+  void add_segment(int8_t device, uint64_t address, int64_t size) { segments_[{device, address}] = size; }
+  void remove_segment(int8_t device, uint64_t address) { segments_.erase({device, address}); }
+  // Part of an expandable segment is mapped or unmapped; what is unmapped can be any part of what was mapped at once.
+  void map(int8_t device, uint64_t begin, uint64_t end);
+  void unmap(int8_t device, uint64_t begin, uint64_t end);
   // The size of a block that is allocated now; kNone if it is unknown.
   int64_t allocate(int8_t device, uint64_t address, int64_t requested);
   void add_block(int8_t device, uint64_t address) { live_[{device, address}] = true; }
@@ -41,12 +44,11 @@ class CudaBlockSizes {
 
  private:
   using Key = std::pair<int8_t, uint64_t>;
-  struct Segment {
-    int64_t size;
-    bool expandable;
-  };
+  bool is_mapped(int8_t device, uint64_t address) const;
+
   std::map<Key, bool> live_;
-  std::map<Key, Segment> segments_;
+  std::map<Key, int64_t> segments_;      // sizes; without expandable segments
+  std::map<Key, uint64_t> mapped_ends_;  // mapped parts of expandable segments: disjoint and not adjacent
   CudaSettings settings_;
 };
 

@@ -1,0 +1,24 @@
+// Memory that does not come from a traced allocator: NumPy arrays, shared memory, mapped files, other CUDA libraries.
+#pragma once
+
+#include <c10/core/StorageImpl.h>
+
+namespace memtrace {
+
+enum class Origin : int8_t {
+  traced,        // of torch's allocators, which report the free
+  foreign,       // from outside, seen before
+  foreign_new,   // from outside, seen for the first time
+};
+
+// Where the memory of a storage comes from. Its free will be recorded, whatever its origin.
+Origin watch_memory(c10::StorageImpl* storage, c10::DataPtr& data);
+
+// Records the free of the foreign memory that has been freed, for at most `max_checks` of the storages whose deleter
+// cannot be replaced. Consecutive calls take turns, so that all storages are checked.
+void record_foreign_frees(size_t max_checks);
+
+// Forgets the storages of a recording that has ended.
+void forget_foreign_memory();
+
+}  // namespace memtrace

@@ -1,0 +1,154 @@
+"""Reads objects of the recorded program without running the program's code.
+
+Modules, optimizers, tensors and containers can be of classes that override anything: ``__len__``, ``__eq__``,
+``__getattr__``, ``__class__``, ``named_parameters``, ``__iter__``. What they hold is therefore read from their instance
+dictionaries and with the methods of the built-in base classes, which Python code cannot override.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any, Final, cast
+
+import torch
+
+_TYPE_NAME: Final = type.__dict__["__name__"].__get__
+_MODULE_DICT: Final = torch.nn.Module.__dict__["__dict__"].__get__
+_OPTIMIZER_DICT: Final = torch.optim.Optimizer.__dict__["__dict__"].__get__
+_TENSOR_DICT: Final = torch.Tensor.__dict__["__dict__"].__get__
+_PLAIN_TENSORS: Final = (torch.Tensor, torch.nn.Parameter)
+_SCRIPT_MODULE: Final = "torch.jit._script"
+_MAX_ITEMS: Final = 4096
+"""Number of items that are looked at in one container with all that it contains."""
+
+
+def type_name(value: object) -> str:
+    """The name of the class of ``value``."""
+    return cast(str, _TYPE_NAME(type(value)))
+
+
+def is_module(value: object) -> bool:
+    """Whether ``value`` is a module. ``isinstance`` would ask it for its ``__class__``."""
+    return issubclass(type(value), torch.nn.Module)
+
+
+def is_tensor(value: object) -> bool:
+    """Whether ``value`` is a tensor."""
+    return issubclass(type(value), torch.Tensor)
+
+
+def module_members(module: torch.nn.Module, kind: str) -> list[tuple[str, Any]]:
+    """The entries of ``_modules``, ``_parameters`` or ``_buffers`` that are not None.
+
+    A module whose ``super().__init__()`` has not run has none.
+    """
+    members = dict.get(_MODULE_DICT(module), kind)
+    if issubclass(type(members), dict):
+        return [(name, value) for name, value in dict.items(members) if type(name) is str and value is not None]
+    if type(members).__module__ == _SCRIPT_MODULE:  # torch's own wrappers of what TorchScript holds in C++
+        return [(name, value) for name, value in members.items() if value is not None]
+    return []
+
+
+def walk_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """A module and all modules in it with their qualified names, each once, as ``named_modules`` orders them."""
+    seen = {id(root)}
+    open_modules = [("", root)]
+    while open_modules:
+        name, module = open_modules.pop()
+        yield name, module
+        children = []
+        for child_name, child in module_members(module, "_modules"):
+            if is_module(child) and id(child) not in seen:
+                seen.add(id(child))
+                children.append((f"{name}.{child_name}" if name else child_name, child))
+        open_modules += reversed(children)
+
+
+def module_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of a module itself."""
+    members = (*module_members(module, "_parameters"), *module_members(module, "_buffers"))
+    return [(name, tensor) for name, tensor in members if is_tensor(tensor)]
+
+
+def child_module(module: torch.nn.Module, name: str) -> torch.nn.Module | None:
+    """The direct child ``name`` of a module; None if there is none."""
+    return next((child for key, child in module_members(module, "_modules") if key == name and is_module(child)), None)
+
+
+def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
+    """The parameters of each parameter group of an optimizer."""
+    groups = dict.get(_OPTIMIZER_DICT(optimizer), "param_groups")
+    if not issubclass(type(groups), list):
+        return []
+    parameters = [dict.get(group, "params") for group in list.__iter__(groups) if issubclass(type(group), dict)]
+    return [
+        [tensor for tensor in list.__iter__(group) if is_tensor(tensor)] if issubclass(type(group), list) else []
+        for group in parameters
+    ]
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> list[tuple[object, dict[str, Any]]]:
+    """The state of each parameter of an optimizer."""
+    state = dict.get(_OPTIMIZER_DICT(optimizer), "state")
+    if not issubclass(type(state), dict):
+        return []
+    return [(parameter, values) for parameter, values in dict.items(state) if issubclass(type(values), dict)]
+
+
+def tensors_in(value: object, depth: int = 3) -> list[torch.Tensor]:
+    """The tensors in nested lists, tuples and dictionaries, up to ``depth`` levels deep.
+
+    Subclasses such as named tuples and the outputs of Hugging Face models are read as their base classes. Other
+    containers are not looked into: to iterate over one is to run its code.
+    """
+    tensors: list[torch.Tensor] = []
+    level, num_items = [value], 0
+    for _ in range(depth + 1):
+        following: list[Any] = []
+        for item in level:
+            kind = type(item)
+            num_items += 1
+            if num_items > _MAX_ITEMS:
+                return tensors
+            if issubclass(kind, torch.Tensor):
+                tensors.append(cast(torch.Tensor, item))
+            elif issubclass(kind, dict):
+                following += list(dict.values(cast("dict[Any, Any]", item)))[:_MAX_ITEMS]
+            elif issubclass(kind, list):
+                following += list.__getitem__(cast("list[Any]", item), slice(_MAX_ITEMS))
+            elif issubclass(kind, tuple):
+                following += tuple.__getitem__(cast("tuple[Any, ...]", item), slice(_MAX_ITEMS))
+        level = following
+    return tensors
+
+
+def memory_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors whose memory this process holds for ``tensor``.
+
+    That is the tensor itself, unless functorch or a tensor subclass wraps it: then it is what is wrapped, such as the
+    local shard of a DTensor or the data and the scales of a quantized tensor. Call with torch functions disabled.
+    """
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    if type(tensor) in _PLAIN_TENSORS:
+        return [tensor]
+    parts = [part for part in _attributes(tensor) if type(part) in _PLAIN_TENSORS]
+    if parts:
+        return parts
+    nested = [part for part in _attributes(tensor) if is_tensor(part)]
+    return [inner for part in nested for inner in _attributes(part) if type(inner) in _PLAIN_TENSORS] or [tensor]
+
+
+def _attributes(tensor: torch.Tensor) -> list[Any]:
+    """The values of the instance attributes of a tensor, in its dictionary or in slots."""
+    values = list(dict.values(_TENSOR_DICT(tensor)))
+    for base in type.__dict__["__mro__"].__get__(type(tensor)):
+        for slot in type.__dict__["__dict__"].__get__(base).values():
+            if type(slot) is types.MemberDescriptorType:
+                try:
+                    values.append(slot.__get__(tensor))
+                except AttributeError:
+                    continue  # the slot is empty
+    return values

@@ -1,0 +1,80 @@
+"""Recordings neither run code of the program's objects nor change what the program can see."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import memtrace
+from memtrace.recording.labels import Labeller
+from memtrace.recording.options import ObserverKind
+from tests.programs.user_code import (
+    PROGRAMS,
+    Program,
+    compiled_model,
+    compiled_submodules,
+    overridden_methods,
+    recursion_limit,
+)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("observer", ["native", "dispatch"])
+def test_the_program_computes_and_sees_the_same(
+    program: Program, observer: ObserverKind, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if observer == "dispatch" and program in (compiled_model, compiled_submodules, recursion_limit):
+        pytest.skip("torch.compile compiles nothing under a dispatch mode, whose Python functions need frames")
+    program()  # what torch prepares and warns about at first use
+    torch.manual_seed(1)
+    expected = program()
+    torch.manual_seed(1)
+    with memtrace.record(tmp_path / "run.memtrace", observer=observer) as recording:
+        actual = program()
+    assert actual == expected
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert memtrace.load(recording.path).manifest.coverage.notes == ()
+
+
+def test_an_error_of_a_hook_is_reported_once_and_the_program_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: object) -> None:
+        raise ValueError("a mistake in memtrace")
+
+    for name in ("label_inputs", "before_optimizer_step", "add_model", "label_computed_gradients"):
+        monkeypatch.setattr(Labeller, name, fail)
+    torch.manual_seed(0)
+    expected = overridden_methods()
+    torch.manual_seed(0)
+    with memtrace.record(tmp_path / "run.memtrace") as recording:
+        actual = overridden_methods()
+    assert actual == expected
+    assert caplog.text.count("a mistake in memtrace") == 1
+    trace = memtrace.load(recording.path)
+    assert trace.manifest.finished
+    assert [note for note in trace.manifest.coverage.notes if "a mistake in memtrace" in note]
+    assert len(trace.events) > 0
+
+
+def test_an_interrupt_during_a_hook_reaches_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Labeller, "label_inputs", interrupt)
+    with memtrace.record(tmp_path / "run.memtrace") as recording, pytest.raises(KeyboardInterrupt):
+        nn.Linear(4, 4)(torch.ones(1, 4))
+    assert memtrace.load(recording.path).manifest.finished
+
+
+def test_the_stacks_of_the_program_do_not_contain_hooks(tmp_path: Path) -> None:
+    with memtrace.record(tmp_path / "run.memtrace") as recording:
+        overridden_methods()
+    trace = memtrace.load(recording.path)
+    files = {frame.file for stack in trace.ops["stack"].dropna().unique() for frame in trace.frames(int(stack))}
+    assert files
+    assert not [file for file in files if "/memtrace/recording/" in file]
