@@ -14,6 +14,7 @@ import numpy as np
 
 from memtrace.allocator.history import (
     ALLOC,
+    FREE,
     OOM,
     SEGMENT_ALLOC,
     SEGMENT_FREE,
@@ -36,6 +37,8 @@ class CacheReleases:
     """Entry after the last of the run."""
     by_program: Bools
     """The program called `empty_cache`; otherwise the allocator needed the memory for the request that follows."""
+    by_garbage_collection: Bools
+    """The allocator released segments that were long unused, before it asked the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +76,48 @@ def find_cache_releases(history: AllocatorHistory) -> CacheReleases:
     first, end = np.flatnonzero(changes & (cause[1:] != -2)), np.flatnonzero(changes & (cause[:-1] != -2))
     following = np.append(history.kind, -1)[end]
     is_followed_by_need = np.isin(following, (SEGMENT_ALLOC, SEGMENT_MAP, OOM))
+    is_followed_by_need |= _is_first_of_two(history, first, end)
     by_program = history.by_program[first]
     last_request = np.flatnonzero((history.kind == ALLOC) | (history.kind == OOM)).max(initial=-1)
     by_program = np.where(((by_program == -1) & ~is_followed_by_need) | (end > last_request), 1, by_program)
-    before, asked = _refusals(history, CacheReleases(first, end, by_program == 1))
+    before, asked = _refusals(history, first, end)
     within_known_capacity = before + asked <= history.peak_reserved
     runs = zip(first.tolist(), end.tolist(), strict=True)
     would_serve = np.array([_would_serve(history, *run) for run in runs], bool)
     was_unneeded = (by_program == -1) & (within_known_capacity | would_serve)
-    return CacheReleases(first, end, (by_program == 1) | was_unneeded)
+    is_garbage = _could_be_garbage_collection(history, first, end, before)
+    if history.settings.collects_garbage and history.allowed_bytes is not None:
+        # Releases that neither the threshold nor the limit explains are those of the program.
+        was_unneeded |= (by_program == -1) & ~_exceeds_limit(history, end, before)
+    by_program = (by_program == 1) | (was_unneeded & ~is_garbage)
+    return CacheReleases(first, end, by_program, is_garbage & ~by_program)
+
+
+def _is_first_of_two(history: AllocatorHistory, first: Int64s, end: Int64s) -> Bools:
+    """Return which runs are the first of the two releases that one request can cause under `max_split_size_mb`.
+
+    The first releases large blocks, the largest first. Before the second, the allocator waits for the streams, so only
+    completed frees lie between the two.
+    """
+    limit, is_first = history.settings.max_split_bytes, np.zeros(len(first), np.bool_)
+    if limit is None:
+        return is_first
+    for i, (begin, stop) in enumerate(zip(first[:-1].tolist(), end[:-1].tolist(), strict=True)):
+        sizes, between = history.size[begin:stop], history.kind[stop : first[i + 1]]
+        is_first[i] = (sizes >= limit).all() and (np.diff(sizes) <= 0).all() and (between == FREE).all()
+    return is_first
+
+
+def _could_be_garbage_collection(history: AllocatorHistory, first: Int64s, end: Int64s, before: Int64s) -> Bools:
+    """Return which runs released only ordinary segments of the large pool, with more than the threshold reserved."""
+    settings, is_garbage = history.settings, np.zeros(len(first), np.bool_)
+    if not settings.collects_garbage or history.allowed_bytes is None:
+        return is_garbage
+    is_large = (history.kind == SEGMENT_FREE) & (history.size != SMALL_SEGMENT_BYTES) & (history.pool <= 0)
+    for i, (begin, stop) in enumerate(zip(first.tolist(), end.tolist(), strict=True)):
+        is_garbage[i] = is_large[begin:stop].all()
+    is_garbage &= before > int(settings.garbage_collection_threshold * history.allowed_bytes)
+    return is_garbage
 
 
 def _would_serve(history: AllocatorHistory, first: int, end: int) -> bool:
@@ -103,7 +139,7 @@ def bound_capacity(history: AllocatorHistory, releases: CacheReleases) -> Capaci
     """Return the capacities under which exactly the recorded refusals happen."""
     refused: list[int] = []
     if not history.settings.collects_garbage:
-        before, asked = _refusals(history, releases)
+        before, asked = _refusals(history, releases.first, releases.end)
         # A request can release twice and asks the device again only after the second time: the first release counts.
         by_allocator = np.flatnonzero(~releases.by_program)
         _, first = np.unique(_releasing_requests(history, releases), return_index=True)
@@ -120,11 +156,11 @@ def bound_capacity(history: AllocatorHistory, releases: CacheReleases) -> Capaci
     return CapacityBounds(history.peak_reserved, min(refused, default=None), estimate)
 
 
-def _refusals(history: AllocatorHistory, releases: CacheReleases) -> tuple[Int64s, Int64s]:
+def _refusals(history: AllocatorHistory, first: Int64s, end: Int64s) -> tuple[Int64s, Int64s]:
     """Return the bytes reserved before each run, and the bytes that the request after it needed from the device."""
     reserved = np.concatenate([[history.reserved_at_start], history.reserved()])
-    asked = [_bytes_from_device(history, row) for row in releases.end.tolist()]
-    return reserved[releases.first], np.array(asked, np.int64)
+    asked = [_bytes_from_device(history, row) for row in end.tolist()]
+    return reserved[first], np.array(asked, np.int64)
 
 
 def _bytes_from_device(history: AllocatorHistory, row: int) -> int:
@@ -166,7 +202,7 @@ def _releasing_requests(history: AllocatorHistory, releases: CacheReleases) -> I
 def refused_requests(history: AllocatorHistory, releases: CacheReleases) -> Int64s:
     """Return the numbers of the requests that the device refused, whether they failed or the cache was released."""
     runs = np.flatnonzero(~releases.by_program)
-    before, _ = _refusals(history, releases)
+    before, _ = _refusals(history, releases.first, releases.end)
     released = _releasing_requests(history, releases)[~_exceeds_limit(history, releases.end[runs], before[runs])]
     failed = np.flatnonzero(history.kind == OOM)
     failed = failed[~_exceeds_limit(history, failed, history.reserved()[failed])]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from memtrace.allocator.device_capacity import CacheReleases
@@ -30,12 +32,33 @@ from memtrace.allocator.rules import Rules
 from memtrace.allocator.start_state import StartState
 
 
+class _Wait(NamedTuple):
+    """A wait of the allocator for the streams, as entries of the history."""
+
+    begin: int
+    """The first completed free of the wait, if there is any."""
+    first: int
+    """The entry after the completed frees."""
+    served: int
+    """The request that the device had refused."""
+
+
 def extract_operations(
-    history: AllocatorHistory, start: StartState, releases: CacheReleases, rules: Rules
+    history: AllocatorHistory, start: StartState, releases: CacheReleases, rules: Rules, *, frees_wait: bool = True
 ) -> OperationSequence:
-    """Return the requests, frees and `empty_cache` calls of a history."""
+    """Return the requests, frees and `empty_cache` calls of a history.
+
+    Args:
+        history: the history.
+        start: the state before its first entry.
+        releases: who released the cache.
+        rules: the allocator's rules.
+        frees_wait: how to read a free that completes directly before the allocator releases its cache: a stream still
+            used the block, or the block was free at once.
+    """
     number = _block_numbers(history, start)
-    deferred = _deferred_frees(history)
+    waits = _waits_for_streams(history, releases)
+    deferred = _deferred_frees(history, waits if frees_wait else [])
     deferred = deferred[number[deferred] >= 0]
     completions = _completed_frees(history, deferred, number)
     pools = resolve_pools(history)
@@ -58,7 +81,7 @@ def extract_operations(
     operation = np.concatenate([np.full(len(rows), code, np.int8) for rows, code, _ in parts])
     moment = 4 * entry - (operation == ABANDON_POOL)
     completes = operation == COMPLETE_FREE
-    moment[completes] = _completion_moments(history, releases, entry[completes])
+    moment[completes] = _completion_moments(waits, entry[completes])
     order = np.argsort(moment, kind="stable")
     requests = np.concatenate([allocs, failed])
     segment = start.segments.containing(start.address)
@@ -102,12 +125,37 @@ def _number_free_requests(history: AllocatorHistory, start: StartState, number: 
     number[order[is_request]] = block[is_request]
 
 
-def _deferred_frees(history: AllocatorHistory) -> Int64s:
-    """Return the free_requested entries that are not directly followed by the completed free of the same block."""
+def _waits_for_streams(history: AllocatorHistory, releases: CacheReleases) -> list[_Wait]:
+    """Return where the allocator waited for the streams because the device had refused a request.
+
+    It does so before it releases its cache, and also where it has nothing to release and the request fails.
+    """
+    by_allocator = ~releases.by_program & ~releases.by_garbage_collection
+    runs = list(zip(releases.first[by_allocator].tolist(), releases.end[by_allocator].tolist(), strict=True))
+    ends = set(releases.end.tolist())
+    runs += [(row, row) for row in np.flatnonzero(history.kind == OOM).tolist() if row not in ends]
+    waits = []
+    for first, end in sorted(runs):
+        begin = first
+        while begin > 0 and history.kind[begin - 1] == FREE:
+            begin -= 1
+        served = end
+        while served < len(history) and history.kind[served] not in (ALLOC, OOM):
+            served += 1
+        waits.append(_Wait(begin, first, served))
+    return waits
+
+
+def _deferred_frees(history: AllocatorHistory, waits: list[_Wait]) -> Int64s:
+    """Return the free_requested entries of blocks that a stream still used.
+
+    Their completed free does not follow directly, unless the allocator waited for the streams just then.
+    """
     requested = np.flatnonzero(history.kind == FREE_REQUESTED)
     after = np.minimum(requested + 1, len(history) - 1)
     same_address = history.address[after] == history.address[requested]
     completed = (history.kind[after] == FREE) & same_address & (after > requested)
+    completed &= ~np.isin(after, [wait.begin for wait in waits if wait.begin < wait.first])
     deferred: Int64s = requested[~completed]
     return deferred
 
@@ -118,7 +166,7 @@ def _completed_frees(history: AllocatorHistory, deferred: Int64s, number: Int64s
     return frees[np.isin(number[frees], number[deferred])]
 
 
-def _completion_moments(history: AllocatorHistory, releases: CacheReleases, entry: Int64s) -> Int64s:
+def _completion_moments(waits: list[_Wait], entry: Int64s) -> Int64s:
     """Return the moment, four per entry, at which each completed free takes effect.
 
     Completed frees directly before a release by the allocator belong to that release. The allocator waits for the
@@ -126,16 +174,7 @@ def _completion_moments(history: AllocatorHistory, releases: CacheReleases, entr
     during the search; the release itself frees them in the model.
     """
     moment = 4 * entry
-    if not len(entry):
-        return moment
-    by_allocator = ~releases.by_program
-    for first, end in zip(releases.first[by_allocator].tolist(), releases.end[by_allocator].tolist(), strict=True):
-        begin = first
-        while begin > 0 and history.kind[begin - 1] == FREE:
-            begin -= 1
-        served = end
-        while served < len(history) and history.kind[served] not in (ALLOC, OOM):
-            served += 1
+    for begin, first, served in waits if len(entry) else ():
         moment = np.where((entry >= begin) & (entry < first), 4 * served + 1, moment)
     return moment
 

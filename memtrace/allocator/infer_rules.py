@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from memtrace.allocator.history import AllocatorHistory, check_plausible
+from memtrace.allocator.history import FREE_REQUESTED, AllocatorHistory, check_plausible
 from memtrace.allocator.replay import PreparedHistory, ReplayResult, prepare_history, replay_history
 from memtrace.allocator.rules import TORCH, TORCH_2_13, Rules
 from memtrace.allocator.segment_order import infer_segment_order
@@ -39,13 +39,15 @@ def _all_interpretations(history: AllocatorHistory, rules: Rules) -> Iterator[Pr
     The estimate is too small where a range older than the history begins below its lowest page in the history.
     """
     yield from _interpretations(history, rules)
+    if (history.kind == FREE_REQUESTED).any():
+        yield from _interpretations(history, rules, frees_wait=False)
     if history.device_bytes is None and history.estimated_device_bytes is not None:
         yield from _interpretations(replace(history, estimated_device_bytes=None), rules)
 
 
-def _interpretations(history: AllocatorHistory, rules: Rules) -> Iterator[PreparedHistory]:
+def _interpretations(history: AllocatorHistory, rules: Rules, *, frees_wait: bool = True) -> Iterator[PreparedHistory]:
     """Yield the ways to fill in what the history does not say, the most likely first."""
-    prepared = prepare_history(history, rules)
+    prepared = prepare_history(history, rules, frees_wait=frees_wait)
     yield prepared
     if prepared.start.num_misplaced:
         return

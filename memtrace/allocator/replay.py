@@ -85,11 +85,17 @@ class PreparedHistory:
     """The device refuses where the history says so, because no single capacity explains its refusals."""
 
 
-def prepare_history(history: AllocatorHistory, rules: Rules = TORCH) -> PreparedHistory:
-    """Reconstruct the start state, the operations and the capacity behind a history."""
+def prepare_history(history: AllocatorHistory, rules: Rules = TORCH, *, frees_wait: bool = True) -> PreparedHistory:
+    """Reconstruct the start state, the operations and the capacity behind a history.
+
+    Args:
+        history: the history.
+        rules: the allocator's rules.
+        frees_wait: as in `extract_operations`.
+    """
     start = reconstruct_start(history, rules)
     releases = find_cache_releases(history)
-    operations = extract_operations(history, start, releases, rules)
+    operations = extract_operations(history, start, releases, rules, frees_wait=frees_wait)
     capacity = bound_capacity(history, releases)
     return PreparedHistory(
         history, start, releases, capacity, operations, rules, replays_refusals=not capacity.is_consistent

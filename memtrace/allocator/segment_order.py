@@ -17,13 +17,13 @@ from itertools import pairwise
 import numpy as np
 
 from memtrace.allocator.blocks import Block, FreeList, Pool
+from memtrace.allocator.device_capacity import CacheReleases
 from memtrace.allocator.history import ALLOC, OOM, SEGMENT_FREE, AllocatorHistory, Int64s
 from memtrace.allocator.operations import run_operations
 from memtrace.allocator.replay import PreparedHistory, replay_allocator
 from memtrace.allocator.restored_state import restore_state
 from memtrace.allocator.rules import Rules
 from memtrace.allocator.settings import AllocatorSettings
-from memtrace.allocator.start_state import StartState
 
 _OrderedPairs = set[tuple[int, int]]  # (older, younger): places in `StartState.segment_order`
 
@@ -77,12 +77,14 @@ def infer_segment_order(prepared: PreparedHistory) -> Int64s:
     num_older = len(start.segments)
     ages = {(older >> 64, younger >> 64) for older, younger in age_key_pairs}
     pairs = {(a - 1, b - 1) for a, b in ages if 1 <= a <= num_older and 1 <= b <= num_older}
-    order = _topological_order(num_older, pairs | _pairs_from_releases(history, start))
+    order = _topological_order(num_older, pairs | _pairs_from_releases(prepared))
     return start.segment_order if order is None else start.segment_order[order]
 
 
-def _pairs_from_releases(history: AllocatorHistory, start: StartState) -> _OrderedPairs:
+def _pairs_from_releases(prepared: PreparedHistory) -> _OrderedPairs:
     """Return the pairs of older segments of equal size that were released one directly after the other."""
+    history, start = prepared.history, prepared.start
+    largest_first = _released_largest_first(history, prepared.releases)
     place = {int(start.segments.address[row]): i for i, row in enumerate(start.segment_order.tolist())}
     pairs: _OrderedPairs = set()
     rows = np.flatnonzero(history.kind == SEGMENT_FREE).tolist()
@@ -90,8 +92,36 @@ def _pairs_from_releases(history: AllocatorHistory, start: StartState) -> _Order
         older, younger = place.pop(int(history.address[row]), None), place.get(int(history.address[following]))
         alike = history.size[row] == history.size[following] and history.stream[row] == history.stream[following]
         if older is not None and younger is not None and following == row + 1 and alike:
-            pairs.add((older, younger))
+            pairs.add((younger, older) if {row, following} <= largest_first else (older, younger))
     return pairs
+
+
+def _released_largest_first(history: AllocatorHistory, releases: CacheReleases) -> set[int]:
+    """Return the entries of blocks released under `max_split_size_mb` from the end of the free list.
+
+    Before it releases its whole cache, the allocator releases as many of the largest blocks as the request needs
+    (`release_available_cached_blocks`).
+    """
+    limit, rows = history.settings.max_split_bytes, set[int]()
+    if limit is None:
+        return rows
+    requests = np.flatnonzero((history.kind == ALLOC) | (history.kind == OOM))
+    for first, end in zip(
+        *(part[~releases.by_program].tolist() for part in (releases.first, releases.end)), strict=True
+    ):
+        place = int(np.searchsorted(requests, end))
+        if place == len(requests):
+            continue
+        request = int(requests[place])
+        wanted = max(limit, history.settings.round_size(int(history.size[request])))
+        released = 0
+        for row in range(first, end):
+            size, stream = int(history.size[row]), history.stream[row]
+            if released >= wanted or size < limit or stream != history.stream[request]:
+                break
+            rows.add(row)
+            released += size
+    return rows
 
 
 def _topological_order(num_places: int, pairs: _OrderedPairs) -> list[int] | None:

@@ -55,7 +55,7 @@ class DeviceInfo:
     pci_address: str | None = None
     """Domain, bus and device number, as nvidia-smi writes them."""
     allowed_bytes: int | None = None
-    """Most that torch's CUDA allocator may reserve (``set_per_process_memory_fraction``); None: no limit, or unknown."""
+    """Most that torch's CUDA allocator may reserve (``set_per_process_memory_fraction``); None: no limit or unknown."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Predicted and real effects of allocator settings on a training that runs out of memory, on the null device.
 
-    python -m tests.allocator.what_if_truth
+    python -m tests.allocator.what_if_truth [SETTING ...]
 
 records a training whose batch doubles until a request fails, predicts what every setting of the sweep would do, and then
 runs the training under each of them: on the same device, and on one with more memory than any setting needs.
@@ -13,80 +13,56 @@ import os
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from memtrace.allocator.settings import AllocatorSettings
-from memtrace.allocator.what_if import AllocatorPrediction
-
 VARIABLE: Final = "PYTORCH_CUDA_ALLOC_CONF"
-_LARGE_DEVICE: Final = "400GiB"
-_MAX_PROCESSES: Final = 2
+MEMORY: Final = "8GiB"
+_LARGE_MEMORY: Final = "400GiB"
 
 
 @dataclass(frozen=True)
 class RealRun:
-    """What the training really did under a setting, until the request that failed in the recording. Sizes in bytes."""
+    """What the training really did under a setting, until the request that failed in the recording."""
 
     peak_reserved: int
-    peak_allocated: int
-    num_retries: int
+    """Bytes."""
     has_failed: bool
+    """A request failed."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The prediction for a setting and the real runs."""
+    """The prediction for a setting, and what really happened. Sizes in bytes."""
 
-    prediction: AllocatorPrediction
-    limited: RealRun
-    """On the device of the recording."""
-    unlimited: RealRun
-    """On a device with more memory than the setting needs, without a memory fraction."""
-
-    @property
-    def real_peak_reserved(self) -> int:
-        """The peak to compare the prediction with: within the capacity where the training fits."""
-        return (self.unlimited if self.limited.has_failed else self.limited).peak_reserved
+    setting: str
+    predicted_peak: int
+    predicted_fits: bool | None
+    real_peak: int
+    """Within the memory of the device where the training fits, otherwise on a larger device."""
+    really_fits: bool
 
     @property
     def is_exact(self) -> bool:
-        """Whether the setting fits as predicted and its peaks are those predicted."""
-        expected = self.unlimited if self.limited.has_failed else self.limited
-        prediction = self.prediction
-        return (
-            prediction.fits is not self.limited.has_failed
-            and prediction.fits is not None
-            and prediction.peak_reserved_bytes == expected.peak_reserved
-            and prediction.peak_allocated_bytes == expected.peak_allocated
-        )
+        """Whether the prediction is what happened."""
+        return (self.predicted_peak, self.predicted_fits) == (self.real_peak, self.really_fits)
 
 
-def train_until_it_fails() -> None:
+def train_until_a_request_fails() -> None:
     """Train with twice the batch in every step."""
     import torch
 
     model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(8))).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     batch = 256
-    while True:
-        model(torch.randn(batch, 2048, device="cuda")).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        batch *= 2
-
-
-def record_training(path: Path) -> None:
-    """Record the training until a request fails."""
-    import torch
-
-    import memtrace
-
     try:
-        with memtrace.record(path):
-            train_until_it_fails()
+        while batch < 1 << 18:
+            model(torch.randn(batch, 2048, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            batch *= 2
     except torch.OutOfMemoryError:
         pass
 
@@ -95,32 +71,86 @@ def run_training(num_requests: int) -> RealRun:
     """Train, and return what happened until the n-th request, by torch's own history of the allocator."""
     import torch
 
-    class Done(Exception):
-        pass
-
     torch.cuda.init()
     torch.cuda.memory._record_memory_history("all", context=None, max_entries=1_000_000)
-    try:
-        train_until_it_fails()
-    except torch.OutOfMemoryError:
-        pass
-    entries = torch.cuda.memory._snapshot()["device_traces"][0]
-    return _measure(entries, num_requests)
-
-
-def _measure(entries: list[dict[str, Any]], num_requests: int) -> RealRun:
-    reserved = peak_reserved = num_served = num_retries = 0
-    was_released = False
+    train_until_a_request_fails()
+    entries: list[dict[str, Any]] = torch.cuda.memory._snapshot()["device_traces"][0]
+    reserved = peak = num_served = 0
     for entry in entries:
-        action = entry["action"]
-        if action in ("segment_alloc", "segment_map"):
+        if entry["action"] in ("segment_alloc", "segment_map"):
             reserved += entry["size"]
-        elif action in ("segment_free", "segment_unmap"):
+        elif entry["action"] in ("segment_free", "segment_unmap"):
             reserved -= entry["size"]
-        peak_reserved = max(peak_reserved, reserved)
-        num_served += action == "alloc"
-        if action == "oom":
-            return RealRun(peak_reserved, 0, num_retries, True)
-        if num_served == num_requests:
-            break
-    return RealRun(peak_reserved, 0, num_retries, False)
+        peak = max(peak, reserved)
+        num_served += entry["action"] == "alloc"
+        if entry["action"] == "oom" or num_served == num_requests:
+            return RealRun(peak, entry["action"] == "oom")
+    raise AssertionError(f"the training made {num_served} requests, fewer than {num_requests}")
+
+
+def compare_settings(settings: Sequence[str] | None = None) -> Iterator[Comparison]:
+    """Record the training, and compare the predictions for settings (None: a sweep) with real runs."""
+    from memtrace.allocator.history import ALLOC, OOM, AllocatorHistory
+    from memtrace.allocator.plan import plan_device
+    from memtrace.allocator.requests import read_device_history
+    from memtrace.allocator.settings import AllocatorSettings
+    from memtrace.trace import load
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.memtrace"
+        _run_process("", MEMORY, "record", str(path))
+        history = read_device_history(load(path), "cuda:0")
+    assert isinstance(history, AllocatorHistory)
+    assert (history.kind == OOM).sum() == 1
+    plan = plan_device(history, None if settings is None else [AllocatorSettings.parse(text) for text in settings])
+    assert plan.replay is not None and plan.replay.is_exact, plan.replay
+    num_requests = int(((history.kind == ALLOC) | (history.kind == OOM)).sum())
+    for prediction in plan.predictions:
+        asked = AllocatorSettings.parse(prediction.setting)
+        real = _measure(asked, MEMORY, num_requests)
+        fits = not real.has_failed
+        if not fits:
+            real = _measure(replace(asked, memory_fraction=None), _LARGE_MEMORY, num_requests)
+        yield Comparison(prediction.setting, prediction.peak_reserved_bytes, prediction.fits, real.peak_reserved, fits)
+
+
+def _measure(settings: Any, memory: str, num_requests: int) -> RealRun:
+    return RealRun(**json.loads(_run_process(str(settings), memory, "run", str(num_requests)).splitlines()[-1]))
+
+
+def _run_process(setting: str, memory: str, *arguments: str) -> str:
+    environment = {**os.environ, VARIABLE: setting, "NULLCUDA_MEMORY": memory}
+    command = [sys.executable, "-m", "tests.allocator.what_if_truth", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def main() -> int:
+    """Run a worker, or print the table; the exit code is 1 where a prediction is wrong."""
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["record"]:
+        import memtrace
+
+        with memtrace.record(arguments[1]):
+            train_until_a_request_fails()
+        return 0
+    if arguments[:1] == ["run"]:
+        print(json.dumps(asdict(run_training(int(arguments[1])))))
+        return 0
+    num_wrong = 0
+    print(f"{'setting':68s} {'predicted':>9s} {'real':>9s} {'fits':>5s} {'really':>6s}")
+    for row in compare_settings(arguments or None):
+        num_wrong += not row.is_exact
+        fits = {True: "yes", False: "no", None: "?"}
+        peaks = f"{row.predicted_peak >> 20:>9,} {row.real_peak >> 20:>9,}"
+        print(
+            f"{row.setting:68s} {peaks} {fits[row.predicted_fits]:>5s} {fits[row.really_fits]:>6s}"
+            + "   DIFFERENT" * (not row.is_exact),
+            flush=True,
+        )
+    return int(num_wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

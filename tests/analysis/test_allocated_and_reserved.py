@@ -53,9 +53,11 @@ def deferred_frees(draw: st.DrawFn) -> Rows:
             rows.append(block_event("free", number, time, sizes[number]))
         elif action in ("free", "free_requested") and live:
             number = live.pop(draw(st.integers(0, len(live) - 1)))
-            rows.append(block_event(action, number, time, sizes[number]))
+            rows.append(block_event("free_requested", number, time, sizes[number]))
             if action == "free_requested":
                 waiting.append(number)
+            else:
+                rows.append(block_event("free", number, time, sizes[number]))
     return rows
 
 
