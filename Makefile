@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
 CUDA_TORCH ?= 2.13.0
 CUDA_VENV := .venv-cuda-$(CUDA_TORCH)
 CUDA_READY := $(CUDA_VENV)/ready
-CUDA_PYTEST = $(CUDA_VENV)/bin/python -m pytest -m cuda
+CUDA_PYTEST = $(CUDA_VENV)/bin/python -m pytest -m cuda -p tests.cuda.table
 NULLCUDA := $(CUDA_VENV)/nullcuda
 # Random programs for each setting of the CUDA allocator.
 CUDA_FUZZ_SEEDS ?= 20
