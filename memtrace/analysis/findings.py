@@ -230,6 +230,11 @@ def _detect_patterns(trace: Trace, candidates: Array) -> list[tuple[WastePattern
     is_persistent = np.isin(blocks(trace).category[candidates], training_patterns.PERSISTENT)
     # A variable that holds an output of such a forward holds its graph too: dropping it would save more than the block.
     others = patterns.blocks_that_are_read(trace, candidates[~(is_persistent | is_forward_only | is_of_dead_graph)])
+    dead = patterns.find_late_deallocations(trace, of_dead_graph)
+    # The graph of the last step is not a leak yet, but the fix of the earlier ones fixes it too.
+    stack = blocks(trace).stack
+    is_retained = np.isin(stack[dead.block], stack[leaks[0][1].block])
+    leaks[0] = (catalog.RETAINED_GRAPH, IdleIntervals.concatenate([leaks[0][1], dead.select(is_retained)]))
     late = patterns.find_late_deallocations(trace, others)
     late_gradient = blocks(trace).category[late.block] == CATEGORY["gradient"]
     redundant, donors = patterns.find_redundant_allocations(trace, candidates)
@@ -238,7 +243,7 @@ def _detect_patterns(trace: Trace, candidates: Array) -> list[tuple[WastePattern
         *leaks,
         (catalog.GRADIENTS_THROUGH_FORWARD, gradients),
         (catalog.UNUSED_ALLOCATION, unused),
-        (catalog.FORWARD_WITHOUT_BACKWARD, patterns.find_late_deallocations(trace, of_dead_graph)),
+        (catalog.FORWARD_WITHOUT_BACKWARD, dead.select(~is_retained)),
         (catalog.GRADIENTS_THROUGH_STEP, late.select(late_gradient)),
         (catalog.LATE_DEALLOCATION, late.select(~late_gradient)),
         (catalog.EARLY_ALLOCATION, patterns.find_early_allocations(trace, candidates)),

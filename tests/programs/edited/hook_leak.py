@@ -21,7 +21,7 @@ def main():
     model = Model()
     optimizer = torch.optim.Adam(model.parameters())
     features = []
-    model.rnn.register_forward_hook(lambda _, __, output: features.append(output[0].detach()))  #! leak -> pass #! retained graph -> pass
+    model.rnn.register_forward_hook(lambda _, __, output: features.append(output[0].detach()))  #! leak -> pass
     for _ in range(20):
         x = torch.randint(0, 500, (8, random.randint(10, 80)))
         nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten()).backward()

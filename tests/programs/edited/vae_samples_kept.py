@@ -15,7 +15,7 @@ def main():
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        pictures.append(result.detach())  #! leak -> pass #! retained graph -> pass
+        pictures.append(result.detach())  #! leak -> pass
 
 
 main()
