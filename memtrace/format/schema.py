@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 FORMAT_VERSION: Final = 2
 MANIFEST_NAME: Final = "manifest.json"
 MAX_BYTES: Final = 1 << 53
-"""Largest size in bytes: more than any device has, so that requests that failed for their size are valid, and the sum of
-1,000 of them fits into 64 bits."""
+"""Largest size in bytes: more than any device has, so that requests that failed for their size are valid, and the sum
+of 1,000 of them fits into 64 bits."""
 MAX_NS: Final = 1 << 56
 """Largest time since the recording began and longest duration, ns: over two years."""
 NO_BLOCKS: Final = "the file holds totals by category and no blocks"
