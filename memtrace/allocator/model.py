@@ -148,8 +148,13 @@ class CachingAllocator:
         for small in (False, True) if self.rules.releases_large_first else (True, False):
             self._release_pool(0, small)
         for private in sorted(self.releasable_pools):
-            self._release_pool(private, True)
-            self._release_pool(private, False)
+            self.release_private_pool(private)
+
+    def release_private_pool(self, private: int) -> None:
+        """Release the free segments of a private pool whose owner is gone (`release_cached_blocks` with a pool)."""
+        self.releasable_pools.add(private)
+        self._release_pool(private, True)
+        self._release_pool(private, False)
 
     def record_peak(self) -> None:
         """Record the present moment as the peak of reserved memory."""
