@@ -33,7 +33,13 @@ from memtrace.allocator.stream_waits import StreamWait, find_stream_waits
 
 
 def extract_operations(
-    history: AllocatorHistory, start: StartState, releases: CacheReleases, rules: Rules, *, frees_wait: bool = True
+    history: AllocatorHistory,
+    start: StartState,
+    releases: CacheReleases,
+    rules: Rules,
+    *,
+    frees_wait: bool = True,
+    reversed_waits: frozenset[int] = frozenset(),
 ) -> OperationSequence:
     """Return the requests, frees and `empty_cache` calls of a history.
 
@@ -44,10 +50,15 @@ def extract_operations(
         rules: the allocator's rules.
         frees_wait: how to read a free that completes directly before the allocator releases its cache: a stream still
             used the block, or the block was free at once.
+        reversed_waits: requests whose ambiguous wait for the streams (`StreamWait`) is to be read the other way.
     """
     number = _block_numbers(history, start)
     pools = resolve_pools(history)
-    waits = find_stream_waits(history, releases, pools, _pending_until(history, number))
+    waits = [
+        wait
+        for wait in find_stream_waits(history, releases, pools, _pending_until(history, number))
+        if wait.is_likely != (wait.served in reversed_waits)
+    ]
     deferred = _deferred_frees(history, waits if frees_wait else [])
     deferred = deferred[number[deferred] >= 0]
     completions = _completed_frees(history, deferred, number)
@@ -83,6 +94,12 @@ def extract_operations(
         pool=np.concatenate([np.append(start.segments.pool, 0)[segment], pools[requests]]),
         num_older=len(start.address),
     )
+
+
+def find_waits(history: AllocatorHistory, start: StartState, releases: CacheReleases) -> list[StreamWait]:
+    """Return the possible waits for the streams, in order of the requests that were refused."""
+    pending_until = _pending_until(history, _block_numbers(history, start))
+    return find_stream_waits(history, releases, resolve_pools(history), pending_until)
 
 
 def _block_numbers(history: AllocatorHistory, start: StartState) -> Int64s:
@@ -154,7 +171,7 @@ def _completion_moments(waits: list[StreamWait], entry: Int64s) -> Int64s:
     during the search; the release itself frees them in the model.
     """
     moment = 4 * entry
-    for begin, first, served in waits if len(entry) else ():
+    for begin, first, served, *_ in waits if len(entry) else ():
         moment = np.where((entry >= begin) & (entry < first), 4 * served + 1, moment)
     return moment
 

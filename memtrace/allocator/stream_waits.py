@@ -26,12 +26,16 @@ class StreamWait(NamedTuple):
     """The entry after the completed frees."""
     served: int
     """The request that was refused."""
+    is_likely: bool = True
+    """The entries suggest that the allocator waited; otherwise the frees completed at the beginning of the request."""
+    is_ambiguous: bool = False
+    """The entries do not rule out the contrary."""
 
 
 def find_stream_waits(
     history: AllocatorHistory, releases: CacheReleases, pools: Int64s, pending_until: Int64s
 ) -> list[StreamWait]:
-    """Return the waits for the streams.
+    """Return the possible waits for the streams, in order of the requests that were refused.
 
     Args:
         history: the history.
@@ -42,34 +46,35 @@ def find_stream_waits(
     """
     requests = np.flatnonzero((history.kind == ALLOC) | (history.kind == OOM))
     runs_of: dict[int, list[tuple[int, int]]] = {row: [] for row in requests[history.kind[requests] == OOM].tolist()}
-    for first, end in zip(
-        *(part[~releases.by_program].tolist() for part in (releases.first, releases.end)), strict=True
-    ):
-        place = int(np.searchsorted(requests, end))
-        runs_of.setdefault(int(requests[place]) if place < len(requests) else len(history), []).append((first, end))
+    by_allocator = ~releases.by_program
+    # The program releases what no request follows, so a request follows each of these.
+    for first, end in zip(releases.first[by_allocator].tolist(), releases.end[by_allocator].tolist(), strict=True):
+        served = int(requests[np.searchsorted(requests, end)])
+        runs_of.setdefault(served, []).append((first, end))
     requested = np.flatnonzero(history.kind == FREE_REQUESTED)
     waits = []
     for served, runs in sorted(runs_of.items()):
-        begin, end = _first_of_frees(history, runs[0][0] if runs else served), runs[0][0] if runs else served
+        end = runs[0][0] if runs else served
         later = np.flatnonzero(history.kind[end:served] == FREE) + end
         if len(later):
             waits.append(StreamWait(int(later[0]), int(later[-1]) + 1, served))
-        elif served == len(history) or _waited_before(history, served, runs, pools):
+        elif not pools[served] % 2:  # while a graph is captured, the allocator never waits
+            begin = _first_of_frees(history, end)
             is_pending = (requested < begin) & (pending_until[requested] > served)
-            if not (runs and is_pending.any()):
-                waits.append(StreamWait(begin, end, served))
+            is_likely = _waited_first(history, served, runs, pools) and not (runs and is_pending.any())
+            waits.append(StreamWait(begin, end, served, is_likely, is_ambiguous=begin < end))
     return waits
 
 
 def released_from_largest(history: AllocatorHistory, pools: Int64s, first: int, end: int, served: int) -> Int64s:
     """Return the first entries of a release that took the largest blocks of the request's stream and pool.
 
-    Under `max_split_size_mb` the allocator releases as many large blocks as the request needs, the largest first, before
-    it waits for the streams and releases its whole cache (`release_available_cached_blocks`).
+    Under `max_split_size_mb` the allocator releases as many large blocks as the request needs, the largest first. Only
+    then does it wait for the streams and release its whole cache (`release_available_cached_blocks`).
     """
     limit = history.settings.max_split_bytes
     rows = np.arange(first, end)
-    if limit is None or served == len(history):
+    if limit is None:
         return rows[:0]
     wanted = max(limit, history.settings.round_size(int(history.size[served])))
     sizes = history.size[rows]
@@ -86,18 +91,21 @@ def _first_of_frees(history: AllocatorHistory, row: int) -> int:
     return row
 
 
-def _waited_before(history: AllocatorHistory, served: int, runs: list[tuple[int, int]], pools: Int64s) -> bool:
-    """Return whether the allocator can have waited for the streams before everything that it released for a request."""
-    if pools[served] % 2:  # the request was made while a CUDA graph was captured, when the allocator never waits
-        return False
+def _waited_first(history: AllocatorHistory, served: int, runs: list[tuple[int, int]], pools: Int64s) -> bool:
+    """Return whether the allocator probably waited for the streams before everything that it released for a request."""
     if not runs:
         return True
     first, end = runs[0][0], runs[-1][1]
     largest = released_from_largest(history, pools, first, end, served)
     if len(largest):
-        # One sufficient block and then others: the large block is merely the first in the order of the whole cache.
-        wanted = max(history.settings.max_split_bytes or 0, history.settings.round_size(int(history.size[served])))
-        return bool(history.size[largest].sum() >= wanted and largest[-1] + 1 < end)
+        # Either the release of large blocks suffices, or it leaves none of them to the release of the whole cache.
+        settings, sizes = history.settings, history.size[first:end]
+        wanted = max(settings.max_split_bytes or 0, settings.round_size(int(history.size[served])))
+        if sizes[: len(largest)].sum() >= wanted:
+            return len(largest) < len(sizes)
+        rest = np.arange(first + len(largest), end)
+        is_large = (history.size[rest] >= (settings.max_split_bytes or 0)) & (pools[rest] == pools[served])
+        return bool((is_large & (history.stream[rest] == history.stream[served])).any())
     if not history.settings.collects_garbage or history.allowed_bytes is None:
         return True
     before = history.reserved()[first] + history.size[first]
