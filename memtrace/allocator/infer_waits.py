@@ -19,6 +19,7 @@ from memtrace.allocator.replay import PreparedHistory, recorded_segment_events, 
 from memtrace.allocator.restored_state import restore_state
 
 _MAX_REPLAYS: Final = 40
+_MAX_ENTRIES: Final = 4_000_000  # entries replayed in all: a few seconds
 
 
 def infer_waits(prepared: PreparedHistory) -> PreparedHistory:
@@ -27,7 +28,7 @@ def infer_waits(prepared: PreparedHistory) -> PreparedHistory:
     ambiguous = [wait.served for wait in find_waits(history, prepared.start, prepared.releases) if wait.is_ambiguous]
     request = _first_inexact_request(prepared) if ambiguous else None
     number, reversed_waits = history.request_numbers(), frozenset[int]()
-    for _ in range(_MAX_REPLAYS):
+    for _ in range(min(_MAX_REPLAYS, _MAX_ENTRIES // max(1, len(history)))):
         candidates = [row for row in ambiguous if request is not None and number[row] <= request]
         if not candidates or request is None:
             break
