@@ -88,7 +88,7 @@ def find_cache_releases(history: AllocatorHistory) -> CacheReleases:
     is_garbage = _could_be_garbage_collection(history, first, end, before)
     if history.settings.collects_garbage and history.allowed_bytes is not None:
         # Releases that neither the threshold nor the limit explains are those of the program.
-        was_unneeded |= (by_program == -1) & ~_exceeds_limit(history, end, before)
+        was_unneeded |= (by_program == -1) & ~exceeds_limit(history, end, before)
     by_program = (by_program == 1) | (was_unneeded & ~is_garbage)
     return CacheReleases(first, end, by_program, is_garbage & ~by_program)
 
@@ -144,11 +144,11 @@ def bound_capacity(history: AllocatorHistory, releases: CacheReleases) -> Capaci
         by_allocator = np.flatnonzero(~releases.by_program)
         _, first = np.unique(_releasing_requests(history, releases), return_index=True)
         runs = by_allocator[first]
-        runs = runs[~_exceeds_limit(history, releases.end[runs], before[runs])]
+        runs = runs[~exceeds_limit(history, releases.end[runs], before[runs])]
         refused = (before + asked)[runs].tolist()
     reserved = history.reserved()
     failed = np.flatnonzero(history.kind == OOM)
-    for row in failed[~_exceeds_limit(history, failed, reserved[failed])].tolist():
+    for row in failed[~exceeds_limit(history, failed, reserved[failed])].tolist():
         refused.append(int(reserved[row]) + _bytes_from_device(history, row))
     free = history.device_free[failed]
     estimates = (reserved[failed] + free)[free >= 0]
@@ -175,7 +175,7 @@ def _bytes_from_device(history: AllocatorHistory, row: int) -> int:
     return history.settings.device_request_size(int(history.size[row + requests[0]]))
 
 
-def _exceeds_limit(history: AllocatorHistory, rows: Int64s, reserved: Int64s) -> Bools:
+def exceeds_limit(history: AllocatorHistory, rows: Int64s, reserved: Int64s) -> Bools:
     """Return whether the memory fraction, and not the device, refused the first request from each entry on.
 
     Args:
@@ -203,7 +203,7 @@ def refused_requests(history: AllocatorHistory, releases: CacheReleases) -> Int6
     """Return the numbers of the requests that the device refused, whether they failed or the cache was released."""
     runs = np.flatnonzero(~releases.by_program)
     before, _ = _refusals(history, releases.first, releases.end)
-    released = _releasing_requests(history, releases)[~_exceeds_limit(history, releases.end[runs], before[runs])]
+    released = _releasing_requests(history, releases)[~exceeds_limit(history, releases.end[runs], before[runs])]
     failed = np.flatnonzero(history.kind == OOM)
-    failed = failed[~_exceeds_limit(history, failed, history.reserved()[failed])]
+    failed = failed[~exceeds_limit(history, failed, history.reserved()[failed])]
     return np.union1d(released, history.request_numbers()[failed])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from memtrace.allocator.device_capacity import CacheReleases
@@ -25,26 +23,23 @@ from memtrace.allocator.operations import (
     DEFER_FREE,
     EMPTY_CACHE,
     FAILED_ALLOCATE,
+    RELEASE_POOL,
     OperationSequence,
 )
 from memtrace.allocator.operations import FREE as FREE_BLOCK
 from memtrace.allocator.rules import Rules
 from memtrace.allocator.start_state import StartState
-
-
-class _Wait(NamedTuple):
-    """A wait of the allocator for the streams, as entries of the history."""
-
-    begin: int
-    """The first completed free of the wait, if there is any."""
-    first: int
-    """The entry after the completed frees."""
-    served: int
-    """The request that the device had refused."""
+from memtrace.allocator.stream_waits import StreamWait, find_stream_waits
 
 
 def extract_operations(
-    history: AllocatorHistory, start: StartState, releases: CacheReleases, rules: Rules, *, frees_wait: bool = True
+    history: AllocatorHistory,
+    start: StartState,
+    releases: CacheReleases,
+    rules: Rules,
+    *,
+    frees_wait: bool = True,
+    reversed_waits: frozenset[int] = frozenset(),
 ) -> OperationSequence:
     """Return the requests, frees and `empty_cache` calls of a history.
 
@@ -55,13 +50,18 @@ def extract_operations(
         rules: the allocator's rules.
         frees_wait: how to read a free that completes directly before the allocator releases its cache: a stream still
             used the block, or the block was free at once.
+        reversed_waits: requests whose ambiguous wait for the streams (`StreamWait`) is to be read the other way.
     """
     number = _block_numbers(history, start)
-    waits = _waits_for_streams(history, releases)
+    pools = resolve_pools(history)
+    waits = [
+        wait
+        for wait in find_stream_waits(history, releases, pools, _pending_until(history, number))
+        if wait.is_likely != (wait.served in reversed_waits)
+    ]
     deferred = _deferred_frees(history, waits if frees_wait else [])
     deferred = deferred[number[deferred] >= 0]
     completions = _completed_frees(history, deferred, number)
-    pools = resolve_pools(history)
     allocs = np.flatnonzero(history.kind == ALLOC)
     frees = np.flatnonzero((history.kind == FREE) & (number >= 0))
     frees = frees[~np.isin(frees, completions)]
@@ -70,7 +70,7 @@ def extract_operations(
         (allocs, ALLOCATE, number[allocs]),
         (frees, FREE_BLOCK, number[frees]),
         (failed, FAILED_ALLOCATE, len(start.address) + len(allocs) + np.arange(len(failed))),
-        (releases.first[releases.by_program], EMPTY_CACHE, np.zeros(int(releases.by_program.sum()), np.int64)),
+        *_program_releases(releases, pools),
         _abandoned_pools(history, releases, pools),
     ]
     if rules.frees_at == "completion":
@@ -94,6 +94,12 @@ def extract_operations(
         pool=np.concatenate([np.append(start.segments.pool, 0)[segment], pools[requests]]),
         num_older=len(start.address),
     )
+
+
+def find_waits(history: AllocatorHistory, start: StartState, releases: CacheReleases) -> list[StreamWait]:
+    """Return the possible waits for the streams, in order of the requests that were refused."""
+    pending_until = _pending_until(history, _block_numbers(history, start))
+    return find_stream_waits(history, releases, resolve_pools(history), pending_until)
 
 
 def _block_numbers(history: AllocatorHistory, start: StartState) -> Int64s:
@@ -125,28 +131,7 @@ def _number_free_requests(history: AllocatorHistory, start: StartState, number: 
     number[order[is_request]] = block[is_request]
 
 
-def _waits_for_streams(history: AllocatorHistory, releases: CacheReleases) -> list[_Wait]:
-    """Return where the allocator waited for the streams because the device had refused a request.
-
-    It does so before it releases its cache, and also where it has nothing to release and the request fails.
-    """
-    by_allocator = ~releases.by_program & ~releases.by_garbage_collection
-    runs = list(zip(releases.first[by_allocator].tolist(), releases.end[by_allocator].tolist(), strict=True))
-    ends = set(releases.end.tolist())
-    runs += [(row, row) for row in np.flatnonzero(history.kind == OOM).tolist() if row not in ends]
-    waits = []
-    for first, end in sorted(runs):
-        begin = first
-        while begin > 0 and history.kind[begin - 1] == FREE:
-            begin -= 1
-        served = end
-        while served < len(history) and history.kind[served] not in (ALLOC, OOM):
-            served += 1
-        waits.append(_Wait(begin, first, served))
-    return waits
-
-
-def _deferred_frees(history: AllocatorHistory, waits: list[_Wait]) -> Int64s:
+def _deferred_frees(history: AllocatorHistory, waits: list[StreamWait]) -> Int64s:
     """Return the free_requested entries of blocks that a stream still used.
 
     Their completed free does not follow directly, unless the allocator waited for the streams just then.
@@ -160,13 +145,25 @@ def _deferred_frees(history: AllocatorHistory, waits: list[_Wait]) -> Int64s:
     return deferred
 
 
+def _pending_until(history: AllocatorHistory, number: Int64s) -> Int64s:
+    """Return `find_stream_waits`' argument of this name; `number` is the block of each entry."""
+    until = np.arange(len(history))
+    deferred = _deferred_frees(history, [])
+    deferred = deferred[number[deferred] >= 0]
+    completed = _completed_frees(history, deferred, number)
+    free_of = np.full(int(number.max(initial=-1)) + 1, len(history))
+    free_of[number[completed]] = completed
+    until[deferred] = free_of[number[deferred]]
+    return until
+
+
 def _completed_frees(history: AllocatorHistory, deferred: Int64s, number: Int64s) -> Int64s:
     """Return the free entries of deferred blocks."""
     frees = np.flatnonzero(history.kind == FREE)
     return frees[np.isin(number[frees], number[deferred])]
 
 
-def _completion_moments(waits: list[_Wait], entry: Int64s) -> Int64s:
+def _completion_moments(waits: list[StreamWait], entry: Int64s) -> Int64s:
     """Return the moment, four per entry, at which each completed free takes effect.
 
     Completed frees directly before a release by the allocator belong to that release. The allocator waits for the
@@ -174,9 +171,31 @@ def _completion_moments(waits: list[_Wait], entry: Int64s) -> Int64s:
     during the search; the release itself frees them in the model.
     """
     moment = 4 * entry
-    for begin, first, served in waits if len(entry) else ():
+    for begin, first, served, *_ in waits if len(entry) else ():
         moment = np.where((entry >= begin) & (entry < first), 4 * served + 1, moment)
     return moment
+
+
+def _program_releases(releases: CacheReleases, pools: Int64s) -> list[tuple[Int64s, int, Int64s]]:
+    """Return entries, operation code and numbers of the releases by the program.
+
+    `empty_cache` begins with the default pool. A release that begins with a private pool is that of a pool that lost
+    its owner.
+    """
+    emptied, released, numbers = list[int](), list[int](), list[int]()
+    by_program = releases.by_program
+    for first, end in zip(releases.first[by_program].tolist(), releases.end[by_program].tolist(), strict=True):
+        in_default = np.flatnonzero(pools[first:end] <= 0)
+        whole = first + int(in_default[0]) if len(in_default) else end
+        emptied += [whole] * bool(len(in_default))
+        private, place = np.unique(pools[first:whole], return_index=True)
+        order = np.argsort(place)
+        released += (first + place[order]).tolist()
+        numbers += private[order].tolist()
+    return [
+        (np.array(emptied, np.int64), EMPTY_CACHE, np.zeros(len(emptied), np.int64)),
+        (np.array(released, np.int64), RELEASE_POOL, np.array(numbers, np.int64)),
+    ]
 
 
 def _abandoned_pools(history: AllocatorHistory, releases: CacheReleases, pools: Int64s) -> tuple[Int64s, int, Int64s]:

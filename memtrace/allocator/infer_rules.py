@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memtrace.allocator.history import FREE_REQUESTED, AllocatorHistory, check_plausible
+from memtrace.allocator.infer_waits import infer_waits
 from memtrace.allocator.replay import PreparedHistory, ReplayResult, prepare_history, replay_history
 from memtrace.allocator.rules import TORCH, TORCH_2_13, Rules
 from memtrace.allocator.segment_order import infer_segment_order
@@ -53,6 +54,9 @@ def _interpretations(history: AllocatorHistory, rules: Rules, *, frees_wait: boo
         return
     if rules.tie_break == "segment_age":
         prepared = replace(prepared, start=replace(prepared.start, segment_order=infer_segment_order(prepared)))
+        yield prepared
+    if frees_wait:
+        prepared = infer_waits(prepared)
         yield prepared
     # Without stacks, an empty_cache directly before a request for a segment looks like a refusal of the device, whose
     # capacity then looks smaller than it is.

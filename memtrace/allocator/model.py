@@ -147,9 +147,14 @@ class CachingAllocator:
                 self.free(block)
         for small in (False, True) if self.rules.releases_large_first else (True, False):
             self._release_pool(0, small)
-        for private in sorted(self.releasable_pools):
-            self._release_pool(private, True)
-            self._release_pool(private, False)
+        for private in sorted(self.releasable_pools, key=_hash_of_pool):
+            self.release_private_pool(private)
+
+    def release_private_pool(self, private: int) -> None:
+        """Release the free segments of a private pool whose owner is gone (`release_cached_blocks` with a pool)."""
+        self.releasable_pools.add(private)
+        self._release_pool(private, True)
+        self._release_pool(private, False)
 
     def record_peak(self) -> None:
         """Record the present moment as the peak of reserved memory."""
@@ -255,6 +260,11 @@ class CachingAllocator:
                 reclaimed += block.size
                 total_age -= pool.num_lookups - block.freed_at_lookup
                 self._release(block)
+
+
+def _hash_of_pool(private: int) -> int:
+    """Return the key that orders private pools in `graph_pools_freeable` (`ska::fibonacci_hash_policy`)."""
+    return private // 2 * 0x9E3779B97F4A7C15 % (1 << 64)  # half the number is the id of the capture or of the MemPool
 
 
 def _allowed_bytes(settings: AllocatorSettings, device: Device) -> int | None:

@@ -19,6 +19,7 @@ EMPTY_CACHE: Final = 3  # the program calls `empty_cache`
 FAILED_ALLOCATE: Final = 4  # a request that failed when it was recorded; if it is served, it is freed at once
 ABANDON_POOL: Final = 5  # a private pool lost its owner and may be released; the number is that of the pool
 COMPLETE_FREE: Final = 6  # the stream is done with a deferred block
+RELEASE_POOL: Final = 7  # a private pool lost its owner, which releases only this pool; the number is that of the pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class OperationSequence:
     operation: Int8s
     """Code of each operation: ALLOCATE, FREE, ..."""
     number: Int64s
-    """Block of each operation; for ABANDON_POOL the pool."""
+    """Block of each operation; for ABANDON_POOL and RELEASE_POOL the pool."""
     entry: Int64s
     """Entry of the history behind each operation; -1: none."""
     requested: Int64s
@@ -110,6 +111,8 @@ def _run_rare_operation(allocator: CachingAllocator, operation: int, number: int
         allocator.empty_cache()
     elif operation == ABANDON_POOL:
         allocator.releasable_pools.add(number)
+    elif operation == RELEASE_POOL:
+        allocator.release_private_pool(number)
     elif (block := blocks[number]) is not None:
         if operation == DEFER_FREE:
             allocator.defer_free(block)

@@ -194,6 +194,8 @@ def _compare(prepared: PreparedHistory, allocator: CachingAllocator, addresses: 
         tie_break=prepared.rules.tie_break,
     )
     reason = _inexact_reason(result) or _address_reason(prepared, exact, replayed)
+    if reason is not None:
+        reason += _unknown_ages(prepared)
     return replace(result, is_exact=reason is None, reason=reason)
 
 
@@ -259,6 +261,22 @@ def _inexact_reason(result: ReplayResult) -> str | None:
             f"the replayed peak {result.peak_reserved_bytes:,} bytes."
         )
     return None
+
+
+def _unknown_ages(prepared: PreparedHistory) -> str:
+    """Return a sentence about free segments whose age garbage collection used and the history lacks; "": none."""
+    history, start = prepared.history, prepared.start
+    if not history.settings.collects_garbage or not prepared.releases.by_garbage_collection.any():
+        return ""
+    segments = start.segments
+    used = segments.containing(start.address)
+    is_free = ~segments.small & ~segments.expandable & ~np.isin(np.arange(len(segments)), used)
+    if is_free.sum() < 2:
+        return ""
+    return (
+        f" Garbage collection releases segments by age, and the ages of {format_count(int(is_free.sum()), 'segment')} "
+        "that were free when the recording started are unknown: start it before the first allocation."
+    )
 
 
 def _format_address(address: int) -> str:

@@ -168,9 +168,17 @@ def _live_blocks_at_end(events: dict[str, Any]) -> RecordedBlocks:
 
 
 def _released_by_program(trace: Trace, kind: Int8s, op: Int64s) -> Int8s:
-    """Return `AllocatorHistory.by_program`: whether `empty_cache` is on the stack of each release of a segment."""
+    """Return `AllocatorHistory.by_program`.
+
+    `empty_cache` is on the stack of what the program releases. Where only the next request belongs to an operator, the
+    request did not cause the release.
+    """
     by_program = np.full(len(kind), -1, np.int8)
-    rows = np.flatnonzero(((kind == SEGMENT_FREE) | (kind == SEGMENT_UNMAP)) & (op >= 0))
+    released = np.flatnonzero((kind == SEGMENT_FREE) | (kind == SEGMENT_UNMAP))
+    requests = np.flatnonzero((kind == ALLOC) | (kind == OOM))
+    next_op = np.append(op[requests], -1)[np.searchsorted(requests, released)]
+    by_program[released[(op[released] < 0) & (next_op >= 0)]] = 1
+    rows = released[op[released] >= 0]
     if not len(rows):
         return by_program
     ops = trace.columns("ops", "op_id", "stack")

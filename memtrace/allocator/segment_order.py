@@ -18,12 +18,13 @@ import numpy as np
 
 from memtrace.allocator.blocks import Block, FreeList, Pool
 from memtrace.allocator.device_capacity import CacheReleases
-from memtrace.allocator.history import ALLOC, OOM, SEGMENT_FREE, AllocatorHistory, Int64s
+from memtrace.allocator.history import ALLOC, OOM, SEGMENT_FREE, AllocatorHistory, Int64s, resolve_pools
 from memtrace.allocator.operations import run_operations
 from memtrace.allocator.replay import PreparedHistory, replay_allocator
 from memtrace.allocator.restored_state import restore_state
 from memtrace.allocator.rules import Rules
 from memtrace.allocator.settings import AllocatorSettings
+from memtrace.allocator.stream_waits import released_from_largest
 
 _OrderedPairs = set[tuple[int, int]]  # (older, younger): places in `StartState.segment_order`
 
@@ -97,30 +98,12 @@ def _pairs_from_releases(prepared: PreparedHistory) -> _OrderedPairs:
 
 
 def _released_largest_first(history: AllocatorHistory, releases: CacheReleases) -> set[int]:
-    """Return the entries of blocks released under `max_split_size_mb` from the end of the free list.
-
-    Before it releases its whole cache, the allocator releases as many of the largest blocks as the request needs
-    (`release_available_cached_blocks`).
-    """
-    limit, rows = history.settings.max_split_bytes, set[int]()
-    if limit is None:
-        return rows
-    requests = np.flatnonzero((history.kind == ALLOC) | (history.kind == OOM))
-    for first, end in zip(
-        *(part[~releases.by_program].tolist() for part in (releases.first, releases.end)), strict=True
-    ):
-        place = int(np.searchsorted(requests, end))
-        if place == len(requests):
-            continue
-        request = int(requests[place])
-        wanted = max(limit, history.settings.round_size(int(history.size[request])))
-        released = 0
-        for row in range(first, end):
-            size, stream = int(history.size[row]), history.stream[row]
-            if released >= wanted or size < limit or stream != history.stream[request]:
-                break
-            rows.add(row)
-            released += size
+    """Return the entries of blocks released under `max_split_size_mb` from the end of the free list."""
+    requests, rows = np.flatnonzero((history.kind == ALLOC) | (history.kind == OOM)), set[int]()
+    by_allocator, pools = ~releases.by_program, resolve_pools(history)
+    for first, end in zip(releases.first[by_allocator].tolist(), releases.end[by_allocator].tolist(), strict=True):
+        served = int(requests[np.searchsorted(requests, end)])
+        rows.update(released_from_largest(history, pools, first, end, served).tolist())
     return rows
 
 

@@ -22,8 +22,10 @@ from memtrace.allocator.history import (
 from memtrace.allocator.infer_rules import reproduce_history
 from memtrace.allocator.plan import plan_device
 from memtrace.allocator.replay import ReplayResult, prepare_history, replay_history
+from memtrace.allocator.requests import read_device_history
 from memtrace.allocator.rules import TORCH
 from memtrace.allocator.settings import MIB, AllocatorSettings
+from tests.builders import event, op, trace_of
 
 A, B, C, D = (0x10000000 * n for n in (1, 2, 3, 4))  # addresses of segments
 Entry = tuple[int, int, int] | tuple[int, int, int, int]  # kind, address, size, by_program
@@ -254,3 +256,101 @@ def test_slack_of_an_older_block_is_inferred_from_the_gap_or_the_next_block() ->
     assert not replay_history(prepare_history(observed, replace(TORCH, infers_slack=False)))[0].is_exact
     unobserved = make_history(free_entries(A, 13 * MIB), [(A, 30 * MIB)], [])
     assert prepare_history(unobserved).start.size.tolist() == [13 * MIB]
+
+
+def test_a_pool_that_is_given_up_leaves_the_cache_of_the_other_pools() -> None:
+    entries: list[Entry] = [
+        (SEGMENT_ALLOC, A, 20 * MIB),
+        (ALLOC, A, 20 * MIB),
+        (SEGMENT_ALLOC, B, 40 * MIB),
+        (ALLOC, B, 40 * MIB),
+        *free_entries(A, 20 * MIB),
+        *free_entries(B, 40 * MIB),
+        (SEGMENT_FREE, A, 20 * MIB, 1),
+        (ALLOC, B, 40 * MIB),
+    ]
+    pool = [2, 2, 0, 0, 2, 2, 0, 0, 2, 0]
+    assert_exact(make_history(entries, [(B, 40 * MIB)], [(B, 40 * MIB, 40 * MIB)], pool=pool))
+
+
+@pytest.mark.parametrize("first_size", [30, 32])
+def test_large_blocks_are_released_before_the_allocator_waits_for_the_streams(first_size: int) -> None:
+    """The free of A completes when the request begins, the free of B when the allocator waits for the streams."""
+    first, second = first_size * MIB, 30 * MIB
+    entries: list[Entry] = [
+        (SEGMENT_ALLOC, A, first),
+        (ALLOC, A, first),
+        (SEGMENT_ALLOC, B, second),
+        (ALLOC, B, second),
+        (SEGMENT_ALLOC, D, 2 * MIB),
+        (ALLOC, D, 512),
+        (FREE_REQUESTED, B, second),
+        (FREE_REQUESTED, A, first),
+        (SEGMENT_ALLOC, D + 2 * MIB, 20 * MIB),
+        (ALLOC, D + 2 * MIB, 5 * MIB),
+        (FREE, A, first),
+        (SEGMENT_FREE, A, first, 0),
+        (FREE, B, second),
+        (SEGMENT_FREE, B, second, 0),
+        (SEGMENT_ALLOC, C, 60 * MIB),
+        (ALLOC, C, 60 * MIB),
+    ]
+    segments = [(C, 60 * MIB), (D, 2 * MIB), (D + 2 * MIB, 20 * MIB)]
+    blocks = [(C, 60 * MIB, 60 * MIB), (D, 512, 512), (D + 2 * MIB, 5 * MIB, 5 * MIB)]
+    assert_exact(make_history(entries, segments, blocks, "max_split_size_mb:21"))
+
+
+COLLECTS = "garbage_collection_threshold:0.5,per_process_memory_fraction:0.5"  # of 200 MiB: 50 MiB and 100 MiB
+
+
+def test_where_the_limit_refuses_a_request_frees_complete_after_the_search_for_a_block() -> None:
+    """The freed block would serve the request, had it been free when the allocator looked for one."""
+    entries: list[Entry] = [
+        (SEGMENT_ALLOC, A, 90 * MIB),
+        (ALLOC, A, 90 * MIB),
+        (FREE_REQUESTED, A, 90 * MIB),
+        (FREE, A, 90 * MIB),
+        (SEGMENT_FREE, A, 90 * MIB, 0),
+        (SEGMENT_ALLOC, B, 20 * MIB),
+        (ALLOC, B, 5 * MIB),
+    ]
+    history = make_history(entries, [(B, 20 * MIB)], [(B, 5 * MIB, 5 * MIB)], COLLECTS)
+    assert_exact(replace(history, device_bytes=200 * MIB))
+
+
+def test_what_the_cache_still_holds_tells_garbage_collection_from_a_release_of_the_cache() -> None:
+    """The reserved memory and the request exceed the limit; but a release of the cache would have taken C as well."""
+    entries: list[Entry] = [
+        (SEGMENT_ALLOC, C, 2 * MIB),
+        (ALLOC, C, MIB),
+        *free_entries(C, MIB),
+        (SEGMENT_ALLOC, A, 60 * MIB),
+        (ALLOC, A, 60 * MIB),
+        *free_entries(A, 60 * MIB),
+        (SEGMENT_FREE, A, 60 * MIB, 0),
+        (SEGMENT_ALLOC, B, 70 * MIB),
+        (ALLOC, B, 70 * MIB),
+        (ALLOC, C, MIB),
+    ]
+    blocks = [(B, 70 * MIB, 70 * MIB), (C, MIB, MIB)]
+    history = make_history(entries, [(B, 70 * MIB), (C, 2 * MIB)], blocks, COLLECTS)
+    history = replace(history, device_bytes=200 * MIB)
+    assert not replay_history(prepare_history(history))[0].is_exact, "the entries alone do not tell"
+    assert_exact(history)
+
+
+def test_a_release_outside_the_operator_of_the_next_request_was_made_by_the_program() -> None:
+    trace = trace_of(
+        events=[
+            event("segment_alloc", None, 0, 20 * MIB, device="cuda:0", address=A, op_id=0),
+            event("alloc", 0, 1, 20 * MIB, device="cuda:0", address=A, op_id=0),
+            event("free", 0, 2, 20 * MIB, device="cuda:0", address=A),
+            event("segment_free", None, 3, 20 * MIB, device="cuda:0", address=A),
+            event("segment_alloc", None, 4, 40 * MIB, device="cuda:0", address=B, op_id=1),
+            event("alloc", 1, 5, 40 * MIB, device="cuda:0", address=B, op_id=1),
+        ],
+        ops=[op(0, "forward"), op(1, "forward")],
+    )
+    history = read_device_history(trace, "cuda:0")
+    assert isinstance(history, AllocatorHistory)
+    assert history.by_program.tolist() == [-1, -1, -1, 1, -1, -1]

@@ -89,6 +89,28 @@ def test_private_pools_keep_their_segments_while_they_have_an_owner() -> None:
     assert allocator.num_segments == 1
 
 
+def test_private_pools_are_released_in_the_order_of_pytorchs_hash_table() -> None:
+    allocator = make_allocator()
+    pool_of: dict[int, int] = {}
+    for pool in (3, 5, 7, 9):  # of the CUDA graphs 1 to 4
+        block = allocate(allocator, 5 * MIB, pool=pool)
+        pool_of[block.address] = pool
+        allocator.free(block)
+    allocator.releasable_pools |= {3, 5, 7, 9}
+    allocator.empty_cache()
+    assert [pool_of[event.address] for event in allocator.log[-4:]] == [5, 9, 3, 7]
+
+
+def test_a_private_pool_is_released_alone() -> None:
+    allocator = make_allocator()
+    blocks = [allocate(allocator, 5 * MIB, pool=pool) for pool in (0, 2, 4)]
+    for block in blocks:
+        allocator.free(block)
+    allocator.release_private_pool(2)
+    assert allocator.num_segments == 2
+    assert allocator.log[-1].address == blocks[1].address
+
+
 def test_a_no_split_pool_never_splits() -> None:
     allocator = make_allocator(no_split=2)
     assert allocate(allocator, 3 * MIB, pool=2).size == 20 * MIB

@@ -19,9 +19,6 @@ from tests.cuda.settings import SETTINGS, on_null_device
 
 pytestmark = pytest.mark.cuda
 NUM_SEEDS = int(os.environ.get("CUDA_FUZZ_SEEDS", "3"))
-INEXACT_REPLAYS = {(RANDOM, "garbage_collection"), (RANDOM, "max_split")}
-"""Programs and settings whose replay is not always exact: the model releases other blocks than torch, or in another order.
-Their recordings must be equal; the table shows how many replays are not."""
 
 
 def skip_unless_possible(program: str, setting: str) -> None:
@@ -60,5 +57,4 @@ def check(case: Case, cases: CaseServer, record_property: pytest.RecordProperty)
     record_property("cuda_case", (case.program, case.setting, outcome))
     assert result.num_events > 0
     assert not result.differences, "\n".join(result.differences)
-    if (case.program, case.setting) not in INEXACT_REPLAYS:
-        assert result.plan_difference is None, result.plan_difference
+    assert result.plan_difference is None, result.plan_difference
