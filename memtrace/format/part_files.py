@@ -15,7 +15,7 @@ from memtrace.errors import TraceError
 from memtrace.format.manifest import missing_parts, read_manifest
 from memtrace.format.regular_file import require_regular_file
 from memtrace.format.schema import MANIFEST_NAME, RANK_TABLES, TABLES, arrow_schema, find_column
-from memtrace.format.validation import check_column, check_order, check_schema
+from memtrace.format.validation import SIZES, check_column, check_order, check_schema, check_sizes
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -131,14 +131,20 @@ class PartFiles:
         file = self._files[table][number]
         footer = self._footer(table, number)
         present = set(footer.schema.to_arrow_schema().names)
-        try:
-            with pq.ParquetFile(file, metadata=footer) as part:
-                rows = part.read(columns=[name for name in columns if name in present], use_threads=False)
-        except Exception as error:
-            raise self._damaged(file, error) from error
+
+        def read(names: list[str]) -> pa.Table:
+            try:
+                with pq.ParquetFile(file, metadata=footer) as part:
+                    return part.read(columns=names, use_threads=False)
+            except Exception as error:
+                raise self._damaged(file, error) from error
+
+        rows = read([name for name in columns if name in present])
         try:
             for name in rows.column_names:
                 check_column(find_column(table, name), rows.column(name))
+            for name in present.intersection(columns, SIZES):
+                check_sizes(rows[name], lambda: read(["kind"])["kind"] if "kind" in present else None)
         except TraceError as error:
             raise self._foreign(file, error) from error
         schema = arrow_schema(table)

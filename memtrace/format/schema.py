@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION: Final = 2
 MANIFEST_NAME: Final = "manifest.json"
-MAX_BYTES: Final = 1 << 53
-"""Largest size in bytes: more than any device has, so that requests that failed for their size are valid, and the sum
-of 1,000 of them fits into 64 bits."""
+MAX_BYTES: Final = 1 << 48
+"""Largest size of memory in bytes: no device has more, and the sum of 32,000 of them fits into 64 bits. Only a request
+that failed can be larger."""
 MAX_NS: Final = 1 << 56
 """Largest time since the recording began and longest duration, ns: over two years."""
 NO_BLOCKS: Final = "the file holds totals by category and no blocks"

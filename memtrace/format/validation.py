@@ -8,6 +8,7 @@ add up within 64 bits.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 MAX_PART_ROWS: Final = 1 << 24
 """Most rows of a part; the writer begins a new part after some 130,000 events. Few bytes can declare any number."""
 MAX_ID: Final = 1 << 62
+SIZES: Final = ("size", "allocated_size")
+"""Columns that ``check_sizes`` checks."""
 MAX_DEVICES: Final = 100
 _DEVICE: Final = re.compile(r"[A-Za-z_][\w.-]{0,63}(:\d{1,6})?", re.ASCII)
 _INT_TYPES: Final = {"int64": "int64", "int32": "int32", "int16": "int16"}
@@ -132,10 +135,29 @@ def _bounds(column: Column) -> tuple[int, int] | None:
     if column.dtype == "bool" or column.name.removeprefix("op_") in _ANY_INTEGER:
         return None
     if column.unit == "bytes":
-        return 0, MAX_BYTES
+        return 0, MAX_ID if column.name in SIZES else MAX_BYTES  # see check_sizes
     if column.unit == "ns":
         return (0 if "duration" in column.name else -MAX_NS), MAX_NS
     return 0, {"int16": 2**15 - 1, "int32": 2**31 - 1}.get(column.dtype, MAX_ID)
+
+
+def check_sizes(sizes: pa.ChunkedArray, read_kinds: Callable[[], pa.ChunkedArray | None]) -> None:
+    """Check that only failed requests are larger than ``MAX_BYTES``: a wrong shape asks for any size.
+
+    Args:
+        sizes: one of the columns ``SIZES`` of some rows.
+        read_kinds: reads the column ``kind`` of these rows; None in a table without it.
+
+    Raises:
+        TraceError: another row is larger. The message follows the name of the file.
+    """
+    largest = max((int(arrays.known_numbers(chunk).max(initial=0)) for chunk in sizes.chunks), default=0)
+    if largest <= MAX_BYTES:
+        return
+    kinds = read_kinds()
+    rows = zip(sizes.to_pylist(), kinds.to_pylist() if kinds is not None else [""] * len(sizes), strict=True)
+    if any(size is not None and size > MAX_BYTES and kind != "oom" for size, kind in rows):
+        raise TraceError(f"has {largest} as a size, which must be from 0 to {MAX_BYTES}")
 
 
 def check_order(order_ns: int) -> int:

@@ -14,6 +14,8 @@ from typing import Any, Final, cast
 import torch
 
 _TYPE_NAME: Final = type.__dict__["__name__"].__get__
+_MRO: Final = type.__dict__["__mro__"].__get__
+_CLASS_DICT: Final = type.__dict__["__dict__"].__get__
 _MODULE_DICT: Final = torch.nn.Module.__dict__["__dict__"].__get__
 _OPTIMIZER_DICT: Final = torch.optim.Optimizer.__dict__["__dict__"].__get__
 _TENSOR_DICT: Final = torch.Tensor.__dict__["__dict__"].__get__
@@ -38,12 +40,19 @@ def is_tensor(value: object) -> bool:
     return issubclass(type(value), torch.Tensor)
 
 
+def overrides_dispatch(kind: type) -> bool:
+    """Whether a class of tensors has a ``__torch_dispatch__`` of its own."""
+    definitions = (_CLASS_DICT(base) for base in _MRO(kind))
+    handler = next((names["__torch_dispatch__"] for names in definitions if "__torch_dispatch__" in names), None)
+    return handler is not _CLASS_DICT(torch.Tensor)["__torch_dispatch__"]
+
+
 def module_members(module: torch.nn.Module, kind: str) -> list[tuple[str, Any]]:
     """The entries of ``_modules``, ``_parameters`` or ``_buffers`` that are not None.
 
     A module whose ``super().__init__()`` has not run has none.
     """
-    members = dict.get(_MODULE_DICT(module), kind)
+    members: Any = dict.get(_MODULE_DICT(module), kind)
     if issubclass(type(members), dict):
         return [(name, value) for name, value in dict.items(members) if type(name) is str and value is not None]
     if type(members).__module__ == _SCRIPT_MODULE:  # torch's own wrappers of what TorchScript holds in C++
@@ -79,10 +88,12 @@ def child_module(module: torch.nn.Module, name: str) -> torch.nn.Module | None:
 
 def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
     """The parameters of each parameter group of an optimizer."""
-    groups = dict.get(_OPTIMIZER_DICT(optimizer), "param_groups")
+    groups: Any = dict.get(_OPTIMIZER_DICT(optimizer), "param_groups")
     if not issubclass(type(groups), list):
         return []
-    parameters = [dict.get(group, "params") for group in list.__iter__(groups) if issubclass(type(group), dict)]
+    parameters: list[Any] = [
+        dict.get(group, "params") for group in list.__iter__(groups) if issubclass(type(group), dict)
+    ]
     return [
         [tensor for tensor in list.__iter__(group) if is_tensor(tensor)] if issubclass(type(group), list) else []
         for group in parameters
@@ -91,7 +102,7 @@ def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> list[tuple[object, dict[str, Any]]]:
     """The state of each parameter of an optimizer."""
-    state = dict.get(_OPTIMIZER_DICT(optimizer), "state")
+    state: Any = dict.get(_OPTIMIZER_DICT(optimizer), "state")
     if not issubclass(type(state), dict):
         return []
     return [(parameter, values) for parameter, values in dict.items(state) if issubclass(type(values), dict)]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Final
 
 RESERVED_BYTES: Final = 256 << 20
@@ -46,14 +45,3 @@ class AddressSpaceReserve:
         """Give the address space back for good."""
         self._is_closed = True
         self.release()
-
-    @contextmanager
-    def available(self) -> Iterator[None]:
-        """Give the address space back inside the ``with`` block.
-
-        Raises:
-            MemoryError: the program, or what ran in the block, has taken it.
-        """
-        self.release()
-        yield
-        self.acquire()

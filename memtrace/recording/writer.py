@@ -114,13 +114,17 @@ class Writer:
         due = time.monotonic() + self._flush_seconds
         while not self._is_stopping:
             self._observer.wait(max(0.0, min(due - time.monotonic(), self._flush_seconds)))
-            with self._reserve.available():
-                self._drain(at_end=False)
-                failure = self._observer.failure()
-                is_due = time.monotonic() >= due
-                if failure is not None or is_due or self._parts.rows_in_part >= PART_ROWS:
-                    self._flush()
-                    due = time.monotonic() + self._flush_seconds
+            if self._is_stopping:  # perhaps because the program ran out of memory: the reserve is needed for the end
+                break
+            self._reserve.release()
+            self._drain(at_end=False)
+            failure = self._observer.failure()
+            is_due = time.monotonic() >= due
+            if failure is not None or is_due or self._parts.rows_in_part >= PART_ROWS:
+                self._flush()
+                due = time.monotonic() + self._flush_seconds
+            if not self._is_stopping:
+                self._reserve.acquire()
             if failure is not None:
                 self._failed(failure)
                 return

@@ -180,7 +180,7 @@ def test_a_sawtooth_does_not_keep_growing() -> None:
 
 
 def trace_of_kept_blocks(kept: list[int], newest: list[int], *, one_line: bool = True) -> Trace:
-    """Return steps that each keep a block of ``kept`` bytes for ever and one of ``newest`` bytes until the next step.
+    """Return steps that each keep a block of ``kept`` bytes until the end and one of ``newest`` bytes until the next step.
 
     Both come from one line, or every kept block from a line of its own.
     """

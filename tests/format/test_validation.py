@@ -46,7 +46,7 @@ def _invalid_utf8(table: pa.Table) -> pa.Table:
 
 CASES: dict[str, tuple[str, Change, str]] = {
     "a size below zero": ("events", _set("size", -2), "has -2 in the column size, which must be from 0"),
-    "a size that no device has": ("events", _set("size", MAX_BYTES + 1), "in the column size"),
+    "a size that no device has": ("events", _set("size", MAX_BYTES + 1), "as a size"),
     "a time out of range": ("events", _set("time_ns", MAX_NS + 1), "in the column time_ns"),
     "a duration below zero": ("ops", _set("duration_ns", -1), "has -1 in the column duration_ns"),
     "a block id below zero": ("events", _set("block_id", -1), "has -1 in the column block_id"),

@@ -154,8 +154,10 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     try:
         storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return None  # sparse tensors and others without storage
+        if not is_fake(tensor):
+            storage.data_ptr()
+    except (NotImplementedError, RuntimeError, ValueError):
+        return None  # sparse tensors, uninitialised parameters, wrappers of torch.func and others without memory
     if tensor.device.type not in ("cpu", "cuda") or (storage.device.type == "meta" and not is_fake(tensor)):
         return None
     return storage if storage.nbytes() > 0 else None

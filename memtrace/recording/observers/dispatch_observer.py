@@ -42,7 +42,7 @@ from memtrace.recording.observers.dispatch_operators import (
     running_node_sequence_nr,
 )
 from memtrace.recording.observers.dispatch_stacks import PythonStacks
-from memtrace.recording.plain_access import is_tensor, tensors_in
+from memtrace.recording.plain_access import is_tensor, overrides_dispatch, tensors_in
 
 _EVENT: Final = {kind: code for code, kind in enumerate(EVENT_KINDS)}
 _NAME: Final = {kind: code for code, kind in enumerate(NAME_KINDS)}
@@ -83,6 +83,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """``Observer`` as a Python dispatch mode; see the docstring of this module."""
 
     kind = "dispatch"
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -101,6 +102,11 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._collection_start_ns = 0
         self._python_stacks = PythonStacks(self._buffer, __file__)
         self._active = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile under this mode, as it does without a recording."""
+        return True
 
     # Start and stop.
 
@@ -307,27 +313,33 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and record what it read, wrote and allocated."""
         kwargs = kwargs or {}
-        if not self._active:
+        # Tracers turn what is asked of a tensor's size into part of the program.
+        is_traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+        if not self._active or is_traced or not issubclass(type(func), torch._ops.OpOverload):
             return func(*args, **kwargs)
-        if any(kind not in (torch.Tensor, torch.nn.Parameter) and not issubclass(kind, FakeTensor) for kind in types):
-            return NotImplemented  # the operators that the tensor subclass calls are recorded instead
+        if any(overrides_dispatch(kind) and not issubclass(kind, FakeTensor) for kind in types):
+            # The operators that the tensor subclass calls are recorded instead. If it belongs to another mode, that
+            # mode must run: only a call goes on to it.
+            return func(*args, **kwargs) if _get_current_dispatch_mode_stack() else NotImplemented
         info, name = self._operators.get(func) or self._inspect(func)
-        if not info.is_recorded:
-            result = func(*args, **kwargs)
-            self._follow_range(func, args)
-            return result
-        call = self._begin_call(info, name)
+        # ``__torch_function__`` of the arguments has run before the operator reached this mode.
+        with torch._C.DisableTorchFunction():
+            if not info.is_recorded:
+                result = func(*args, **kwargs)
+                self._follow_range(func, args)
+                return result
+            return self._call(self._begin_call(info, name), func, args, kwargs)
+
+    def _call(self, call: _Call, func: Any, args: Any, kwargs: Any) -> Any:
         try:
             if self._accesses:
-                with torch._C.DisableTorchFunction():
-                    call.accesses = self._argument_accesses(info, args, kwargs)
+                call.accesses = self._argument_accesses(call.info, args, kwargs)
             with self._lock:
                 for block, access in call.accesses.values():
                     if access.reads:
                         self._blocks.add_event("read", block, call.started_ns, call.op)
             result = func(*args, **kwargs)
-            with torch._C.DisableTorchFunction():
-                self._finish_call(call, result)
+            self._finish_call(call, result)
         finally:
             self._running.pop(call.op, None)
         return result
@@ -351,7 +363,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Blocks of the arguments by number, with their accesses."""
         blocks: dict[int, tuple[LiveBlock, ArgumentAccess]] = {}
         for key, access in info.accesses.items():
-            value = kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None
+            value: Any = kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None
             for tensor in value if type(value) in (list, tuple) else (value,):
                 if is_tensor(tensor) and (block := self._blocks.block_of(tensor)) is not None:
                     _, other = blocks.get(block.number, (block, ArgumentAccess(False, False)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import torch
+
 from memtrace.recording.observers.build import load_native
 
 WAKE_RECORDS: Final = 1 << 14
@@ -60,6 +62,7 @@ class NativeObserver:
         Raises:
             RuntimeError: another library uses the CPU allocator or the dispatch key.
         """
+        _let_higher_order_operators_pass(self._native.status()["dispatch_key"])
         self._native.start(accesses, stacks, stack_min_bytes, device_time_min_bytes, WAKE_RECORDS, LIMIT_RECORDS)
 
     def times_devices(self) -> bool:
@@ -74,3 +77,19 @@ class NativeObserver:
         """See ``Observer.failure``."""
         failure: str | None = self._native.status()["failure"]
         return failure
+
+
+def _let_higher_order_operators_pass(dispatch_key: int) -> None:
+    """Let torch's higher-order operators (``flex_attention``, ``cond``) skip the dispatch key of the observer.
+
+    They are dispatched in Python and fail for a key without a kernel. This stays after the recording: threads of the
+    program keep the key switched on, and nothing else uses it.
+    """
+    from torch import _ops
+
+    key = torch._C.DispatchKey(dispatch_key)
+    default_keys = _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
+    if key not in default_keys:
+        default_keys.append(key)  # of operators that are defined later
+        for operator in list(_ops._higher_order_ops.values()):
+            operator.fallthrough(key)

@@ -9,6 +9,7 @@
 
 #include "cuda_allocator.h"
 #include "device_time.h"
+#include "dispatch.h"
 #include "foreign_memory.h"
 #include "late_events.h"
 #include "python_handlers.h"
@@ -326,11 +327,12 @@ PyObject* cuda_settings(PyObject*, PyObject* arguments) {
 // status() -> {"active": bool, ...}; "failure" is why the recording ended by itself, or None
 PyObject* status(PyObject*, PyObject*) {
   Recorder& r = recorder();
-  return Py_BuildValue("{s:O,s:z,s:O,s:O,s:O,s:O,s:L}", "active", r.active ? Py_True : Py_False, "failure",
+  return Py_BuildValue("{s:O,s:z,s:O,s:O,s:O,s:O,s:i,s:L}", "active", r.active ? Py_True : Py_False, "failure",
                        r.failure.load(), "thread_enabled", thread_enabled() ? Py_True : Py_False, "cuda",
                        cuda_supported() ? Py_True : Py_False, "device_time",
                        device_time_supported() ? Py_True : Py_False, "python_handlers",
-                       sees_operators_of_python_handlers() ? Py_True : Py_False, "blocks",
+                       sees_operators_of_python_handlers() ? Py_True : Py_False, "dispatch_key",
+                       static_cast<int>(kMode), "blocks",
                        static_cast<long long>(resolver ? resolver->num_blocks() : 0));
 }
 
