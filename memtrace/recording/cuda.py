@@ -22,7 +22,7 @@ from memtrace.format.schema import COUNTERS, EVENT_KINDS
 from memtrace.readers.cuda_snapshot.events import segments_table
 from memtrace.readers.cuda_snapshot.segments import LiveBlocks, SnapshotSegments, read_segments
 from memtrace.readers.cuda_snapshot.settings import plain_settings
-from memtrace.readers.cuda_snapshot.sizes import rounds_by_default
+from memtrace.readers.cuda_snapshot.sizes import read_divisions
 from memtrace.recording.cuda_driver import NO_CACHING_VARIABLE, CudaAllocator, CudaDriver
 from memtrace.recording.cuda_history import CudaHistory, rows_from_columns
 from memtrace.recording.manifest import ManifestFile
@@ -122,7 +122,7 @@ class CudaMonitor:
             settings = plain_settings(snapshot.get("allocator_settings") or {})
             self._manifest.update(allocator_settings=settings)
             segments, live = read_segments(snapshot["segments"])
-            self._observer.cuda_settings(rounds_by_default(settings, live), int(settings.get("max_split_size", -1)))
+            self._observer.cuda_settings(read_divisions(settings, live), int(settings.get("max_split_size", -1)))
             rows, has_events = _existing_rows(segments, live, time_ns), True
         finally:
             self._observer.finish_cuda(rows, has_events)
@@ -132,7 +132,7 @@ class CudaMonitor:
         """Record the blocks of tensors, because the allocator reports no events."""
         logger.warning("memtrace: %s: %s", reason, STORAGES_NOTE)
         self._note(f"{reason}: {STORAGES_NOTE}")
-        self._observer.cuda_settings(False, -1)  # sizes of blocks are unknown
+        self._observer.cuda_settings(None, -1)  # sizes of blocks are unknown
         self._observer.finish_cuda([], False)
 
     def read_totals(self) -> None:

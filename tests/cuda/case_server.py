@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +18,8 @@ from types import TracebackType
 from tests.cuda.case import Case, CaseResult, run_case
 
 TIMEOUT_SECONDS = 180
+MAX_PRINTED = 4000
+"""Characters of a dead process's output that its error quotes."""
 
 
 class CaseServer:
@@ -50,7 +54,7 @@ def main() -> None:
 
     assert not torch.cuda.is_initialized()
     answers = os.dup(1)
-    os.dup2(2, 1)  # what a case prints must not mix with the answers
+    os.dup2(2, 1)  # what is printed must not mix with the answers
     for line in sys.stdin:
         os.write(answers, _run_in_child(Case(**json.loads(line))).encode() + b"\n")
 
@@ -58,27 +62,44 @@ def main() -> None:
 def _run_in_child(case: Case) -> str:
     """Return the result of a case, or an error, as JSON."""
     reader, writer = os.pipe()
+    output = Path(case.folder).parent / "output.txt"
     child = os.fork()
     if child == 0:
         os.close(reader)
-        _answer(case, writer)
+        _answer(case, writer, output)
     os.close(writer)
-    answer = b""
-    while select.select([reader], [], [], TIMEOUT_SECONDS)[0]:
-        content = os.read(reader, 1 << 16)
-        if not content:
-            break
-        answer += content
-    else:
-        os.kill(child, signal.SIGKILL)
-        answer = json.dumps({"error": f"no result after {TIMEOUT_SECONDS} s"}).encode()
+    answer, ending = _read_answer(reader), ""
+    if answer is None:
+        os.kill(child, signal.SIGABRT)  # makes faulthandler print what every thread was doing
+        ending = f"had no result after {TIMEOUT_SECONDS} s; "
     os.close(reader)
     _, status = os.waitpid(child, 0)
-    return answer.decode() or json.dumps({"error": f"the process died with status {status}"})
+    if answer:
+        return answer.decode()
+    exit_code = os.waitstatus_to_exitcode(status)
+    ending += f"ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with status {exit_code}"
+    printed = output.read_text(errors="replace")[-MAX_PRINTED:] if output.exists() else ""
+    return json.dumps({"error": f"the process of {case} {ending}. It printed:\n{printed}"})
 
 
-def _answer(case: Case, writer: int) -> None:
+def _read_answer(reader: int) -> bytes | None:
+    """Return what the child wrote before it ended; None: it did not end in time."""
+    answer = b""
+    end = time.monotonic() + TIMEOUT_SECONDS
+    while select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:
+        content = os.read(reader, 1 << 16)
+        if not content:
+            return answer
+        answer += content
+    return None
+
+
+def _answer(case: Case, writer: int, output: Path) -> None:
     try:
+        printed = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(printed, 1)
+        os.dup2(printed, 2)
+        faulthandler.enable()
         answer = json.dumps(asdict(run_case(case)))
     except BaseException:
         answer = json.dumps({"error": traceback.format_exc()})

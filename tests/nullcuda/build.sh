@@ -37,4 +37,10 @@ for library in libcublas libcublasLt; do
   ${CC:-gcc} -w -O1 -fPIC -shared "$out/rest.c" "$out/own.o" -Wl,-soname,"$name" \
     -Wl,--version-script="$out/version.map" -o "$out/$name"
 done
+
+# A function that is missing would show up as an undefined symbol when torch is imported, or at its first use.
+for library in "$site"/torch/lib/*.so; do nm -D --undefined-only "$library"; done \
+  | awk '/@libcudart/ {sub(/@.*/, "", $2); print $2}' | sort -u > "$out/own.txt"
+missing=$(nm -D --defined-only "$out"/libcudart.so.* | awk '{sub(/@.*/, "", $3); print $3}' | sort -u | comm -13 - "$out/own.txt")
+[ -z "$missing" ] || { echo "Add to runtime.cpp, because this version of torch imports it:" $missing >&2; exit 1; }
 rm -f "$out"/own.o "$out"/own.txt "$out"/rest.c "$out"/version.map

@@ -1,5 +1,5 @@
 // The CUDA runtime API (libcudart) as far as torch's libraries import it, on top of the model in device.cpp.
-// A missing function shows up as an undefined symbol when torch is imported: add it here.
+// build.sh lists the functions that a version of torch imports and that are missing here.
 #include <cuda_runtime_api.h>
 #include <stdio.h>
 #include <string.h>
@@ -133,7 +133,14 @@ thread_local Call pushed;
 
 struct Executable {
   std::vector<Node> nodes;
+  References objects;
 };
+
+void release_references(UserObject* object, unsigned count) {
+  if (object->references.fetch_sub(count) > count) return;
+  object->destroy(object->object);
+  delete object;
+}
 
 }  // namespace
 
@@ -209,7 +216,16 @@ NULLCUDA_API cudaError_t cudaLibraryLoadData(cudaLibrary_t* library, const void*
   *library = reinterpret_cast<cudaLibrary_t>(1);
   return cudaSuccess;
 }
+NULLCUDA_API cudaError_t cudaLibraryLoadFromFile(cudaLibrary_t* library, const char*, cudaJitOption*, void**, unsigned,
+                                                 cudaLibraryOption*, void**, unsigned) {
+  *library = reinterpret_cast<cudaLibrary_t>(1);
+  return cudaSuccess;
+}
 NULLCUDA_API cudaError_t cudaLibraryUnload(cudaLibrary_t) { return cudaSuccess; }
+NULLCUDA_API cudaError_t cudaLibraryGetGlobal(void**, size_t*, cudaLibrary_t, const char*) { return said(cudaErrorNotSupported); }
+NULLCUDA_API cudaError_t cudaLibraryGetManaged(void**, size_t*, cudaLibrary_t, const char*) { return said(cudaErrorNotSupported); }
+NULLCUDA_API cudaError_t cudaLibraryGetUnifiedFunction(void**, cudaLibrary_t, const char*) { return said(cudaErrorNotSupported); }
+NULLCUDA_API cudaError_t cudaLibraryGetKernelCount(unsigned*, cudaLibrary_t) { return said(cudaErrorNotSupported); }
 NULLCUDA_API cudaError_t cudaLibraryGetKernel(cudaKernel_t* kernel, cudaLibrary_t, const char*) {
   *kernel = reinterpret_cast<cudaKernel_t>(1);
   return cudaSuccess;
@@ -345,6 +361,7 @@ NULLCUDA_API cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   memory_info(current_device(), free, total);
   return cudaSuccess;
 }
+NULLCUDA_API cudaError_t cudaMallocManaged(void**, size_t, unsigned) { return said(cudaErrorNotSupported); }
 NULLCUDA_API cudaError_t cudaHostAlloc(void** pointer, size_t size, unsigned) { return said(allocate_host(size, pointer)); }
 NULLCUDA_API cudaError_t cudaMallocHost(void** pointer, size_t size) { return said(allocate_host(size, pointer)); }
 NULLCUDA_API cudaError_t cudaFreeHost(void* pointer) { return said(release_host(pointer)); }
@@ -412,6 +429,13 @@ NULLCUDA_API cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr,
 NULLCUDA_API cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return cudaSuccess; }
 NULLCUDA_API cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, size_t) { return cudaSuccess; }
 NULLCUDA_API cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return cudaSuccess; }
+
+// Memory of allocations that graphs make themselves; no graph does here.
+NULLCUDA_API cudaError_t cudaDeviceGetGraphMemAttribute(int, cudaGraphMemAttributeType, void* value) {
+  memset(value, 0, sizeof(uint64_t));
+  return cudaSuccess;
+}
+NULLCUDA_API cudaError_t cudaDeviceSetGraphMemAttribute(int, cudaGraphMemAttributeType, void*) { return cudaSuccess; }
 
 NULLCUDA_API cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t*, void*) { return said(cudaErrorNotSupported); }
 NULLCUDA_API cudaError_t cudaIpcOpenMemHandle(void**, cudaIpcMemHandle_t, unsigned) { return said(cudaErrorNotSupported); }
@@ -534,7 +558,26 @@ NULLCUDA_API cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t node, cuda
 NULLCUDA_API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph, unsigned long long) {
   auto* executable = new Executable;
   for (const auto& node : reinterpret_cast<Graph*>(graph)->nodes) executable->nodes.push_back(*node);
+  executable->objects = reinterpret_cast<Graph*>(graph)->objects;
   *made = reinterpret_cast<cudaGraphExec_t>(executable);
+  return cudaSuccess;
+}
+NULLCUDA_API cudaError_t cudaGraphInstantiate(cudaGraphExec_t* made, cudaGraph_t graph, unsigned long long flags) {
+  return cudaGraphInstantiateWithFlags(made, graph, flags);
+}
+NULLCUDA_API cudaError_t cudaUserObjectCreate(cudaUserObject_t* made, void* object, cudaHostFn_t destroy, unsigned references,
+                                              unsigned) {
+  *made = reinterpret_cast<cudaUserObject_t>(new UserObject{destroy, object, {references}});
+  return cudaSuccess;
+}
+NULLCUDA_API cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned count) {
+  release_references(reinterpret_cast<UserObject*>(object), count);
+  return cudaSuccess;
+}
+NULLCUDA_API cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned count, unsigned flags) {
+  auto* retained = reinterpret_cast<UserObject*>(object);
+  if ((flags & cudaGraphUserObjectMove) == 0) retained->references += count;   // moved: the caller gives up its own
+  reinterpret_cast<Graph*>(graph)->objects.emplace_back(nullptr, [=](void*) { release_references(retained, count); });
   return cudaSuccess;
 }
 NULLCUDA_API cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {

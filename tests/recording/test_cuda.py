@@ -120,7 +120,9 @@ def test_blocks_and_segments_older_than_the_recording_are_recorded(
     [
         ({}, [2 * MIB, 19 * MIB]),
         ({"max_split_size": 19 * MIB}, [2 * MIB, 20 * MIB + MIB // 2]),
-        ({"roundup_power2_divisions": {"1": 4}}, [-1, -1]),
+        ({"roundup_power2_divisions": {"1": 4}}, [2 * MIB, 20 * MIB + MIB // 2]),
+        ({"roundup_power2_divisions": {"1": 0, "2": 2, "4": 1}}, [2 * MIB, 19 * MIB]),
+        ({"roundup_power2_divisions": {"1": 3}}, [-1, -1]),
     ],
 )
 def test_allocator_settings_determine_block_sizes(

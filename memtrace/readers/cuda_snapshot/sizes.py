@@ -29,29 +29,30 @@ def allocated_sizes(snapshot: Snapshot, requested: Array, device: Array, address
     """
     sizes = np.zeros(len(requested), np.int64)
     known = np.zeros(len(requested), bool)
-    if rounds_by_default(snapshot.settings, snapshot.live):
-        sizes = round_sizes(requested)
+    divisions = read_divisions(snapshot.settings, snapshot.live)
+    if divisions is not None:
+        sizes = round_sizes(requested, divisions)
         known = (sizes <= SMALL_REQUEST_BYTES) | _in_expandable_segment(snapshot, device, address)
     in_file = snapshot.blocks.live >= 0
     sizes[in_file] = snapshot.live.size[snapshot.blocks.live[in_file]]
     return Known(sizes, known | in_file)
 
 
-def rounds_by_default(settings: Mapping[str, Any], live: LiveBlocks) -> bool:
-    """Return whether the allocator rounds requests by its default rule.
+def read_divisions(settings: Mapping[str, Any], live: LiveBlocks) -> tuple[int, ...] | None:
+    """Return `AllocatorSettings.roundup_power2_divisions`, () for the default rule of rounding; None: unknown.
 
-    It follows from the settings. Snapshots of torch before 2.3 contain no settings: there it follows from the sizes of
-    the live blocks of the small pool.
+    They are in the settings. Snapshots of torch before 2.3 contain no settings: there the sizes of the live blocks of
+    the small pool can show that the default rule was in force.
     """
     divisions = settings.get("roundup_power2_divisions")
     if isinstance(divisions, Mapping):
-        return all(_is_off(value) for value in divisions.values())
+        counts = tuple(divisions.values())
+        if not all(isinstance(count, int) and count >= 0 and count & (count - 1) == 0 for count in counts):
+            return None  # torch accepts powers of two only
+        return counts if any(count > 1 for count in counts) else ()
     small = live.size <= SMALL_REQUEST_BYTES
-    return bool(small.any()) and bool((round_sizes(live.requested[small]) == live.size[small]).all())
-
-
-def _is_off(divisions: Any) -> bool:
-    return divisions in (0, 1)
+    is_default = bool(small.any()) and bool((round_sizes(live.requested[small]) == live.size[small]).all())
+    return () if is_default else None
 
 
 def _in_expandable_segment(snapshot: Snapshot, device: Array, address: Array) -> Array:

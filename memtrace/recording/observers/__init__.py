@@ -135,8 +135,13 @@ class Observer(Protocol):
                 are known by the storages of tensors.
         """
 
-    def cuda_settings(self, rounds_to_512: bool, max_split_size: int) -> None:
-        """Set the CUDA allocator settings that determine block sizes. ``max_split_size`` is in bytes, -1 for none."""
+    def cuda_settings(self, divisions: tuple[int, ...] | None, max_split_size: int) -> None:
+        """Set the CUDA allocator settings that determine block sizes.
+
+        Args:
+            divisions: ``AllocatorSettings.roundup_power2_divisions``; None: unknown, and so are the sizes.
+            max_split_size: in bytes; -1: none.
+        """
 
     def cuda_events(self, rows: list[CudaRow]) -> None:
         """Add events of the CUDA allocator that the observer does not see itself."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from memtrace.allocator.rules import MAX_SLACK_BYTES, MIN_BLOCK_BYTES, SMALL_REQUEST_BYTES
+from memtrace.allocator.rules import MAX_SLACK_BYTES, SMALL_REQUEST_BYTES, round_size
 from memtrace.format.schema import EVENT_KINDS
 from memtrace.recording.observers import OLDER_SEGMENT, CudaRow
 
@@ -71,7 +71,7 @@ class CudaBlockSizes:
     """Computes the allocator's sizes of blocks from its rules, as ``native/tables.cpp`` does."""
 
     def __init__(self) -> None:
-        self.rounds_to_512 = True
+        self.divisions: tuple[int, ...] | None = ()
         self.max_split_size = -1
         self._segments: dict[int, tuple[list[int], dict[int, int]]] = defaultdict(lambda: ([], {}))
         self._mapped: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -119,9 +119,9 @@ class CudaBlockSizes:
     def allocated_size(self, device: int, address: int, requested: int) -> int:
         """Size of a block that is allocated now; -1 if it is unknown."""
         self.add_block(device, address)
-        if not self.rounds_to_512:
+        if self.divisions is None:
             return -1
-        rounded = max(-(-requested // MIN_BLOCK_BYTES), 1) * MIN_BLOCK_BYTES
+        rounded = round_size(requested, self.divisions)
         if rounded <= SMALL_REQUEST_BYTES or any(low <= address < high for low, high in self._mapped[device]):
             return rounded
         addresses, sizes = self._segments[device]

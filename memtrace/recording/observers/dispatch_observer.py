@@ -298,9 +298,9 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._blocks.cuda = self._cuda
             self.cuda_events(rows)
 
-    def cuda_settings(self, rounds_to_512: bool, max_split_size: int) -> None:
+    def cuda_settings(self, divisions: tuple[int, ...] | None, max_split_size: int) -> None:
         """See ``Observer.cuda_settings``."""
-        self._cuda.sizes.rounds_to_512, self._cuda.sizes.max_split_size = rounds_to_512, max_split_size
+        self._cuda.sizes.divisions, self._cuda.sizes.max_split_size = divisions, max_split_size
 
     def cuda_events(self, rows: list[CudaRow]) -> None:
         """See ``Observer.cuda_events``."""

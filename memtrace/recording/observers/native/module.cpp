@@ -307,13 +307,20 @@ PyObject* finish_cuda(PyObject*, PyObject* arguments) {
 // attach_cuda() -> whether the CUDA allocator reports its events; they are recorded from its next snapshot on
 PyObject* attach_cuda(PyObject*, PyObject*) { return PyBool_FromLong(attach_cuda_allocator()); }
 
-// cuda_settings(rounds_to_512, max_split_size)
+// cuda_settings(divisions: tuple of int or None, max_split_size)
 PyObject* cuda_settings(PyObject*, PyObject* arguments) {
-  int rounds_to_512 = 0;
+  PyObject* divisions = nullptr;
   long long max_split_size = 0;
-  if (!PyArg_ParseTuple(arguments, "pL", &rounds_to_512, &max_split_size)) return nullptr;
+  if (!PyArg_ParseTuple(arguments, "OL", &divisions, &max_split_size)) return nullptr;
+  CudaSettings settings{std::nullopt, max_split_size};
+  if (divisions != Py_None) {
+    settings.divisions.emplace();
+    const Py_ssize_t count = PyTuple_Size(divisions);
+    for (Py_ssize_t i = 0; i < count; ++i) settings.divisions->push_back(PyLong_AsLongLong(PyTuple_GetItem(divisions, i)));
+    if (PyErr_Occurred()) return nullptr;
+  }
   Lock lock(recorder().mutex);
-  recorder().cuda_settings = {rounds_to_512 != 0, max_split_size};
+  recorder().cuda_settings = std::move(settings);
   Py_RETURN_NONE;
 }
 

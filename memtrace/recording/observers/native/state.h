@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <mutex>
 #include <new>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -80,7 +81,8 @@ struct StreamPool {
 
 // The settings of the CUDA allocator that determine block sizes.
 struct CudaSettings {
-  bool rounds_to_512 = true;       // false if roundup_power2_divisions is set
+  // roundup_power2_divisions: a count for each power of two from 1 MiB, empty if it is not set; no value: unknown.
+  std::optional<std::vector<int64_t>> divisions{std::in_place};
   int64_t max_split_size = kNone;
 };
 

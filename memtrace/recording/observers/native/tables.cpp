@@ -1,6 +1,7 @@
 #include "tables.h"
 
 #include <algorithm>
+#include <bit>
 
 namespace memtrace {
 namespace {
@@ -11,11 +12,24 @@ constexpr size_t kMaxForwardCalls = 1 << 17;
 // Rules of the CUDA caching allocator, in bytes. build.py defines them from memtrace/allocator/rules.py, their only home.
 constexpr int64_t kRounding = MEMTRACE_MIN_BLOCK_BYTES;
 constexpr int64_t kSmall = MEMTRACE_SMALL_REQUEST_BYTES;
+constexpr int kMiBWidth = 21;   // bits of 1 MiB, the first power of two that has divisions of its own
 static_assert(kSmall == MEMTRACE_MAX_SLACK_BYTES, "allocate() uses one constant for both");
 
 bool is_whole_segment(EventKind kind) { return kind == EventKind::segment_alloc || kind == EventKind::older_segment; }
 bool is_segment_event(EventKind kind) {
   return (kind >= EventKind::segment_alloc && kind <= EventKind::snapshot) || kind == EventKind::older_segment;
+}
+
+// The bytes that a request counts for: round_size of memtrace/allocator/rules.py.
+int64_t round_request(int64_t requested, const std::vector<int64_t>& divisions) {
+  int64_t step = kRounding;
+  if (!divisions.empty() && requested >= kRounding) {
+    const int width = std::bit_width(static_cast<uint64_t>(requested));
+    const int64_t count = divisions[std::min(static_cast<size_t>(std::max(width - kMiBWidth, 0)), divisions.size() - 1)];
+    if (count > 1 && (requested - 1) / kRounding >= count)
+      step = (int64_t{1} << (width - 1)) >> (std::bit_width(static_cast<uint64_t>(count)) - 1);
+  }
+  return std::max<int64_t>((requested + step - 1) / step, 1) * step;
 }
 
 }  // namespace
@@ -61,8 +75,8 @@ bool CudaBlockSizes::is_mapped(int8_t device, uint64_t address) const {
 
 int64_t CudaBlockSizes::allocate(int8_t device, uint64_t address, int64_t requested) {
   const auto block = live_.insert_or_assign({device, address}, true).first;
-  if (!settings_.rounds_to_512) return kNone;
-  const int64_t rounded = std::max<int64_t>((requested + kRounding - 1) / kRounding, 1) * kRounding;
+  if (!settings_.divisions) return kNone;
+  const int64_t rounded = round_request(requested, *settings_.divisions);
   if (rounded <= kSmall || is_mapped(device, address)) return rounded;
   auto segment = segments_.upper_bound({device, address});
   if (segment == segments_.begin()) return kNone;
