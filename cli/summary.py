@@ -106,7 +106,7 @@ def _print_coverage(out: Console, name: str, summary: Summary) -> None:
     else:
         origin = FILE_KINDS.get(source.kind or "", (source.kind or UNKNOWN).replace("_", " "))
     out.print(f"[bold]{escape(name)}[/]", soft_wrap=True)
-    out.print(f"{coverage.num_events:,} events{span}, {format_count(coverage.num_steps, 'step')}, {origin}")
+    out.print(f"{coverage.num_events:,} events{span}, {format_count(coverage.num_steps, 'step')}, {escape(origin)}")
     lost = UNKNOWN if coverage.lost_events is None else f"{coverage.lost_events:,}"
     facts = [f"lost events: {lost}", f"allocated before the recording: {format_bytes(coverage.baseline_bytes)}"]
     if coverage.unattributed_bytes:

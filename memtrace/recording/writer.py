@@ -112,9 +112,9 @@ class Writer:
 
     def _write_until_stopped(self) -> None:
         due = time.monotonic() + self._flush_seconds
-        while not self._is_stopping:
+        while not self._must_stop():
             self._observer.wait(max(0.0, min(due - time.monotonic(), self._flush_seconds)))
-            if self._is_stopping:  # perhaps because the program ran out of memory: the reserve is needed for the end
+            if self._must_stop():  # perhaps because the program ran out of memory: the reserve is needed for the end
                 break
             self._reserve.release()
             self._drain(at_end=False)
@@ -123,7 +123,7 @@ class Writer:
             if failure is not None or is_due or self._parts.rows_in_part >= PART_ROWS:
                 self._flush()
                 due = time.monotonic() + self._flush_seconds
-            if not self._is_stopping:
+            if not self._must_stop():
                 self._reserve.acquire()
             if failure is not None:
                 self._failed(failure)
@@ -131,6 +131,9 @@ class Writer:
         self._reserve.close()
         self._drain(at_end=True)
         self._flush()
+
+    def _must_stop(self) -> bool:
+        return self._is_stopping  # another thread sets it at any time
 
     def _drain(self, *, at_end: bool) -> None:
         until_ns = -1 if self._cuda is None else self._cuda.take_history()

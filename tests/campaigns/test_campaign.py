@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("kind", ["--traces", "--files"])
-@pytest.mark.parametrize("count", [20, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, pytest.param(60, marks=pytest.mark.slow)])
 def test_commands_answer_or_refuse_mutated_inputs(kind: str, count: int, data: Path) -> None:
     """A program of its own: it limits its memory, and a crash must not end the tests."""
     other = "--files" if kind == "--traces" else "--traces"

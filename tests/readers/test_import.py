@@ -270,7 +270,7 @@ def test_reading_a_file_imports_neither_torch_nor_pandas(files: list[Path], tmp_
         "summarize(load(sys.argv[1]))\n"
         "print(json.dumps([name for name in ('torch', 'pandas') if name in sys.modules]))"
     )
-    write_trace(readers.readers.read_job(files[:1]), tmp_path / "imported.memtrace")
+    write_trace(readers.read_job(files[:1]), tmp_path / "imported.memtrace")
     for path in (files[0], tmp_path / "imported.memtrace"):
         process = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
         assert json.loads(process.stdout) == []

@@ -169,7 +169,7 @@ def test_a_script_under_memtrace_record_has_an_absolute_file(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("last_steps", ["0", "3"])
 @pytest.mark.parametrize(("moment", "extra_bytes"), [
-    ("start", -100 << 20), ("start", 0), ("start", 100 << 20), ("start", 300 << 20),
+    ("start", 100 << 20), ("start", 200 << 20), ("start", 300 << 20), ("start", 400 << 20),
     ("running", -300 << 20), ("running", -100 << 20), ("running", 0), ("running", 50 << 20),
 ])  # fmt: skip
 def test_a_limit_of_address_space_ends_the_recording_but_not_the_training(

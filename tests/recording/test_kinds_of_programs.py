@@ -35,7 +35,7 @@ def run_kinds(tmp_path_factory: pytest.TempPathFactory) -> RunKinds:
         if observer:
             command += ["--record", str(folder / observer), "--observer", observer]
         # Every process compiles for itself, so that a cache does not decide which code runs.
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / f"inductor {observer}")}
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / f"inductor-{observer or 'none'}")}
         result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
         if result.returncode != 0:
             return dict.fromkeys(load_kinds(), f"the process failed: {result.stderr[-2000:]}")
@@ -57,8 +57,8 @@ def _fault_of_trace(path: Path, name: str) -> str:
 
 
 @pytest.mark.parametrize("observer", ["native", "dispatch"])
-@pytest.mark.parametrize("name", sorted(load_kinds()))
-def test_program_computes_the_same_bits_with_a_recording(run_kinds: RunKinds, name: str, observer: str) -> None:
-    expected = run_kinds("")[name]
-    assert len(expected) == 64, f"the program fails without a recording: {expected}"
-    assert run_kinds(observer)[name] == expected
+def test_programs_compute_the_same_bits_with_a_recording(run_kinds: RunKinds, observer: str) -> None:
+    expected, recorded = run_kinds(""), run_kinds(observer)
+    assert {name: result for name, result in expected.items() if len(result) != 64} == {}, "fail without a recording"
+    assert {name: result for name, result in recorded.items() if result != expected[name]} == {}
+    assert expected.keys() == recorded.keys() == load_kinds().keys()

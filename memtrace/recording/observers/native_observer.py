@@ -92,4 +92,4 @@ def _let_higher_order_operators_pass(dispatch_key: int) -> None:
     if key not in default_keys:
         default_keys.append(key)  # of operators that are defined later
         for operator in list(_ops._higher_order_ops.values()):
-            operator.fallthrough(key)
+            operator.fallthrough(key)  # type: ignore[no-untyped-call]
