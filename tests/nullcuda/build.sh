@@ -9,9 +9,10 @@ site=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 # Prints the first file of the installed NVIDIA packages whose path matches.
 find_file() { find "$site/nvidia" -path "$1" | sort | head -n 1; }
 
-# The headers of the packages that torch depends on lack crt/, which headers/ replaces.
+# The headers of the packages that torch depends on lack crt/, which the native observer's shim replaces.
+shim=$here/../../memtrace/recording/observers/native/cuda_shim
 include=${CUDA_INCLUDE:-$(dirname "$(find_file '*/include/cuda_runtime_api.h')")}
-flags="-std=c++20 -O2 -fPIC -fvisibility=hidden -Wall -Wextra -I$include -idirafter $here/headers"
+flags="-std=c++20 -O2 -fPIC -fvisibility=hidden -Wall -Wextra -I$include -idirafter $shim"
 cxx="${CXX:-g++} $flags -shared"
 
 $cxx "$here/device.cpp" "$here/driver.cpp" -lpthread -Wl,-soname,libcuda.so.1 -o "$out/libcuda.so.1"

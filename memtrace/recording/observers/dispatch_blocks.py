@@ -106,9 +106,12 @@ class BlockTable:
 
     def _begin(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, kind: str, time_ns: int, op: int
-    ) -> LiveBlock:
+    ) -> LiveBlock | None:
         device = 0 if tensor.device.type == "cpu" else 1 + (tensor.device.index or 0)
-        address = -1 if is_fake(tensor) else storage.data_ptr()
+        try:
+            address = -1 if is_fake(tensor) else storage.data_ptr()
+        except RuntimeError:
+            return None  # wrappers of torch.func have a storage without memory
         with self._buffer.lock:
             block = LiveBlock(self._next_number(device, address), int(storage.nbytes()), device, address)
             key = storage._cdata
@@ -154,10 +157,8 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     try:
         storage = tensor.untyped_storage()
-        if not is_fake(tensor):
-            storage.data_ptr()
     except (NotImplementedError, RuntimeError, ValueError):
-        return None  # sparse tensors, uninitialised parameters, wrappers of torch.func and others without memory
+        return None  # sparse tensors, uninitialised parameters and others without storage
     if tensor.device.type not in ("cpu", "cuda") or (storage.device.type == "meta" and not is_fake(tensor)):
         return None
     return storage if storage.nbytes() > 0 else None

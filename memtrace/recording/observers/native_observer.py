@@ -88,8 +88,8 @@ def _let_higher_order_operators_pass(dispatch_key: int) -> None:
     from torch import _ops
 
     key = torch._C.DispatchKey(dispatch_key)
-    default_keys = _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
-    if key not in default_keys:
+    default_keys = getattr(_ops, "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", None)
+    if default_keys is not None and key not in default_keys:
         default_keys.append(key)  # of operators that are defined later
         for operator in list(_ops._higher_order_ops.values()):
             operator.fallthrough(key)  # type: ignore[no-untyped-call]
