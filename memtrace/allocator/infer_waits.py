@@ -14,9 +14,7 @@ import numpy as np
 
 from memtrace.allocator.history import ALLOC
 from memtrace.allocator.history_operations import extract_operations, find_waits
-from memtrace.allocator.operations import run_operations
-from memtrace.allocator.replay import PreparedHistory, recorded_segment_events, replay_allocator
-from memtrace.allocator.restored_state import restore_state
+from memtrace.allocator.replay import PreparedHistory, recorded_segment_events, run_history
 
 _MAX_REPLAYS: Final = 40
 _MAX_ENTRIES: Final = 4_000_000  # entries replayed in all: a few seconds
@@ -47,8 +45,7 @@ def infer_waits(prepared: PreparedHistory) -> PreparedHistory:
 def _first_inexact_request(prepared: PreparedHistory) -> int | None:
     """Return the number of the first request that the model serves differently, or before which it releases other
     segments; None: there is none."""
-    history, allocator = prepared.history, replay_allocator(prepared)
-    placed = run_operations(prepared.operations, allocator, restore_state(allocator, prepared.start))
+    history, (allocator, placed) = prepared.history, run_history(prepared)
     allocs = np.flatnonzero(history.kind == ALLOC)
     num_older = prepared.operations.num_older
     is_wrong = placed.address[num_older : num_older + len(allocs)] != history.address[allocs]

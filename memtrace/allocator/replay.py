@@ -137,16 +137,21 @@ def replay_history(
     """
     if prepared.start.num_misplaced:
         return _impossible_start(prepared), None
-    allocator = replay_allocator(prepared, capacity)
-    blocks = restore_state(allocator, prepared.start)
-    placed = run_operations(prepared.operations, allocator, blocks)
+    allocator, placed = run_history(prepared, capacity)
     return _compare(prepared, allocator, placed.address), allocator
 
 
-def replay_blocks(prepared: PreparedHistory) -> PlacedBlocks:
-    """Replay a history and return where the model places each block (numbered as in `OperationSequence`)."""
-    allocator = replay_allocator(prepared)
-    return run_operations(prepared.operations, allocator, restore_state(allocator, prepared.start))
+def run_history(
+    prepared: PreparedHistory, capacity: int | None = None, make_list: FreeListFactory | None = None
+) -> tuple[CachingAllocator, PlacedBlocks]:
+    """Replay a history; arguments as those of `replay_allocator`.
+
+    Returns:
+        The allocator at the end of the replay, and where the model places each block (numbered as in
+        `OperationSequence`).
+    """
+    allocator = replay_allocator(prepared, capacity, make_list)
+    return allocator, run_operations(prepared.operations, allocator, restore_state(allocator, prepared.start))
 
 
 def _device_allocs(history: AllocatorHistory) -> list[RecordedDeviceAlloc]:

@@ -19,9 +19,7 @@ import numpy as np
 from memtrace.allocator.blocks import Block, FreeList, Pool
 from memtrace.allocator.device_capacity import CacheReleases
 from memtrace.allocator.history import ALLOC, OOM, SEGMENT_FREE, AllocatorHistory, Int64s, resolve_pools
-from memtrace.allocator.operations import run_operations
-from memtrace.allocator.replay import PreparedHistory, replay_allocator
-from memtrace.allocator.restored_state import restore_state
+from memtrace.allocator.replay import PreparedHistory, run_history
 from memtrace.allocator.rules import Rules
 from memtrace.allocator.settings import AllocatorSettings
 from memtrace.allocator.stream_waits import released_from_largest
@@ -73,8 +71,7 @@ def infer_segment_order(prepared: PreparedHistory) -> Int64s:
     expected = np.where(history.kind == ALLOC, history.address, -1)[is_request]
     age_key_pairs: _OrderedPairs = set()
     make_list = partial(_ObservingFreeList, iter(expected.tolist()), age_key_pairs)
-    allocator = replay_allocator(prepared, make_list=make_list)
-    run_operations(prepared.operations, allocator, restore_state(allocator, start))
+    run_history(prepared, make_list=make_list)
     num_older = len(start.segments)
     ages = {(older >> 64, younger >> 64) for older, younger in age_key_pairs}
     pairs = {(a - 1, b - 1) for a, b in ages if 1 <= a <= num_older and 1 <= b <= num_older}

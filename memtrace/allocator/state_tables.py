@@ -17,7 +17,7 @@ from memtrace.allocator.history import (
 )
 from memtrace.allocator.model import CachingAllocator
 from memtrace.allocator.operations import OperationSequence, run_operations
-from memtrace.allocator.replay import PreparedHistory, replay_allocator
+from memtrace.allocator.replay import PreparedHistory, replay_allocator, run_history
 from memtrace.allocator.restored_state import restore_state
 from memtrace.allocator.settings import AllocatorSettings
 from memtrace.allocator.simulated_devices import SyntheticDevice
@@ -86,8 +86,7 @@ def block_map_at_peak(prepared: PreparedHistory) -> pd.DataFrame:
     Columns: segment (numbered by address), segment_address, address, size_bytes, requested_bytes (NA: a free block),
     live, stream, pool, small.
     """
-    whole = replay_allocator(prepared)
-    run_operations(prepared.operations, whole, restore_state(whole, prepared.start))
+    whole, _ = run_history(prepared)
     at_peak = replay_allocator(prepared)
     until_peak = _first_requests(prepared.operations, whole.request_at_peak)
     run_operations(until_peak, at_peak, restore_state(at_peak, prepared.start))

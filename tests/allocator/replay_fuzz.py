@@ -100,7 +100,7 @@ def compare_replay(path: Path, allocated: int, peaks: dict[str, int]) -> tuple[t
     import memtrace
     from memtrace.allocator.history import ALLOC, AllocatorHistory
     from memtrace.allocator.infer_rules import reproduce_history
-    from memtrace.allocator.replay import replay_blocks
+    from memtrace.allocator.replay import run_history
     from memtrace.allocator.requests import read_device_history
     from memtrace.analysis.blocks import blocks
     from memtrace.analysis.peak import find_peak
@@ -114,7 +114,8 @@ def compare_replay(path: Path, allocated: int, peaks: dict[str, int]) -> tuple[t
         differences.append("The final blocks differ.")
     if result.is_exact:
         num_older = prepared.operations.num_older
-        size = replay_blocks(prepared).size[num_older : num_older + int((history.kind == ALLOC).sum())]
+        _, placed = run_history(prepared)
+        size = placed.size[num_older : num_older + int((history.kind == ALLOC).sum())]
         if int(size.sum()) != allocated:
             differences.append(
                 f"Blocks of {int(size.sum()):,} bytes were allocated in the replay, of {allocated:,} here."
