@@ -14,8 +14,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memtrace.execution.application import apply
     from memtrace.errors import MemtraceError, TraceError
+    from memtrace.execution.application import apply
     from memtrace.planning.plan import Plan, read_plan, write_plan
     from memtrace.recording.session import record
     from memtrace.trace import Trace, load

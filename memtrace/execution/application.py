@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
-from memtrace.execution.target import Target
 from memtrace.errors import MemtraceError
+from memtrace.execution.target import Target
 from memtrace.planning.plan import Plan, PlanAction, read_plan
 
 if TYPE_CHECKING:
