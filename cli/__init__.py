@@ -31,7 +31,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "stalls": ("memtrace.cli.stalls", "Show how long the steps wait for data."),
     "ranks": ("memtrace.cli.ranks", "Compare the ranks of a distributed job."),
     "pipeline": ("memtrace.cli.pipeline", "Show the stages and bubbles of a recorded pipeline."),
-    "plan": ("memtrace.cli.plan", "Predict the effect of allocator settings and pipeline schedules."),
+    "plan": ("memtrace.cli.plan", "Plan changes, predict their effect, and prove it."),
     "import": ("memtrace.cli.import_", "Convert memory files of other tools to a trace."),
     "doctor": ("memtrace.cli.doctor", "Check the installation and list what is missing."),
 }

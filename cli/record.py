@@ -36,22 +36,41 @@ if TYPE_CHECKING:
 @click.option("--stack-min-bytes", type=click.IntRange(0), default=512, show_default=True, metavar="BYTES",
               help="Minimum allocation for which a call stack is recorded.")  # fmt: skip
 @click.option("--device-time", is_flag=True, help="Also time operators on the GPU.")
+@click.option("--apply", "plan_file", type=click.Path(path_type=Path), metavar="PLAN.json",
+              help="Apply a plan that memtrace plan wrote to the model of PROGRAM.")  # fmt: skip
+@click.option("--losses", "losses_file", type=click.Path(path_type=Path), hidden=True)
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def command(output: str, is_module: bool, program: str, arguments: tuple[str, ...], **options: Any) -> None:
+def command(
+    output: str,
+    is_module: bool,
+    plan_file: Path | None,
+    losses_file: Path | None,
+    program: str,
+    arguments: tuple[str, ...],
+    **options: Any,
+) -> None:
     """Run PROGRAM (a script, or with -m a module) with ARGUMENTS, and record its memory.
 
     Put memtrace's options before PROGRAM and the program's own options after it. The exit code is that of PROGRAM.
     """
     from memtrace.errors import MemtraceError
+    from memtrace.execution.detected_model import apply_to_detected_model
+    from memtrace.execution.losses import write_losses
+    from memtrace.planning.plan import read_plan
     from memtrace.recording.session import record
 
     if not is_module and not Path(program).is_file():
         raise MemtraceError(f"{program}: no such file; pass a Python script, or -m and a module name")
+    plan = read_plan(plan_file) if plan_file is not None else None
     sys.argv = [program, *arguments]
     sys.path.insert(0, str(Path.cwd()) if is_module else str(Path(program).resolve().parent))
     recording, folder = record(output, **options), Path.cwd()
-    with recording:
+    with recording, contextlib.ExitStack() as around_program:
+        if losses_file is not None:
+            around_program.enter_context(write_losses(losses_file.absolute()))
+        if plan is not None:
+            around_program.enter_context(apply_to_detected_model(plan))
         # As python does, the script gets an absolute __file__, which stays valid when it changes the working directory.
         exit_code = _run_program(program if is_module else str(Path(program).absolute()), is_module, recording)
     _print_result(recording.path, folder)

@@ -43,6 +43,10 @@ class Plan:
     trace: str | None = None
     """Path of the trace; None: the trace is in memory."""
 
+    def module_names(self) -> frozenset[str]:
+        """Return the names of the modules that the actions change."""
+        return frozenset(name for action in self.actions for name in action.module_names() if name)
+
 
 def write_plan(plan: Plan, path: str | Path) -> None:
     """Write a plan as JSON; MemtraceError where the file cannot be written."""
