@@ -30,8 +30,8 @@ def command(plan: Path, other: Path, as_json: bool) -> None:
     for name, cost in ((str(plan), difference.predicted), (str(other), difference.other_predicted)):
         table.add_row(escape(name), format_bytes(cost.peak_bytes), format_duration(cost.step_ns))
     out.print(table)
-    for name, changes in ((plan, difference.only_in_plan), (other, difference.only_in_other)):
-        out.print(f"Only in {escape(str(name))}: {'nothing' if not changes else ''}")
+    for path, changes in ((plan, difference.only_in_plan), (other, difference.only_in_other)):
+        out.print(f"Only in {escape(str(path))}:{'' if changes else ' nothing'}")
         for change in changes:
             out.print(f"  {escape(change)}")
     if difference.note is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from memtrace.cli import cli
 from memtrace.errors import MemtraceError
 from memtrace.planning.actions import Offload, OffloadedTensor, Recompute, Spill
 from memtrace.planning.compare import compare_plans
-from memtrace.planning.plan import Plan, StepCost, plan_to_json, read_plan, write_plan
+from memtrace.planning.plan import Plan, StepCost, read_plan, write_plan
 
 NAMES = st.text("abc.01", min_size=1, max_size=8)
 SIZES = st.integers(0, 1 << 50)
@@ -36,7 +37,7 @@ def test_a_written_plan_reads_as_the_same_value(tmp_path_factory: pytest.TempPat
 
 def write_json(path: Path, **changes: object) -> Path:
     plan = Plan("cpu", (Recompute(("blocks.0",)),), StepCost(10, 5), StepCost(8, 6))
-    path.write_text(json.dumps({**plan_to_json(plan), **changes}))
+    path.write_text(json.dumps({**asdict(plan), **changes}))
     return path
 
 
@@ -108,6 +109,9 @@ def test_show_and_diff_print_plans(tmp_path: Path) -> None:
     assert "Recompute a in backward." in shown.output
     assert "512 KiB less" in shown.output
     assert "Assumed." in shown.output
+    copy = tmp_path / "copy.json"
+    copy.write_text(CliRunner().invoke(cli, ["plan", "show", str(one), "--json"]).output)
+    assert read_plan(copy) == read_plan(one), "what --json prints is a plan, too"
     compared = CliRunner().invoke(cli, ["plan", "diff", str(one), str(other)])
     assert compared.exit_code == 0
     assert "Recompute a in backward." in compared.output
