@@ -16,7 +16,6 @@ from memtrace.format.arrays import Array
 from memtrace.pipeline.memory_rules import KeptOutputs
 from memtrace.pipeline.recorded import (
     RankActions,
-    clock_shift_ns,
     last_complete_step,
     recorded_actions,
     running_in_flight,
