@@ -32,8 +32,8 @@ _READERS: Final = {
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True,
               help="File to write; for csv, the folder.")  # fmt: skip
 @click.option("--what", "measures", type=click.Choice(MEASURES), multiple=True,
-              help="For pprof and speedscope: count the peak, all allocations, or those freed in the same step. The first "
-              "one given is shown first.  [default: all of them]")  # fmt: skip
+              help="For pprof and speedscope: count the peak, all allocations, or those freed in the same step. The "
+              "first one given is shown first.  [default: all of them]")  # fmt: skip
 @click.option("--overwrite", is_flag=True, help="Replace the output.")
 def command(selection: Selection, format_: str, output: Path, measures: tuple[str, ...], overwrite: bool) -> None:
     """Write TRACE in the format of another tool.

@@ -20,6 +20,7 @@ from memtrace.exporters.byte_rows import CHUNK_ROWS
 from memtrace.exporters.memory_events import event_times, failed_allocations
 from memtrace.exporters.process_names import process_ids, rank_title, thread_names
 from memtrace.exporters.slices import OPERATORS, SliceTrack, slice_tracks, window_start_ns
+from memtrace.exporters.snapshot_entries import distinct_addresses
 from memtrace.format.arrays import Array
 from memtrace.format.device_types import DEVICE_TYPES
 from memtrace.format.schema import CATEGORIES
@@ -96,12 +97,13 @@ def _memory(trace: Trace, device: str, pid: int) -> Iterator[list[str]]:
     events = trace.columns("events", "thread")
     table, time_ns, start_ns = blocks(trace), trace.cached(event_times), window_start_ns(trace)
     device_fields = _device_fields(device)
+    address = distinct_addresses(table, table.device == trace.devices.index(device))
     for rows in _chunks(len(row)):
         chosen = row[rows]
         columns = (
             np.where(chosen >= 0, np.maximum(events["thread"][chosen], 0), 0),
             np.where(chosen >= 0, time_ns[chosen], start_ns),
-            np.maximum(table.address[block[rows]], 0),
+            address[block[rows]],
             change[rows],
             total[rows],
             level_at(reserved, chosen) if reserved is not None else np.zeros(len(chosen), np.int64),

@@ -53,9 +53,11 @@ def allocation_sites_table(trace: Trace) -> pd.DataFrame:
     import pandas as pd
 
     samples = stack_samples(trace)
-    sites = [
-        trace.code_owner.format_site(frames) if frames[0].file else frames[0].function for frames in samples.frames
+    # Without a stack, the only frame is the reason for that.
+    site_of_stack = [
+        trace.code_owner.format_site(frames) if frames[0].file else frames[0].function for frames in samples.stacks
     ]
+    sites = [site_of_stack[index] for index in samples.stack.tolist()]
     columns: dict[str, object] = {"device": samples.device, "allocation_site": sites}
     for measure in MEASURES:
         columns[f"{measure}_blocks"] = samples.num_blocks[measure]

@@ -76,6 +76,7 @@ class _Profile:
         self._texts: dict[str, int] = {"": 0}
         self._functions: dict[tuple[str, str], int] = {}
         self._locations: dict[tuple[int, int], int] = {}
+        self._labels: dict[tuple[str, str], bytes] = {}
 
     def to_bytes(self) -> bytes:
         names = [_VALUE_NAMES[measure] for measure in self._measures]
@@ -96,18 +97,21 @@ class _Profile:
     def _sample_fields(self) -> list[bytes]:
         samples = self._samples
         columns = [column[measure] for measure in self._measures for column in (samples.num_blocks, samples.num_bytes)]
+        stacks = [
+            packed_field(_SAMPLE_LOCATIONS, [self._location_of(frame) for frame in frames]) for frames in samples.stacks
+        ]
+        stack = samples.stack.tolist()
         fields = []
         for index, values in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
             if not any(values):
                 continue
-            locations = [self._location_of(frame) for frame in samples.frames[index]]
             labels = {
                 "device": samples.device[index],
                 "category": samples.category[index],
                 "module": samples.module[index],
                 "operator": samples.operator[index],
             }
-            content = packed_field(_SAMPLE_LOCATIONS, locations) + packed_field(_SAMPLE_VALUES, list(values))
+            content = stacks[stack[index]] + packed_field(_SAMPLE_VALUES, list(values))
             content += b"".join(self._label(key, text) for key, text in labels.items() if text)
             fields.append(bytes_field(_SAMPLE, content))
         return fields
@@ -132,6 +136,11 @@ class _Profile:
         return self._texts.setdefault(text, len(self._texts))
 
     def _label(self, key: str, text: str) -> bytes:
+        if (key, text) not in self._labels:
+            self._labels[key, text] = self._new_label(key, text)
+        return self._labels[key, text]
+
+    def _new_label(self, key: str, text: str) -> bytes:
         return bytes_field(
             _SAMPLE_LABEL, int_field(_LABEL_KEY, self._text(key)) + int_field(_LABEL_TEXT, self._text(text))
         )

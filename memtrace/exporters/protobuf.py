@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
-
 from memtrace.exporters.byte_rows import ByteRows, constant, joined, little_endian, varints
 from memtrace.format.arrays import Array
 
@@ -25,7 +23,7 @@ def int_field(number: int, value: int) -> bytes:
 
 def packed_field(number: int, values: list[int]) -> bytes:
     """Return a repeated field of integers."""
-    return bytes_field(number, varints(np.array(values, np.int64)).to_bytes()) if values else b""
+    return bytes_field(number, b"".join(map(_varint, values))) if values else b""
 
 
 def text_field(number: int, text: str) -> bytes:
@@ -59,4 +57,10 @@ def _tag(number: int, wire_type: int) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    return varints(np.array([value], np.int64)).to_bytes()
+    rest = value % (1 << 64)
+    content = bytearray()
+    while rest > 0x7F:
+        content.append(rest & 0x7F | 0x80)
+        rest >>= 7
+    content.append(rest)
+    return bytes(content)

@@ -38,8 +38,8 @@ _OWN_KINDS: Final = (
     "oom",
     "snapshot",
 )
-_FIRST_MADE_UP_ADDRESS: Final = 1 << 56
-"""Above every address that a process can have."""
+_FIRST_MADE_UP_ADDRESS: Final = 1 << 52
+"""Above the addresses of processes, and exact in JavaScript."""
 _ALIGNMENT: Final = 512
 
 
@@ -79,7 +79,7 @@ def device_history(trace: Trace, device: str) -> DeviceHistory:
     table = blocks(trace)
     on_device = (table.device == code) & (table.size > 0)
     with_segments = has_segments(trace, code)
-    address = table.address if with_segments else _distinct_addresses(table, on_device)
+    address = table.address if with_segments else distinct_addresses(table, on_device)
     own = _own_entries(trace, code, address, on_device)
     pieces = [_block_entries(table, on_device, address, own, has_own_segments=with_segments), own]
     joined = [np.concatenate(columns) for columns in zip(*pieces, strict=True)]
@@ -147,8 +147,8 @@ def _own_entries(trace: Trace, device: int, address: Array, on_device: Array) ->
     )
 
 
-def _distinct_addresses(table: Blocks, on_device: Array) -> Array:
-    """Return an address for each block that no other block has while it is live.
+def distinct_addresses(table: Blocks, on_device: Array) -> Array:
+    """Return an address for each block of a device that no other block of it has while it is live.
 
     Unknown addresses are replaced, and those of blocks that begin in the memory of a live block (two NumPy arrays on
     one buffer).

@@ -28,7 +28,7 @@ def write_speedscope(trace: Trace, file: IO[bytes], measures: Sequence[str] = ME
     """
     samples = stack_samples(trace)
     frames: dict[Frame, int] = {}
-    stacks = [_stack(stack, frames) for stack in samples.frames]
+    stacks = [_stack(stack, frames) for stack in samples.stacks]
     profiles = [
         _profile(samples, stacks, device, measure)
         for measure in measures
@@ -61,18 +61,18 @@ def _frame(frame: Frame) -> dict[str, Any]:
 
 
 def _profile(samples: StackSamples, stacks: list[list[int]], device: str, measure: str) -> dict[str, Any]:
-    weights = samples.num_bytes[measure]
     of_device = np.array([name == device for name in samples.device])
-    rows = np.flatnonzero(of_device & (weights > 0))
-    # Samples of one stack lie side by side, so that the time-ordered view shows them as one.
-    rows = np.array(sorted(rows.tolist(), key=lambda row: stacks[row]), np.int64)
-    total = int(weights[rows].sum())
+    weight = np.zeros(len(stacks), np.int64)
+    np.add.at(weight, samples.stack[of_device], samples.num_bytes[measure][of_device])
+    # Similar stacks lie side by side, so that the view in order of samples shows their common frames as one.
+    chosen = sorted(np.flatnonzero(weight).tolist(), key=lambda index: stacks[index])
+    total = int(weight.sum())
     return {
         "type": "sampled",
         "name": f"{MEASURE_TITLES[measure]}: {device} ({format_bytes(total)})",
         "unit": "bytes",
         "startValue": 0,
         "endValue": total,
-        "samples": [stacks[row] for row in rows.tolist()],
-        "weights": weights[rows].tolist(),
+        "samples": [stacks[index] for index in chosen],
+        "weights": weight[chosen].tolist(),
     }

@@ -37,8 +37,10 @@ class StackSamples:
     category: list[str]
     module: list[str | None]
     operator: list[str | None]
-    frames: list[list[Frame]]
-    """Call stack, innermost frame first; a single frame that names the reason where there is none."""
+    stack: Array
+    """Index into ``stacks``."""
+    stacks: list[list[Frame]]
+    """Distinct call stacks, innermost frame first; a single frame that names the reason where there is none."""
     num_bytes: dict[str, Array]
     """Bytes of each sample for each of MEASURES: requested bytes where the trace has them."""
     num_blocks: dict[str, Array]
@@ -57,10 +59,9 @@ def stack_samples(trace: Trace) -> StackSamples:
     without = np.flatnonzero(stack < 0)
     reasons, reason = missing_stack_reasons(trace, chosen[without])
     stack[without] = -1 - reason
-    keys = np.stack([table.device[chosen], table.category[chosen], module, table.op_name[chosen], stack])
-    groups, group = np.unique(keys, axis=1, return_inverse=True)
-    group = group.reshape(-1)
-    num_groups = groups.shape[1]
+    keys = [table.device[chosen], table.category[chosen], module, table.op_name[chosen], stack]
+    first, group = _group_rows(keys)
+    num_groups = len(first)
     num_bytes, num_blocks = {}, {}
     for measure, is_member in members.items():
         inside = is_member[chosen]
@@ -68,16 +69,29 @@ def stack_samples(trace: Trace) -> StackSamples:
         np.add.at(total, group[inside], table.size[chosen[inside]])
         num_bytes[measure] = total
         num_blocks[measure] = np.bincount(group[inside], minlength=num_groups)
-    frames = {number: _frames(trace, number, reasons) for number in np.unique(groups[4]).tolist()}
+    operators = {number: trace.name(number) for number in np.unique(table.op_name[chosen]).tolist()}
+    stacks, stack_index = np.unique(stack[first], return_inverse=True)
     return StackSamples(
-        device=[trace.devices[code] for code in groups[0].tolist()],
-        category=[CATEGORIES[code] for code in groups[1].tolist()],
-        module=[modules[index] for index in groups[2].tolist()],
-        operator=[trace.name(index) for index in groups[3].tolist()],
-        frames=[frames[number] for number in groups[4].tolist()],
+        device=[trace.devices[code] for code in keys[0][first].tolist()],
+        category=[CATEGORIES[code] for code in keys[1][first].tolist()],
+        module=[modules[index] for index in module[first].tolist()],
+        operator=[operators[index] for index in keys[3][first].tolist()],
+        stack=stack_index,
+        stacks=[_frames(trace, number, reasons) for number in stacks.tolist()],
         num_bytes=num_bytes,
         num_blocks=num_blocks,
     )
+
+
+def _group_rows(keys: list[Array]) -> tuple[Array, Array]:
+    """Return the first row of each group of rows that agree in all keys, and the group of each row."""
+    group = np.zeros(len(keys[0]), np.int64)
+    for key in keys:
+        values, index = np.unique(key, return_inverse=True)
+        # Numbered anew for every key: the product of many numbers of values would not fit into 64 bits.
+        _, group = np.unique(group * len(values) + index, return_inverse=True)
+    _, first = np.unique(group, return_index=True)
+    return first, group
 
 
 def _frames(trace: Trace, stack: int, reasons: list[str]) -> list[Frame]:
