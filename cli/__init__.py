@@ -65,9 +65,9 @@ class LazyGroup(click.Group):
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
             similar = get_close_matches(args[0], self.table)
-            if similar and not args[0].startswith("-"):
-                error.message += f" Did you mean {' or '.join(similar)}?"
-            raise
+            if not similar:
+                raise
+            raise click.UsageError(f"{error.message} Did you mean {' or '.join(similar)}?", ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing them."""
