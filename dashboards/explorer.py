@@ -15,6 +15,7 @@ from memtrace.dashboards.palette import CATEGORY_COLORS
 from memtrace.dashboards.sections import Explorer
 from memtrace.dashboards.text import name_text
 
+from memtrace.analysis.block_accesses import has_accesses
 from memtrace.analysis.block_catalog import BlockCatalog, catalog_blocks
 from memtrace.analysis.peak import find_peak
 from memtrace.categories import CATEGORY_LABELS
@@ -52,6 +53,7 @@ def explorer_section(trace: Trace, device: str) -> Explorer | None:
         "categories": [CATEGORY_LABELS[name] for name in CATEGORIES],
         "colors": [CATEGORY_COLORS[name] for name in CATEGORIES],
         "phases": list(PHASES),
+        "has_accesses": has_accesses(trace),
         "num_rows": trace.num_rows("events"),
         "peak_row": find_peak(trace, device).requested.event,
     }

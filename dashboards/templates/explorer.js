@@ -259,7 +259,7 @@ async function memtraceExplorer(root, data, colors) {
       ["phase", data.phases[blocks.phase[i]]], ["step", blocks.step[i] < 0 ? "" : String(blocks.step[i])],
       ["allocated", blocks.begin_row[i] < 0 ? "before the trace" : `event ${blocks.begin_row[i]}, ${formatTime(blocks.begin_us[i])}`],
       ["freed", blocks.end_row[i] >= data.num_rows ? "not in the trace" : `event ${blocks.end_row[i]}, ${formatTime(blocks.end_us[i])}`],
-      ["accesses", `${count(blocks.num_reads[i], "read")}, ${count(blocks.num_writes[i], "write")}`]];
+      ["accesses", !data.has_accesses ? "not recorded" : `${count(blocks.num_reads[i], "read")}, ${count(blocks.num_writes[i], "write")}`]];
     const frames = (data.stacks[blocks.stack[i]] ?? []).map((frame) => data.frames[frame]);
     detail.replaceChildren(make("h3", { textContent: `Block ${blocks.block[i]}` }),
       make("dl", {}, ...facts.filter(([, value]) => value).map(([term, value]) =>
