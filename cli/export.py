@@ -47,6 +47,11 @@ def command(selection: Selection, format_: str, output: Path, measures: tuple[st
     csv         a folder of tables: blocks, events, steps, allocation sites
 
     Files of Perfetto, speedscope and Chrome whose name ends in .gz are compressed.
+
+    \b
+    Examples:
+      memtrace export run.memtrace -f perfetto -o run.pftrace --from-step 3 --to-step 5
+      memtrace export run.memtrace -f pprof -o run.pb.gz
     """
     if measures and format_ not in STACK_FORMATS:
         raise click.UsageError(f"--what applies to {' and '.join(STACK_FORMATS)}, not to {format_}.")
