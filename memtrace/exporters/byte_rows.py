@@ -34,7 +34,8 @@ class ByteRows:
 
     def lengths(self) -> Array:
         """Return the number of bytes of each record."""
-        return np.count_nonzero(self.is_used, axis=1)
+        lengths: Array = np.count_nonzero(self.is_used, axis=1)
+        return lengths
 
     def to_bytes(self) -> bytes:
         """Return the records one after another."""

@@ -36,7 +36,8 @@ def _blocks(trace: Trace) -> pd.DataFrame:
     stacks, index = np.unique(frame["stack"].fillna(-1).to_numpy(np.int64), return_inverse=True)
     sites = [trace.code_owner.format_site(trace.frames(stack)) for stack in stacks.tolist()]
     frame["allocation_site"] = [sites[number] for number in index.tolist()]
-    return frame.drop(columns="stack")
+    table: pd.DataFrame = frame.drop(columns="stack")
+    return table
 
 
 def _events(trace: Trace) -> pd.DataFrame:
@@ -45,7 +46,9 @@ def _events(trace: Trace) -> pd.DataFrame:
 
 def _steps(trace: Trace) -> pd.DataFrame:
     frame = steps_table(trace)
-    return frame if records_data_waits(trace) else frame.assign(data_wait_ns=None)
+    if not records_data_waits(trace):
+        frame["data_wait_ns"] = None
+    return frame
 
 
 def allocation_sites_table(trace: Trace) -> pd.DataFrame:
@@ -63,7 +66,8 @@ def allocation_sites_table(trace: Trace) -> pd.DataFrame:
         columns[f"{measure}_blocks"] = samples.num_blocks[measure]
         columns[f"{measure}_bytes"] = samples.num_bytes[measure]
     frame = pd.DataFrame(columns).groupby(["device", "allocation_site"], sort=False, dropna=False).sum().reset_index()
-    return frame.sort_values(["peak_bytes", "allocations_bytes"], ascending=False, kind="stable")
+    table: pd.DataFrame = frame.sort_values(["peak_bytes", "allocations_bytes"], ascending=False, kind="stable")
+    return table
 
 
 CSV_TABLES: Final[dict[str, Callable[[Trace], pd.DataFrame]]] = {

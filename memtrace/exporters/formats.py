@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, cast
 
 from memtrace.errors import MemtraceError
 from memtrace.exporters.chrome import write_chrome_trace
@@ -102,7 +102,7 @@ def _write_file(chosen: FileFormat, trace: Trace, target: Path, measures: Sequen
         with temporary.open("wb") as file:
             if target.suffix == ".gz" and chosen.can_compress:
                 with gzip.GzipFile("", "wb", _GZIP_LEVEL, file, mtime=0) as compressed:
-                    chosen.write(trace, compressed, measures)
+                    chosen.write(trace, cast("IO[bytes]", compressed), measures)
             else:
                 chosen.write(trace, file, measures)
         temporary.replace(target)

@@ -40,7 +40,7 @@ class SharedObjects:
         buffer = io.BytesIO()
         pickler = pickle.Pickler(buffer, _PROTOCOL)
         pickler.dump(objects)
-        memo = pickler.memo.copy()  # type: ignore[attr-defined]
+        memo = pickler.memo.copy()
         self.content = buffer.getvalue()[len(START) : -len(STOP)]
         """The pickle of a tuple of ``objects``, without start and end."""
         self.index = [np.array([memo[id(each)][0] for each in group], np.int64) for group in objects]
@@ -72,9 +72,14 @@ def integers(values: Array, *, unsigned: bool = False) -> ByteRows:
     """
     if len(values) and int(values.min()) >= -(1 << 31) and int(values.max()) < 1 << 31 and not unsigned:
         return joined(constant(_INT32, len(values)), little_endian(values, 4))
-    num_bytes = 9 if unsigned and bool((values < 0).any()) else 8
-    number = joined(constant(_LONG + bytes([num_bytes]), len(values)), little_endian(values, 8))
-    return joined(number, constant(b"\0", len(values))) if num_bytes == 9 else number
+    # Only the numbers that need it have a ninth byte: the viewer computes with those as with another type.
+    is_long = (values < 0) & unsigned
+    return joined(
+        constant(_LONG, len(values)),
+        little_endian(8 + is_long, 1),
+        little_endian(values, 8),
+        only_where(constant(b"\0", len(values)), is_long),
+    )
 
 
 def dictionaries(items: Mapping[int, ByteRows], num_rows: int) -> ByteRows:
@@ -87,7 +92,7 @@ def dictionaries(items: Mapping[int, ByteRows], num_rows: int) -> ByteRows:
     columns = []
     for key, values in items.items():
         columns += [
-            only_where(constant(_GET + key.to_bytes(4, "little"), num_rows), values.is_used.any(axis=1)),
+            only_where(constant(_GET + key.to_bytes(4, "little"), num_rows), np.asarray(values.is_used.any(axis=1))),
             values,
         ]
     return joined(constant(EMPTY_DICT + MARK, num_rows), *columns, constant(SET_ITEMS, num_rows))
@@ -97,6 +102,6 @@ def append_all(chunks: Iterator[ByteRows]) -> Iterator[bytes]:
     """Yield the opcodes that append elements to the list on top of the stack."""
     for rows in chunks:
         count = np.arange(len(rows))
-        is_last = (count % _BATCH == _BATCH - 1) | (count == len(rows) - 1)
+        is_last: Array = (count % _BATCH == _BATCH - 1) | (count == len(rows) - 1)
         mark = only_where(constant(MARK, len(rows)), count % _BATCH == 0)
         yield joined(mark, rows, only_where(constant(APPENDS, len(rows)), is_last)).to_bytes()

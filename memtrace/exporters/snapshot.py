@@ -137,7 +137,7 @@ class _SnapshotWriter:
         pool = events["pool"][entries.row]
         items = {
             "action": references(self._action[action]),
-            "addr": only_where(integers(entries.address, unsigned=True), ~is_oom),
+            "addr": only_where(integers(np.where(is_oom, 0, entries.address), unsigned=True), ~is_oom),
             "size": integers(np.maximum(entries.size, 0)),
             "stream": integers(np.maximum(events["stream"][entries.row], 0)),
             "category": only_where(references(self._category[table.category[block]]), block >= 0),

@@ -162,4 +162,5 @@ def distinct_addresses(table: Blocks, on_device: Array) -> Array:
     replaced = np.concatenate([chosen[1:][is_taken], np.flatnonzero(on_device & (address < 0))])
     room = -(-table.size[replaced] // _ALIGNMENT) * _ALIGNMENT
     address[replaced] = _FIRST_MADE_UP_ADDRESS + np.cumsum(room) - room
-    return address
+    distinct: Array = address
+    return distinct

@@ -84,7 +84,7 @@ def test_an_empty_trace_can_be_exported(tmp_path: Path) -> None:
 
     for name in FORMATS:
         assert export_trace(trace_of(), tmp_path / name, format=name).exists()
-    assert memtrace.load(str(tmp_path / "snapshot")).num_rows("events") == 1
+    assert memtrace.load(str(tmp_path / "snapshot")).num_rows("events") == 0
 
 
 def test_a_trace_of_totals_is_refused(trace: Trace, tmp_path: Path) -> None:
