@@ -50,7 +50,7 @@ def command(selection: Selection, format_: str, output: Path, measures: tuple[st
 
     \b
     Examples:
-      memtrace export run.memtrace -f perfetto -o run.pftrace --from-step 3 --to-step 5
+      memtrace export run.memtrace -f perfetto -o run.pftrace --from-step 3
       memtrace export run.memtrace -f pprof -o run.pb.gz
     """
     if measures and format_ not in STACK_FORMATS:
