@@ -203,7 +203,7 @@ def parse_manifest(content: Any, where: str) -> Manifest:
         raise TraceError(f"{where} has no format_version. Copy the trace again from where it was recorded.")
     if version > FORMAT_VERSION:
         raise TraceError(
-            f"{where} has format version {version}, written by memtrace {content.get('memtrace_version')}; this "
+            f"{where} has format version {version}, written by memtrace {str(content.get('memtrace_version'))[:40]}; this "
             f"memtrace reads version {FORMAT_VERSION}. Install a newer memtrace."
         )
     if version < FORMAT_VERSION:
