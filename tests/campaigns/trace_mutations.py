@@ -47,7 +47,8 @@ def mutate_trace(folder: Path, dice: Dice) -> str:
         )[0]
         try:
             done.append(mutate(folder, dice))
-        except (OSError, pa.ArrowException, ValueError, LookupError, RecursionError) as error:  # damaged by an earlier one
+        # What an earlier mutation damaged cannot always be mutated again.
+        except (OSError, pa.ArrowException, ValueError, LookupError, RecursionError) as error:
             done.append(f"({type(error).__name__})")
     return ", ".join(done)
 
