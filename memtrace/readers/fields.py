@@ -120,7 +120,7 @@ def sizes(values: Sequence[Any], key: str, what: str, *, is_failed_request: Arra
     """
     column = integers(values, key, what)
     if len(column) and (column.min() < 0 or column.max() > MAX_BYTES):
-        limit = MAX_BYTES if is_failed_request is None else np.where(is_failed_request, _INT64_MAX, MAX_BYTES)
+        limit: Any = MAX_BYTES if is_failed_request is None else np.where(is_failed_request, _INT64_MAX, MAX_BYTES)
         for row_number in np.flatnonzero((column < 0) | (column > limit)).tolist():
             raise FieldError(f"{what.format(row_number)} has {key} {column[row_number]}, {_IMPOSSIBLE}")
     return column
