@@ -84,10 +84,9 @@ def _compute_blocks(trace: Trace) -> Blocks:
     kind, block, time = events["kind"], events["block_id"], events["time_ns"]
     rows, origins = trace.cached(_find_rows), _find_origins(trace)
     count = len(rows.begin)
-    # In a damaged trace an access can have no block.
-    is_read = (kind == KIND["read"]) & (block >= 0)
-    is_write = (kind == KIND["write"]) & (block >= 0)
-    reads, writes, accesses = np.flatnonzero(is_read), np.flatnonzero(is_write), np.flatnonzero(is_read | is_write)
+    reads = np.flatnonzero(kind == KIND["read"])
+    writes = np.flatnonzero(kind == KIND["write"])
+    accesses = np.flatnonzero((kind == KIND["read"]) | (kind == KIND["write"]))
 
     def at(event_rows: Array, column: str) -> Array:
         return np.where(event_rows >= 0, events[column][event_rows], events[column].dtype.type(-1))

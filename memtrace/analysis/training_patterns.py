@@ -202,7 +202,7 @@ def _ran_only_forward(trace: Trace, op: Array) -> Array:
     # Sentinels on both sides: nodes that no backward encloses.
     nodes = np.concatenate([[-END_OF_TRACE], run_nodes, [END_OF_TRACE]])
     run_by = np.concatenate([[-1], ops["op_id"][backward[first]], [END_OF_TRACE]])
-    next_node = np.searchsorted(nodes, node, side="right")
+    next_node = np.clip(np.searchsorted(nodes, node, side="right"), 1, len(nodes) - 1)
     in_one_backward = run_by[next_node] < run_by[next_node - 1]
     ran_silently = in_one_backward & (nodes[next_node] - nodes[next_node - 1] <= _MAX_SILENT_NODES)
     has_backward = (nodes[next_node - 1] == node) | ran_silently

@@ -49,7 +49,7 @@ class NativeObserver:
         self.label = native.label
         self.label_inputs = native.label_inputs
         self.baseline = native.baseline
-        self.instances = native.instances
+        self.live_instances = native.live_instances
         self.collected = native.collected
         self.attach_cuda = native.attach_cuda
         self.finish_cuda = native.finish_cuda

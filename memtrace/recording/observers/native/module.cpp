@@ -1,5 +1,5 @@
 // The Python module of the native observer: start, stop and drain. The functions that mark what the program does are in
-// marks.cpp, those that memtrace needs besides in tools.cpp.
+// marks.cpp, others that memtrace needs in tools.cpp and live_objects.cpp.
 #include "marks.h"   // first: it includes Python.h
 #include "tools.h"
 
@@ -12,6 +12,7 @@
 #include "dispatch.h"
 #include "foreign_memory.h"
 #include "late_events.h"
+#include "live_objects.h"
 #include "python_handlers.h"
 #include "state.h"
 #include "tables.h"
@@ -392,7 +393,7 @@ PyMethodDef methods[] = {
     {"status", status, METH_NOARGS, nullptr},
     {"call_until_done", call_until_done, METH_VARARGS, nullptr},
     {"call_or_undo", call_or_undo, METH_VARARGS, nullptr},
-    {"instances", checked<instances>, METH_VARARGS, nullptr},
+    {"live_instances", checked<live_instances>, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "memtrace_native", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
