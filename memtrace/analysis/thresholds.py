@@ -104,6 +104,18 @@ MIN_MATCHING_BYTES: Final = 0.99
 MIN_SHIFTED_AGREEMENT: Final = 0.5
 """Share of marked steps whose detected end must have the same offset for the offset to be reported."""
 
+# -- wasted memory ---------------------------------------------------------------------------------------------------
+
+MIN_IDLE_SHARE: Final = 0.1
+"""A block is idle if no operator touches it for this share of the operator calls of a step (of the whole trace where
+no steps are known)."""
+MAX_SILENT_NODES: Final = 16
+"""Most consecutive nodes of a graph that may run in backward without an operator of their own."""
+MIN_SHARE_OF_GRAPH: Final = 0.9
+"""Share of the bytes of a dead graph that the line must make which is reported for the graph."""
+MAX_OPS_OF_CALL: Final = 3
+"""Operator calls from an operator to the one that it passes its result on to, within one call of the program."""
+
 # -- leaks ---------------------------------------------------------------------------------------------------------
 
 MAX_LOST_SHARE: Final = 0.1

@@ -36,7 +36,7 @@ def test_block_that_every_step_leaves_behind_is_a_leak() -> None:
 def test_leaks_are_skipped_in_a_trace_of_few_steps() -> None:
     skipped = find_waste(trace_of_steps(4, freed=False)).skipped_patterns
     assert [(part.patterns, part.reason) for part in skipped] == [
-        (("leak", "retained graph"), "at least 6 steps are needed")
+        (("leak", "retained graph", "graph kept across steps"), "at least 6 steps are needed")
     ]
 
 

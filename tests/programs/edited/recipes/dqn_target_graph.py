@@ -75,4 +75,4 @@ for t in range(300):
         weights, target_weights = policy_net.state_dict(), target_net.state_dict()
         for key in weights:
             target_weights[key] = weights[key] * TAU + target_weights[key] * (1 - TAU)
-        target_net.load_state_dict(target_weights)
+        target_net.load_state_dict(target_weights)  #? late deallocation@target_weights[key] -> target_net.load_state_dict(target_weights); del target_weights

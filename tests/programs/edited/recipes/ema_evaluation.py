@@ -34,7 +34,7 @@ def main():
         x, y = torch.randn(64, 1, 28, 28), torch.randint(10, (64,))
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        optimizer.step()  #? gradients kept through forward -> optimizer.step(); optimizer.zero_grad()
         ema.update_parameters(model)
         if step % 4 == 3:
             evaluate(ema, x_val, y_val)

@@ -45,7 +45,7 @@ for iteration in range(8):
     output = netD(real)
     errD_real = criterion(output, label)
     errD_real.backward()
-    noise = torch.randn(batch, nz, 1, 1)
+    noise = torch.randn(batch, nz, 1, 1)  #? late deallocation@real -> del real; noise = torch.randn(batch, nz, 1, 1)
     fake = netG(noise)
     label.fill_(0)
     output = netD(fake.detach())

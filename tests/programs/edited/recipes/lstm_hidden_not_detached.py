@@ -20,8 +20,8 @@ def main():
     for i in range(0, 160, 16):
         data, targets = corpus[i : i + 16], corpus[i + 1 : i + 17].flatten()
         model.zero_grad()
-        output, hidden = model(data, hidden)  #! retained graph -> output, hidden = model(data, tuple(part.detach() for part in hidden))
-        criterion(output, targets).backward(retain_graph=True)  #! retained graph -> criterion(output, targets).backward()
+        output, hidden = model(data, hidden)  #! graph kept across steps -> output, hidden = model(data, tuple(part.detach() for part in hidden))
+        criterion(output, targets).backward(retain_graph=True)  #? late deallocation -> loss = criterion(output, targets); del output; loss.backward(retain_graph=True)  #! graph kept across steps -> criterion(output, targets).backward()
         with torch.no_grad():
             for p in model.parameters():
                 p.data.add_(p.grad, alpha=-0.1)

@@ -34,7 +34,7 @@ class MoCo(nn.Module):
         k = F.normalize(self.encoder_k(im_k), dim=1)  #! forward without backward -> k = F.normalize(torch.no_grad()(self.encoder_k)(im_k), dim=1)
         l_pos = torch.einsum("nc,nc->n", q, k.detach()).unsqueeze(-1)
         l_neg = torch.einsum("nc,ck->nk", q, self.queue.clone().detach())
-        logits = torch.cat([l_pos, l_neg], dim=1) / self.temperature
+        logits = torch.cat([l_pos, l_neg], dim=1) / self.temperature  #? redundant allocation@torch.cat -> logits = torch.cat([l_pos, l_neg], dim=1).div_(self.temperature)
         self.enqueue(k.detach())
         return logits, torch.zeros(len(logits), dtype=torch.long)
 
@@ -46,7 +46,7 @@ def main():
         images = torch.randn(2, 32, 3, 32, 32)
         logits, labels = model(images[0] + 0.1 * torch.randn(32, 3, 32, 32), images[1])
         loss = F.cross_entropy(logits, labels)
-        optimizer.zero_grad()
+        optimizer.zero_grad()  #? late deallocation@torch.cat -> del logits; optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 

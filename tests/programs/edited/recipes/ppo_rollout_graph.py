@@ -37,7 +37,7 @@ def main():
     agent = Agent()
     optimizer = torch.optim.Adam(agent.parameters(), 3e-4, eps=1e-5)
     for _ in range(4):
-        obs, actions, logprobs, values, rewards = rollout(agent, 16, 32)
+        obs, actions, logprobs, values, rewards = rollout(agent, 16, 32)  #? late deallocation@torch.stack -> obs = actions = None; obs, actions, logprobs, values, rewards = rollout(agent, 16, 32)
         old_logprobs, advantages = logprobs.detach(), (rewards - values).detach()
         for _ in range(2):
             for index in torch.randperm(len(obs)).split(128):
@@ -48,7 +48,7 @@ def main():
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
-                optimizer.step()
+                optimizer.step()  #? gradients kept through forward -> optimizer.step(); optimizer.zero_grad()
 
 
 main()

@@ -22,7 +22,7 @@ class VAE(nn.Module):
         return mu + torch.randn_like(std) * std
 
     def decode(self, z):
-        return torch.sigmoid(self.fc4(F.relu(self.fc3(z))))
+        return torch.sigmoid(self.fc4(F.relu(self.fc3(z))))  #? redundant allocation -> return torch.sigmoid_(self.fc4(F.relu_(self.fc3(z))))
 
     def forward(self, x):
         mu, logvar = self.encode(x.view(-1, 784))
