@@ -110,7 +110,9 @@ def main() -> None:
     names = set(parser.parse_args().programs)
     columns = ("torch.profiler", "live tensors", "tracemalloc (NumPy)")
     by_column: list[list[float]] = [[] for _ in columns]
-    print(f"{'program':32} peak and difference from torch.profiler; busiest line and difference from live tensors; NumPy")
+    print(
+        "Peak and difference from torch.profiler; bytes at the busiest line and difference from live tensors; NumPy's"
+    )
     for program in read_programs():
         if names and program.name not in names:
             continue
@@ -123,7 +125,8 @@ def main() -> None:
     for title, values in zip(columns, by_column, strict=True):
         counted = np.array([value for value in values if value == value])
         if len(counted):
-            print(f"{title}: {int((counted == 0).sum())} of {len(counted)} equal, largest difference {np.abs(counted).max():.2%}")
+            num_equal, largest = int((counted == 0).sum()), float(np.abs(counted).max())
+            print(f"{title}: {num_equal} of {len(counted)} equal, largest difference {largest:.2%}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.attribution import step_rows
 from memtrace.analysis.block_accesses import has_accesses, runs_compiled_kernels
 from memtrace.analysis.block_groups import largest_module
+from memtrace.analysis.block_signatures import row_codes
 from memtrace.analysis.blocks import CATEGORY, PERSISTENT, blocks
 from memtrace.analysis.counterfactual import (
     IdleIntervals,
@@ -236,12 +237,12 @@ def _detect_patterns(trace: Trace, candidates: Array) -> list[tuple[WastePattern
     others = patterns.blocks_that_are_read(trace, candidates[~(is_persistent | is_forward_only | is_of_dead_graph)])
     dead = dead_graphs.until_variables_drop(trace, patterns.find_late_deallocations(trace, of_dead_graph))
     # The graph of the last step is not a leak yet, but the fix of the earlier ones fixes it too.
-    stack = blocks(trace).stack
-    is_retained = np.isin(stack[dead.block], stack[leaks[0][1].block])
+    stack, origin = blocks(trace).stack, row_codes(blocks(trace).stack, blocks(trace).op_name)
+    is_retained = np.isin(origin[dead.block], origin[leaks[0][1].block])
     leaks[0] = (catalog.RETAINED_GRAPH, IdleIntervals.concatenate([leaks[0][1], dead.select(is_retained)]))
     others = others[~np.isin(stack[others], stack[leaked.block])]
     late = patterns.select_droppable(trace, patterns.find_late_deallocations(trace, others))
-    late_gradient = blocks(trace).category[late.block] == CATEGORY["gradient"]
+    late_gradient = training_patterns.is_applied_gradient(trace, late.block)
     redundant, donors = patterns.find_redundant_allocations(trace, candidates)
     copied = training_patterns.is_copy_of_donor(trace, redundant.block, donors)
     in_place = can_write_in_place(trace, redundant.block)

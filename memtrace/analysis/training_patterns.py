@@ -18,6 +18,7 @@ from memtrace.analysis.block_accesses import (
     operator_end_rows,
     operator_start_rows,
 )
+from memtrace.analysis.block_signatures import row_codes
 from memtrace.analysis.blocks import CATEGORY, PERSISTENT, allocating_op, blocks
 from memtrace.analysis.counterfactual import END_OF_TRACE, IdleIntervals, free_rows
 from memtrace.analysis.leaks import (
@@ -39,8 +40,9 @@ _COPY_OPERATORS: Final = ("aten::_to_copy", "aten::clone", "aten::contiguous", "
 def find_leaked_blocks(trace: Trace, candidates: Array) -> IdleIntervals:
     """Return the intervals from the last use of leaked blocks to their free, or to the end of the trace.
 
-    A block is leaked if its call stack leaves blocks behind in step after step, if it is not used after the step that
-    follows its own, and if it is live when the last step ends. (It may be freed later: a list dies with its function.)
+    A block is leaked if its call stack and operator leave blocks behind in step after step, if it is not used after the
+    step that follows its own, and if it is live when the last step ends. (It may be freed later: a list dies with its
+    function.)
     Blocks of the warm-up steps are left out, because these allocate optimizer state and workspaces.
     """
     columns, accesses, steps = blocks(trace), group_accesses_by_block(trace), step_rows(trace)
@@ -59,7 +61,7 @@ def find_leaked_blocks(trace: Trace, candidates: Array) -> IdleIntervals:
     last_use[is_accessed] = last_needed_rows(trace, block[is_accessed])
     # Blocks that a later step uses, or that are used after the last step, are kept for a reason.
     is_done = (steps.of_rows(last_use) <= columns.step[block] + 1) & (last_use < steps.end_row[-1])
-    is_leaked = is_done & np.isin(columns.stack[block], _growing_stacks(trace, candidates))
+    is_leaked = is_done & _is_of_growing_origin(trace, candidates, block)
     return IdleIntervals(block[is_leaked], last_use[is_leaked], free_rows(columns, block[is_leaked]))
 
 
@@ -110,7 +112,7 @@ def _growing_blocks_used_later(trace: Trace, candidates: Array) -> tuple[Array, 
         return none, _LaterUses(none, none)
     is_kept = (columns.step[candidates] >= 0) & (free_rows(columns, candidates) >= steps.end_row[-1])
     block = candidates[is_kept & ~np.isin(columns.category[candidates], PERSISTENT)]
-    block = block[np.isin(columns.stack[block], _growing_stacks(trace, candidates))]
+    block = block[_is_of_growing_origin(trace, candidates, block)]
     mine = np.flatnonzero(block_mask(trace, block)[accesses.block])
     step = steps.of_rows(accesses.event[mine])
     step[accesses.event[mine] >= steps.end_row[-1]] = steps.number[-1] + 1
@@ -123,18 +125,23 @@ def _growing_blocks_used_later(trace: Trace, candidates: Array) -> tuple[Array, 
     return block, _LaterUses(later, operator_end_rows(trace, accesses.event[first - 1]))
 
 
-def _growing_stacks(trace: Trace, candidates: Array) -> Array:
-    """Return the call stacks whose live bytes grow from step to step by the definition of ``keeps_growing``."""
+def _is_of_growing_origin(trace: Trace, candidates: Array, block: Array) -> Array:
+    """Return whether live bytes of each block's origin grow from step to step by the definition of ``keeps_growing``.
+
+    An origin is a call stack and an operator. The bytes are those of ``candidates``, which include ``block``.
+    """
     columns, step_ends = blocks(trace), step_rows(trace).end_row[WARM_UP_STEPS:]
     lifetimes = step_end_lifetimes(trace, step_ends)
+    origin = row_codes(columns.stack, columns.op_name)
     first, end = lifetimes.first[candidates], lifetimes.end[candidates]
     outlives_step = end > first
-    block, first, end = candidates[outlives_step], first[outlives_step], end[outlives_step]
-    stacks, group = np.unique(columns.stack[block], return_inverse=True)
-    live = live_bytes_at_step_ends(group, columns.size[block], first, end, (len(stacks), len(step_ends)))
-    kept = kept_bytes_at_step_ends(group, columns.size[block], first, end, (len(stacks), len(step_ends)))
-    growing: Array = stacks[[keeps_growing(live[row]) or keeps_growing(kept[row]) for row in range(len(stacks))]]
-    return growing
+    kept_block, first, end = candidates[outlives_step], first[outlives_step], end[outlives_step]
+    origins, group = np.unique(origin[kept_block], return_inverse=True)
+    shape = (len(origins), len(step_ends))
+    live = live_bytes_at_step_ends(group, columns.size[kept_block], first, end, shape)
+    kept = kept_bytes_at_step_ends(group, columns.size[kept_block], first, end, shape)
+    growing = origins[[keeps_growing(live[row]) or keeps_growing(kept[row]) for row in range(len(origins))]]
+    return np.isin(origin[block], growing)
 
 
 def find_idle_gradients(trace: Trace, candidates: Array) -> IdleIntervals:
@@ -167,6 +174,14 @@ def find_idle_gradients(trace: Trace, candidates: Array) -> IdleIntervals:
     spans_forward = num_forward[np.minimum(end, len(num_forward) - 1)] > num_forward[np.minimum(begin + 1, end)]
     is_idle = is_kept & spans_forward
     return IdleIntervals(block[last][is_idle], begin[is_idle], end[is_idle])
+
+
+def is_applied_gradient(trace: Trace, block: Array) -> Array:
+    """Return whether each block is a gradient that an optimizer uses last; every block must have an access."""
+    accesses = group_accesses_by_block(trace)
+    last_op = accesses.op[accesses.offset[block + 1] - 1]
+    by_optimizer = op_column(trace, last_op, "phase") == PHASE["optimizer"]
+    return np.asarray(by_optimizer & (blocks(trace).category[block] == CATEGORY["gradient"]))
 
 
 def _accumulation_rows(trace: Trace, gradient: Array, event: Array) -> Array:

@@ -162,4 +162,5 @@ def _saved_tensors(node: Any) -> Iterator[torch.Tensor]:
             value = getattr(node, name)
         except RuntimeError:
             continue
-        yield from (item for item in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(item, torch.Tensor))
+        items = value if isinstance(value, (list, tuple)) else (value,)
+        yield from (item for item in items if isinstance(item, torch.Tensor))

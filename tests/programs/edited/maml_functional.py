@@ -6,7 +6,7 @@ from torch.func import functional_call, grad
 
 def main():
     model = nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128))
-    optimizer = torch.optim.Adam(model.parameters())  #? gradients kept through optimizer step -> [p.register_post_accumulate_grad_hook(lambda p, o=torch.optim.Adam([p]): (o.step(), o.zero_grad())) for p in model.parameters()]
+    optimizer = torch.optim.Adam(model.parameters())
 
     def loss(parameters, x):
         return functional_call(model, parameters, (x,)).square().mean()
@@ -14,10 +14,10 @@ def main():
     for _ in range(6):
         parameters = dict(model.named_parameters())
         gradients = grad(loss)(parameters, torch.randn(256, 128))
-        adapted = {name: value - 0.1 * gradients[name] for name, value in parameters.items()}
+        adapted = {name: value - 0.1 * gradients[name] for name, value in parameters.items()}  #? late deallocation -> adapted = {name: value - 0.1 * gradients[name] for name, value in parameters.items()}; del gradients
         loss(adapted, torch.randn(256, 128)).backward()
-        optimizer.step()  #? gradients kept through optimizer step -> pass
-        optimizer.zero_grad()  #? gradients kept through optimizer step -> pass
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 main()
