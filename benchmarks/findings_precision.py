@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 import memtrace
+from memtrace.analysis import find_device_waste
 from memtrace.units import format_bytes, format_share
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -75,8 +76,6 @@ class Judgement:
 
 def record_program(source: str, path: Path) -> Answer:
     """Record a script and return its findings on the CPU."""
-    from memtrace.analysis import find_device_waste
-
     with tempfile.TemporaryDirectory() as folder:
         with memtrace.record(Path(folder) / "run.memtrace"):
             namespace = run_program(source, path)

@@ -22,6 +22,10 @@ from typing import Any
 import numpy as np
 
 import memtrace
+from memtrace.analysis import find_peak
+from memtrace.analysis.attribution import SPAN, rows_at
+from memtrace.analysis.blocks import blocks
+from memtrace.analysis.peak import live_bytes
 from memtrace.units import format_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -48,8 +52,6 @@ class BusiestLine:
 
 def recorded_peak(source: str, path: Path) -> int:
     """Return the peak that memtrace records."""
-    from memtrace.analysis import find_peak
-
     with tempfile.TemporaryDirectory() as folder:
         with memtrace.record(Path(folder) / "run.memtrace"):
             namespace = run_program(source, path)
@@ -60,10 +62,6 @@ def recorded_peak(source: str, path: Path) -> int:
 
 def busiest_line(source: str, path: Path, foreign_only: bool) -> BusiestLine:
     """Return the line event at which memtrace has most live bytes, of NumPy's and other foreign memory or of all."""
-    from memtrace.analysis.attribution import SPAN, rows_at
-    from memtrace.analysis.blocks import blocks
-    from memtrace.analysis.peak import live_bytes
-
     with tempfile.TemporaryDirectory() as folder:
         with memtrace.record(Path(folder) / "run.memtrace"):
             run_with_line_events(source, path, mark_line)

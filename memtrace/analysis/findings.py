@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,19 +27,16 @@ from memtrace.analysis.counterfactual import (
     peak_without_intervals,
 )
 from memtrace.analysis.in_place import can_write_in_place
+from memtrace.analysis.missing_stacks import missing_stack_reasons
 from memtrace.analysis.pattern_catalog import ALL_PATTERNS, WastePattern
 from memtrace.analysis.peak import find_peak
+from memtrace.analysis.thresholds import MAX_REPLAYS, MIN_FINDING_SHARE, MIN_STEPS_FOR_LEAKS
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES, NO_BLOCKS
 from memtrace.trace import Trace
 
 if TYPE_CHECKING:
     import pandas as pd
-
-MAX_REPLAYS: Final = 25
-"""Most findings of one pattern that are replayed: those that waste most at the peak."""
-MIN_PEAK_SHARE: Final = 0.01
-"""Findings that waste or save less than this share of the peak are left out, unless ``min_bytes`` is given."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +71,8 @@ class Finding:
     """Whether moving, changing or deleting a line is enough to fix it."""
     advice: str
     """What to change in the program."""
+    no_stack_reason: str | None
+    """Why its largest blocks have no call stack; None: they have one."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ def findings_table(trace: Trace) -> pd.DataFrame:
 
 
 def _min_bytes(trace: Trace, device: str, min_bytes: int | None) -> int:
-    return int(MIN_PEAK_SHARE * find_peak(trace, device).requested.bytes) if min_bytes is None else min_bytes
+    return int(MIN_FINDING_SHARE * find_peak(trace, device).requested.bytes) if min_bytes is None else min_bytes
 
 
 def _find_device_waste(trace: Trace, device: str, min_bytes: int) -> DeviceWaste:
@@ -182,9 +181,9 @@ def _skipped_patterns(trace: Trace) -> Iterator[SkippedPatterns]:
         yield SkippedPatterns(
             tuple(pattern.name for pattern in ALL_PATTERNS if pattern.pattern_class != "leak"), reason
         )
-    if len(step_rows(trace).number) < training_patterns.MIN_STEPS_FOR_LEAKS:
+    if len(step_rows(trace).number) < MIN_STEPS_FOR_LEAKS:
         names = tuple(pattern.name for pattern in ALL_PATTERNS if pattern.pattern_class == "leak")
-        yield SkippedPatterns(names, f"at least {training_patterns.MIN_STEPS_FOR_LEAKS} steps are needed")
+        yield SkippedPatterns(names, f"at least {MIN_STEPS_FOR_LEAKS} steps are needed")
 
 
 def _unknown_accesses(trace: Trace) -> str | None:
@@ -382,4 +381,14 @@ def _evaluate(
         is_upper_bound=pattern.is_upper_bound,
         is_single_line_fix=pattern.is_single_line_fix,
         advice=pattern.advice,
+        no_stack_reason=_no_stack_reason(trace, intervals.block) if site is None else None,
     )
+
+
+def _no_stack_reason(trace: Trace, block: Array) -> str | None:
+    """Return why most bytes of some blocks have no call stack; None: all have one."""
+    nameless = np.unique(block[blocks(trace).stack[block] < 0])
+    if not len(nameless):
+        return None
+    reasons, index = missing_stack_reasons(trace, nameless)
+    return reasons[int(np.bincount(index, weights=blocks(trace).size[nameless]).argmax())]

@@ -28,12 +28,10 @@ from memtrace.analysis.leaks import (
     step_end_lifetimes,
 )
 from memtrace.analysis.patterns import block_mask
-from memtrace.analysis.thresholds import MIN_STEPS_AFTER_WARM_UP, WARM_UP_STEPS
+from memtrace.analysis.thresholds import MIN_STEPS_FOR_LEAKS, WARM_UP_STEPS
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
-MIN_STEPS_FOR_LEAKS: Final = WARM_UP_STEPS + MIN_STEPS_AFTER_WARM_UP
-"""Minimum number of steps for finding leaks: with fewer, they look like memory that is allocated once."""
 _COPY_OPERATORS: Final = ("aten::_to_copy", "aten::clone", "aten::contiguous", "aten::copy_", "aten::to.")
 
 
