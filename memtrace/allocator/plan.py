@@ -190,7 +190,7 @@ def _assemble(
             low_bytes=low,
             high_bytes=high,
             estimate_bytes=bounds.estimate_bytes if bounds else None,
-            device_bytes=workload.device_bytes,
+            device_bytes=workload.total_bytes,
         ),
         failed_request_bytes=failed_request_bytes,
         predictions=predictions,

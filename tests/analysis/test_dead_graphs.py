@@ -59,7 +59,8 @@ def test_a_short_dead_graph_between_nodes_that_backward_runs_is_found(tmp_path: 
 
 
 def act(policy: nn.Module, states: torch.Tensor) -> torch.Tensor:
-    return policy(states).sigmoid()
+    action: torch.Tensor = policy(states).sigmoid()
+    return action
 
 
 def roll_out(policy: nn.Module) -> torch.Tensor:

@@ -66,7 +66,7 @@ def test_what_a_retained_graph_holds_after_backward_is_not_a_late_variable(tmp_p
         for _ in range(6):
             x = torch.randn(128, 64)
             loss = nn.functional.cross_entropy(model(x), torch.zeros(128, dtype=torch.long))
-            loss.backward(retain_graph=True)
+            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
             torch.randn(512, 512)
