@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 CATEGORY = {name: np.int8(code) for code, name in enumerate(CATEGORIES)}
+PERSISTENT = (CATEGORY["parameter"], CATEGORY["optimizer_state"])
+"""Categories of memory that stays allocated throughout training."""
 
 
 @dataclass(frozen=True)
@@ -297,6 +299,12 @@ def _read_phases(trace: Trace, keyframe: _Keyframe) -> tuple[Array, Array] | Non
     in_forward[events["block_id"][reads[phase == PHASE["forward"]]]] = True
     in_backward[events["block_id"][reads[(phase == PHASE["backward"]) & ~recompute]]] = True
     return in_forward, in_backward
+
+
+def allocating_op(trace: Trace, block: Array) -> Array:
+    """Return the operator call that allocated each block; -1: unknown."""
+    alloc_event = blocks(trace).alloc_event[block]
+    return np.where(alloc_event >= 0, trace.columns("events", "op_id")["op_id"][alloc_event], -1)
 
 
 def blocks_table(trace: Trace) -> pd.DataFrame:

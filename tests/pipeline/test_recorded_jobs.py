@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 from click.testing import CliRunner
 from memtrace.cli import cli
 from memtrace.dashboards.page import render
@@ -26,7 +27,9 @@ from memtrace.pipeline.schedules.schedule import Schedule
 RUN = Path(__file__).parents[2] / "examples" / "pipeline" / "run.py"
 DOCS = Path(__file__).parents[2] / "docs"
 NUM_WORKERS, NUM_MICROBATCHES, NUM_BLOCKS = 4, 8, 6
-REPRESENTATIVE = ("torch:1f1b", "interleaved", "chimera", "zb-h1")
+RUNS_TORCH_SCHEDULES = not torch.__version__.startswith("2.9.")
+"""Whether torch's own schedules run in ``RUN``; those of torch 2.9 abort in gloo, with and without a recording."""
+REPRESENTATIVE = (*(["torch:1f1b"] if RUNS_TORCH_SCHEDULES else []), "interleaved", "chimera", "zb-h1")
 """One schedule of torch, and one each with several stages per worker, two directions and a split backward."""
 FURTHER = (
     "torch:gpipe", "torch:interleaved", "gpipe", "1f1b", "pipedream-2bw", "zb-h2", "zb-v", "dualpipe-v", "gems",
@@ -36,6 +39,9 @@ FURTHER = (
 WITH_COPIES = ("gems", "chimera", "chimera:f=2", "chimera:method=doubling", "chimera:method=halving", "dualpipe")
 TORCH = ("torch:gpipe", "torch:1f1b", "torch:interleaved")
 
+needs_torch_schedules = pytest.mark.skipif(
+    not RUNS_TORCH_SCHEDULES, reason="torch 2.9: its schedules abort in gloo, with and without a recording"
+)
 every_schedule = pytest.mark.parametrize(
     "schedule", [*REPRESENTATIVE, *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER)]
 )
@@ -163,6 +169,7 @@ def job_with_outputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
     return run_job(tmp_path_factory.mktemp("outputs"), schedules, *options, num_workers=request.param)
 
 
+@needs_torch_schedules
 def test_model_outputs_that_torch_keeps_until_the_next_step_are_predicted(job_with_outputs: Job) -> None:
     costs = measure_layer_costs(memtrace.load(job_with_outputs.folder / "single.memtrace"))
     logits_bytes = 4 * 64 * 1024 * 4
@@ -187,6 +194,7 @@ def test_measured_stages_equal_the_layers_of_one_process(representative_job: Job
         assert stage.activation_bytes == pytest.approx(kept, rel=0.02 if 0 < number < 7 else 0.06)
 
 
+@needs_torch_schedules
 def test_the_command_compares_with_the_recorded_order_and_partition(representative_job: Job) -> None:
     trace, single = str(representative_job.path("torch:1f1b")), str(representative_job.folder / "single.memtrace")
     options = ["pipeline", trace, "--predict", single]
