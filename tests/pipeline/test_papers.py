@@ -10,11 +10,12 @@ import pytest
 
 from memtrace.errors import MemtraceError
 from memtrace.pipeline.costs import Network, make_uniform_stages, partition_costs
-from memtrace.pipeline.memory_rules import MemoryModel, version_used
+from memtrace.pipeline.memory_rules import MemoryModel
 from memtrace.pipeline.paper_models import BERT_48, GPT_2, Transformer, transformer_layers
 from memtrace.pipeline.plan import predict_schedule
 from memtrace.pipeline.schedules.registry import build_schedule, parse_schedule_choice
 from memtrace.pipeline.schedules.schedule import Schedule
+from memtrace.pipeline.schedules.weight_versions import version_used
 from memtrace.pipeline.simulation import closed_forms
 from memtrace.pipeline.simulation.simulator import Simulation, simulate_schedule
 from memtrace.pipeline.simulation.worker_memory import WorkerMemory, simulate_memory
