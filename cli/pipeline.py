@@ -56,7 +56,7 @@ def command(
     automatically; other programs mark them with rec.stage(...) and rec.microbatch(...).
     """
     from memtrace.pipeline.measured import measure_pipeline
-    from memtrace.pipeline.recorded import recorded_actions, recorded_schedule
+    from memtrace.pipeline.recorded_versions import recorded_schedule_with_updates
 
     if predict is None and (schedule or partition or layers):
         raise MemtraceError("--schedule, --partition and --layer need --predict TRACE, the trace to predict from.")
@@ -71,7 +71,7 @@ def command(
     _print_stages(out, measured)
     _print_workers(out, measured, predicted)
     if show_schedule:
-        out.print("\n" + str(recorded_schedule(recorded_actions(trace))), soft_wrap=True, markup=False)
+        out.print("\n" + str(recorded_schedule_with_updates(trace)), soft_wrap=True, markup=False)
 
 
 def _predict(
@@ -161,16 +161,19 @@ def _worker_table(measured: MeasuredPipeline, predicted: PipelineComparison | No
     has_capacity = any(worker.headroom_bytes is not None for worker in measured.workers)
     headers = ["rank", "stages", "peak", *(["headroom"] if has_capacity else [])]
     headers += ["predicted", "of measured"] if comparisons else []
+    has_versions = any((worker.weight_versions or 0) > 1 for worker in measured.workers)
+    headers += ["weight versions"] if has_versions else []
     table = plain_table(*headers, "in flight", "bubbles")
     for worker in measured.workers:
         cells = [str(worker.rank), " ".join(map(str, worker.stages)), format_bytes(worker.peak_bytes)]
         cells += [format_bytes(worker.headroom_bytes)] if has_capacity else []
         comparison = comparisons.get(worker.rank)
+        versions = [str(worker.weight_versions or UNKNOWN)] if has_versions else []
         in_flight = str(worker.in_flight_peak)
         if comparison is not None:
             share = format_share(comparison.predicted_peak_bytes, worker.peak_bytes)
             cells += [format_bytes(comparison.predicted_peak_bytes), share]
             if comparison.predicted_in_flight != worker.in_flight_peak:
                 in_flight += f" (predicted {comparison.predicted_in_flight})"
-        table.add_row(*cells, in_flight, format_share(worker.bubble_ratio))
+        table.add_row(*cells, *versions, in_flight, format_share(worker.bubble_ratio))
     return table

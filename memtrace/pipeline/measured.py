@@ -24,6 +24,7 @@ from memtrace.pipeline.recorded import (
     torch_schedule,
     torch_steps,
 )
+from memtrace.pipeline.recorded_versions import count_weight_versions
 from memtrace.pipeline.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD
 from memtrace.trace import Trace
 
@@ -67,6 +68,9 @@ class MeasuredWorker:
     """Peak memory of the rank's fullest device, over the whole recording."""
     in_flight_peak: int
     """Peak number of (stage, micro-batch) pairs in flight."""
+    weight_versions: int | None
+    """Peak number of versions of the weights, which PipeDream and PipeDream-2BW keep; None where no parameters are
+    known."""
     bubble_ratio: float
     """Idle share of the last complete step, from the first action of any rank to the last one."""
     headroom_bytes: int | None
@@ -198,6 +202,7 @@ def _measure_workers(trace: Trace, ranks: Sequence[RankActions], step: int) -> l
                 stages=tuple(sorted({action.stage for action in rank.actions})),
                 peak_bytes=peak_bytes,
                 in_flight_peak=int(rank.in_flight().max(initial=0)),
+                weight_versions=count_weight_versions(trace.rank(rank.rank)) or None,
                 bubble_ratio=max(0.0, 1 - busy / (end - begin)) if end > begin else 0.0,
                 headroom_bytes=None,
             )

@@ -42,6 +42,8 @@ class RankActions:
     end_row: Array
     step: Array
     """Step of the pipeline, from 0: how many times the rank has run the same action before."""
+    clock_shift_ns: int
+    """What was added to times of the rank's own clock."""
 
     @property
     def kinds(self) -> Array:
@@ -150,6 +152,7 @@ def _actions_of_rank(trace: Trace, number: int, reference: Manifest) -> RankActi
         start_row=start_row,
         end_row=end_row,
         step=step,
+        clock_shift_ns=shift,
     )
 
 

@@ -20,17 +20,19 @@ from memtrace.pipeline.layer_costs import MeasuredLayers, measure_layer_costs
 from memtrace.pipeline.measured import measure_pipeline
 from memtrace.pipeline.prediction import predict_recorded_pipeline
 from memtrace.pipeline.recorded import recorded_actions, recorded_schedule
+from memtrace.pipeline.recorded_versions import recorded_schedule_with_updates
 from memtrace.pipeline.schedules.registry import parse_schedule_choice
-from memtrace.pipeline.schedules.schedule import Schedule
+from memtrace.pipeline.schedules.schedule import FLUSH, STASH, TWO_BUFFERED, Schedule
 
 RUN = Path(__file__).parents[2] / "examples" / "pipeline" / "run.py"
 DOCS = Path(__file__).parents[2] / "docs"
 NUM_WORKERS, NUM_MICROBATCHES, NUM_BLOCKS = 4, 8, 6
-REPRESENTATIVE = ("torch:1f1b", "interleaved", "chimera", "zb-h1")
-"""One schedule of torch, and one each with several stages per worker, two directions and a split backward."""
+REPRESENTATIVE = ("torch:1f1b", "interleaved", "chimera", "zb-h1", "pipedream")
+"""One schedule of torch, and one each with several stages per worker, two directions, a split backward and several
+weight versions."""
 FURTHER = (
-    "torch:gpipe", "torch:interleaved", "gpipe", "1f1b", "pipedream-2bw", "zb-h2", "zb-v", "dualpipe-v", "gems",
-    "chimera:f=2", "chimera:method=doubling", "chimera:method=halving", "dualpipe",
+    "torch:gpipe", "torch:interleaved", "gpipe", "1f1b", "pipedream-2bw", "pipedream-2bw:update_every=4", "zb-h2",
+    "zb-v", "dualpipe-v", "gems", "chimera:f=2", "chimera:method=doubling", "chimera:method=halving", "dualpipe",
 )  # fmt: skip
 # The gradients of two copies are summed in another order than in one process; other schedules are bitwise equal.
 WITH_COPIES = ("gems", "chimera", "chimera:f=2", "chimera:method=doubling", "chimera:method=halving", "dualpipe")
@@ -43,10 +45,10 @@ every_schedule = pytest.mark.parametrize(
 
 @dataclass(frozen=True)
 class Job:
-    """Recorded schedules, and the gradient differences of their ranks."""
+    """Recorded schedules, and how far their ranks are from one process that trains the whole model."""
 
     folder: Path
-    gradients: dict[str, list[dict[str, float]]]
+    differences: dict[str, list[dict[str, float]]]
 
     def path(self, schedule: str) -> Path:
         """The trace of a schedule."""
@@ -99,12 +101,13 @@ def costs(representative_job: Job) -> MeasuredLayers:
 
 
 @every_schedule
-def test_gradients_equal_those_of_one_process(job: Job, schedule: str) -> None:
+def test_gradients_or_weights_equal_those_of_one_process(job: Job, schedule: str) -> None:
+    """Without a flush the process computes every micro-batch with the weight version of the papers' rule."""
     tolerance = 1e-5 if schedule in WITH_COPIES else 0.0
-    ranks = job.gradients[file_name(schedule)]
+    ranks = job.differences[file_name(schedule)]
     assert len(ranks) == NUM_WORKERS
     for rank in ranks:
-        assert rank["largest_difference"] <= tolerance * rank["largest_gradient"]
+        assert rank["largest_difference"] <= tolerance * rank["largest_value"]
 
 
 @every_schedule
@@ -120,7 +123,6 @@ def test_memory_and_microbatches_in_flight_equal_the_prediction(job: Job, costs:
     assert len(prediction.comparison.workers) == NUM_WORKERS
     for worker in prediction.comparison.workers:
         assert worker.measured_in_flight == worker.predicted_in_flight
-        # PipeDream-2BW runs as one batch here, so it has no second version of the weights.
         assert worker.predicted_peak_bytes == pytest.approx(worker.measured_peak_bytes, rel=0.1)
 
 
@@ -129,6 +131,27 @@ def test_the_recorded_order_equals_the_schedule(job: Job, schedule: str) -> None
     table, recorded = build(schedule), recorded_schedule(recorded_actions(job.trace(schedule)))
     assert [list(map(str, row)) for row in recorded.rows] == [list(map(str, row)) for row in table.rows]
     assert recorded.placement == table.placement
+
+
+@pytest.mark.parametrize(
+    ("schedule", "update", "update_every", "versions"),
+    [
+        ("pipedream", STASH, None, [4, 3, 2, 1]),
+        pytest.param("pipedream-2bw", TWO_BUFFERED, 8, [2] * 4, marks=pytest.mark.slow),
+        pytest.param("pipedream-2bw:update_every=4", TWO_BUFFERED, 4, [2] * 4, marks=pytest.mark.slow),
+        ("zb-h1", FLUSH, None, [1] * 4),
+    ],
+)
+def test_weight_versions_and_updates_are_recognized(
+    job: Job, costs: MeasuredLayers, schedule: str, update: str, update_every: int | None, versions: list[int]
+) -> None:
+    """The prediction from the recorded order needs no schedule: it counts the versions that the recording shows."""
+    trace = job.trace(schedule)
+    recorded = recorded_schedule_with_updates(trace)
+    assert (recorded.update, recorded.update_every) == (update, update_every)
+    assert [worker.weight_versions for worker in measure_pipeline(trace).workers] == versions
+    for worker in predict_recorded_pipeline(trace, costs).comparison.workers:
+        assert worker.predicted_peak_bytes == pytest.approx(worker.measured_peak_bytes, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +190,7 @@ def test_model_outputs_that_torch_keeps_until_the_next_step_are_predicted(job_wi
     costs = measure_layer_costs(memtrace.load(job_with_outputs.folder / "single.memtrace"))
     logits_bytes = 4 * 64 * 1024 * 4
     assert (costs.layers[-1].model_output_bytes, costs.layers[-1].loss_bytes) == (logits_bytes, 4)
-    for name in job_with_outputs.gradients:
+    for name in job_with_outputs.differences:
         trace = memtrace.load(job_with_outputs.folder / f"{name}.memtrace")
         assert measure_pipeline(trace).kept_outputs == "microbatches"
         error = predict_recorded_pipeline(trace, costs).comparison.largest_error
