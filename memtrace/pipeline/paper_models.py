@@ -35,6 +35,16 @@ class Transformer:
         elements = self.sequence * microbatch
         return 34 * elements * self.hidden + 5 * self.num_heads * self.sequence * elements
 
+    def eager_block_activation_bytes(self, microbatch: int) -> int:
+        """Activations of one block in 32-bit precision with a GELU and a layer norm that are written in Python.
+
+        That is how the code of the Chimera paper has them (transformers/modeling.py in its repository). In bytes per
+        token and hidden element: inputs of the linear layers 28, query, key and value 12, two dropout masks 2, three
+        tensors of the GELU 48, and two of each layer norm 16; per attention score 9: softmax, mask and dropout.
+        """
+        elements = self.sequence * microbatch
+        return 106 * elements * self.hidden + 9 * self.num_heads * self.sequence * elements
+
 
 BERT_48: Final = Transformer(
     num_blocks=48,
