@@ -13,7 +13,7 @@ from memtrace.pipeline.plan import PlanSettings, SchedulePrediction, step_time_w
 from memtrace.pipeline.simulation.all_reduce import AFTER
 from memtrace.units import format_bytes, format_share
 
-SLOWEST_BYTES_PER_S: Final = 1e5
+SLOWEST_BYTES_PER_S: Final = 1.0
 FASTEST_BYTES_PER_S: Final = 1e13
 """Range of bandwidths that ``break_even_bandwidth`` searches."""
 NUM_BISECTIONS: Final = 20
@@ -43,7 +43,7 @@ def plan_assumptions(
 
 
 def _network_assumptions(ranked: Sequence[Ranked], settings: PlanSettings) -> Iterator[str]:
-    reducing = list(dict.fromkeys(str(each.choice) for each, _ in ranked if each.reduces_gradients))
+    reducing = [prediction for prediction, _ in ranked if prediction.reduces_gradients]
     network = settings.network
     if network.seconds_per_byte:
         if reducing and settings.sync != AFTER:
@@ -54,9 +54,11 @@ def _network_assumptions(ranked: Sequence[Ranked], settings: PlanSettings) -> It
             )
         return
     if reducing:
+        copies = [each.choice.family.name for each in reducing if len(each.schedule.placement) > 1]
+        names = f" ({', '.join(dict.fromkeys(copies))})" if copies else ""
         text = (
             "No --bandwidth was given, so the all-reduce of gradients is free. The ranking favors schedules with "
-            f"several copies of the model ({_join(reducing)}) and high data-parallel degrees."
+            f"several copies of the model{names} and high data-parallel degrees."
         )
         yield text + _describe_break_even(ranked, settings)
     elif any(prediction.schedule.num_workers > 1 for prediction, _ in ranked):
@@ -64,10 +66,6 @@ def _network_assumptions(ranked: Sequence[Ranked], settings: PlanSettings) -> It
             "No --bandwidth was given, so messages between workers are free. The ranking favors deep pipelines and "
             "several stages per worker."
         )
-
-
-def _join(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) < 5 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
 def _describe_break_even(ranked: Sequence[Ranked], settings: PlanSettings) -> str:
