@@ -8,9 +8,9 @@ bandwidth of its all-reduces (Gloo over Cray Aries), so several are shown.
 
 Measured in the paper (figure 13): Bert-48 on 32 workers (2, 16, 16), (4, 8, 16), (8, 4, 8), (16, 2, 4), of which (8, 4,
 8) is chosen and fastest. GPT-2 on 512 workers (8, 64, 1), (16, 32, 1), (32, 16, 1) and (64, 8, 1), the last two with
-recomputation; (16, 32, 1) is chosen. The activations counted here for GPT-2 need no recomputation; 1.4 times as many, as
-the paper's need for it implies, give its choice. Figure 12: eager-sync-opt is 1.09 times as fast as eager-sync on 64
-nodes.
+recomputation; (16, 32, 1) is chosen. The activations counted here for GPT-2 need no recomputation; 1.4 times as many,
+as the paper's need for it implies, give its choice. Figure 12: eager-sync-opt is 1.09 times as fast as eager-sync on
+64 nodes.
 """
 
 from __future__ import annotations

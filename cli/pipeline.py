@@ -146,6 +146,12 @@ def _state_bytes(stage: MeasuredStage) -> int | None:
 def _print_workers(out: Console, measured: MeasuredPipeline, predicted: PipelineComparison | None) -> None:
     out.print("\n[bold]Pipeline workers[/]")
     out.print(_worker_table(measured, predicted))
+    if any(worker.gradient_sync_ns is not None for worker in measured.workers):
+        out.print(
+            "Gradient sync: from the launch of all-reduces to the first use of a reduced gradient. Exposed: the part "
+            "after the last action of the rank.",
+            style="dim",
+        )
     imbalance = UNKNOWN if measured.imbalance is None else f"{measured.imbalance:.2f}"
     out.print(f"\nImbalance (highest peak / mean peak): {imbalance}")
     if predicted is not None:
@@ -163,7 +169,8 @@ def _worker_table(measured: MeasuredPipeline, predicted: PipelineComparison | No
     headers += ["predicted", "of measured"] if comparisons else []
     has_versions = any((worker.weight_versions or 0) > 1 for worker in measured.workers)
     headers += ["weight versions"] if has_versions else []
-    table = plain_table(*headers, "in flight", "bubbles")
+    has_sync = any(worker.gradient_sync_ns is not None for worker in measured.workers)
+    table = plain_table(*headers, "in flight", "bubbles", *(["gradient sync", "exposed"] if has_sync else []))
     for worker in measured.workers:
         cells = [str(worker.rank), " ".join(map(str, worker.stages)), format_bytes(worker.peak_bytes)]
         cells += [format_bytes(worker.headroom_bytes)] if has_capacity else []
@@ -175,5 +182,6 @@ def _worker_table(measured: MeasuredPipeline, predicted: PipelineComparison | No
             cells += [format_bytes(comparison.predicted_peak_bytes), share]
             if comparison.predicted_in_flight != worker.in_flight_peak:
                 in_flight += f" (predicted {comparison.predicted_in_flight})"
-        table.add_row(*cells, *versions, in_flight, format_share(worker.bubble_ratio))
+        sync = [format_duration(worker.gradient_sync_ns), format_duration(worker.exposed_sync_ns)] if has_sync else []
+        table.add_row(*cells, *versions, in_flight, format_share(worker.bubble_ratio), *sync)
     return table

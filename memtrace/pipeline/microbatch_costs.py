@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from memtrace.errors import MemtraceError
 from memtrace.pipeline.costs import (
@@ -139,7 +139,7 @@ def _on_line(low: LayerCosts, high: LayerCosts, sizes: Sequence[int], size: int)
     to the size. Noise between two measurements is thus not extrapolated to times of 0 or below.
     """
     share = (size - sizes[0]) / (sizes[1] - sizes[0])
-    changes: dict[str, float | int | None] = {}
+    changes: dict[str, Any] = {}
     for name in (*PROPORTIONAL_SECONDS, *PROPORTIONAL_BYTES, "first_backward_temporary_bytes"):
         before, after = getattr(low, name), getattr(high, name)
         if before is None or after is None:

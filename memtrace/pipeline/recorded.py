@@ -70,6 +70,13 @@ def running_in_flight(actions: Sequence[Action]) -> Array:
     return running
 
 
+def action_of_rows(rank: RankActions, rows: Array) -> Array:
+    """The action that each row of events belongs to; -1: none."""
+    place = np.searchsorted(rank.end_row, rows, side="right")
+    inside = np.minimum(place, len(rank.end_row) - 1)
+    return np.where((rows >= 0) & (place < len(rank.end_row)) & (rows >= rank.first_row[inside]), inside, -1)
+
+
 def recorded_actions(trace: Trace) -> list[RankActions]:
     """The actions of every rank that has any.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -74,7 +73,7 @@ def count_weight_versions(trace: Trace) -> int:
     return int(np.median(_most_at_once(names, of_rank.alloc_event[chosen], of_rank.free_event[chosen])))
 
 
-def _most_at_once(names: Array, begins: Array, ends: Array) -> Sequence[int]:
+def _most_at_once(names: Array, begins: Array, ends: Array) -> Array:
     """For every name the largest number of intervals that overlap; an end below 0 is open."""
     keys = np.concatenate([names, names])
     times = np.concatenate([begins, np.where(ends < 0, np.iinfo(np.int64).max, ends)])
@@ -82,5 +81,5 @@ def _most_at_once(names: Array, begins: Array, ends: Array) -> Sequence[int]:
     order = np.lexsort((changes, times, keys))
     levels = np.cumsum(changes[order])  # 0 at the end of every name
     groups = np.flatnonzero(np.append(True, keys[order][1:] != keys[order][:-1]))
-    most: Sequence[int] = np.maximum.reduceat(levels, groups)
+    most: Array = np.maximum.reduceat(levels, groups)
     return most

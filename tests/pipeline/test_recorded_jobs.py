@@ -20,6 +20,7 @@ from memtrace.pipeline.layer_costs import MeasuredLayers, measure_layer_costs
 from memtrace.pipeline.measured import measure_pipeline
 from memtrace.pipeline.prediction import predict_recorded_pipeline
 from memtrace.pipeline.recorded import recorded_actions, recorded_schedule
+from memtrace.pipeline.recorded_syncs import gradient_syncs
 from memtrace.pipeline.recorded_versions import recorded_schedule_with_updates
 from memtrace.pipeline.schedules.registry import parse_schedule_choice
 from memtrace.pipeline.schedules.schedule import FLUSH, STASH, TWO_BUFFERED, Schedule
@@ -174,6 +175,34 @@ def test_no_stage_begins_before_its_input_is_computed(job: Job, schedule: str) -
     # A message takes at least some tens of microseconds; the error of the clocks is smaller.
     for kind, stage, microbatch, step in forwards:
         assert begins[kind, stage, microbatch, step] >= ends[kind, stage - 1, microbatch, step]
+
+
+def test_gradient_synchronization_is_recorded_where_stages_have_copies(representative_job: Job) -> None:
+    """Chimera all-reduces every parameter of both stages of a rank; the other schedules have one copy of each."""
+    trace = representative_job.trace("chimera")
+    measured = measure_pipeline(trace)
+    for rank, worker in zip(recorded_actions(trace), measured.workers, strict=True):
+        syncs = gradient_syncs(trace.rank(rank.rank), rank)
+        assert {(sync.step, sync.stage) for sync in syncs} == {
+            (step, stage) for step in range(2) for stage in worker.stages
+        }
+        for sync in syncs:
+            mine = [number for number, action in enumerate(rank.actions) if action.stage == sync.stage]
+            last = max(number for number in mine if rank.step[number] == sync.step)
+            # Launched behind the last backward of the stage; the optimizer uses the gradients after all actions.
+            assert sync.is_end_known and sync.start_ns >= rank.end_ns[last]
+            assert sync.end_ns >= rank.end_ns[rank.step == sync.step].max()
+        single = trace.rank(rank.rank)
+        launched = [single.name(int(name)) for name in single.columns("ops", "name")["name"]].count("c10d::allreduce_")
+        assert sum(sync.num_reductions for sync in syncs) == launched > 0
+        assert worker.gradient_sync_ns is not None and worker.exposed_sync_ns is not None
+        assert 0 <= worker.exposed_sync_ns <= worker.gradient_sync_ns
+    without = measure_pipeline(representative_job.trace("zb-h1")).workers
+    assert [(worker.gradient_sync_ns, worker.exposed_sync_ns) for worker in without] == [(None, None)] * 4
+    shown = CliRunner().invoke(cli, ["pipeline", str(representative_job.path("chimera"))]).output
+    assert "gradient sync" in shown and "exposed" in shown
+    assert "gradient synchronization" in render(trace)
+    assert "gradient synchronization:" not in render(representative_job.trace("zb-h1"))
 
 
 @pytest.fixture(
