@@ -122,6 +122,11 @@ def command(
 
     Give --stages and --microbatches, or --workers and --batch to search for them. Several traces with different
     micro-batch sizes show how efficient each size is; with a single one costs of other sizes are taken in proportion.
+
+    \b
+    Examples:
+      memtrace plan pipeline single.memtrace --stages 4 --microbatches 8
+      memtrace plan pipeline single.memtrace --workers 32 --batch 512
     """
     selections = [Selection((trace,), rank, from_step, to_step) for trace in traces]
     _check_options(workers is not None, stages, microbatches, options["data_parallel"], batch, sizes, rule)

@@ -15,18 +15,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memtrace.errors import MemtraceError, TraceError
+    from memtrace.execution.application import apply
+    from memtrace.planning.plan import Plan, read_plan, write_plan
     from memtrace.recording.session import record
     from memtrace.trace import Trace, load
 
 __version__ = "0.1.0"
-__all__ = ["MemtraceError", "Trace", "TraceError", "load", "record"]
+__all__ = ["MemtraceError", "Plan", "Trace", "TraceError", "apply", "load", "read_plan", "record", "write_plan"]
 
 _HOMES = {
     "MemtraceError": "memtrace.errors",
     "TraceError": "memtrace.errors",
+    "Plan": "memtrace.planning.plan",
     "Trace": "memtrace.trace",
+    "apply": "memtrace.execution.application",
     "load": "memtrace.trace",
+    "read_plan": "memtrace.planning.plan",
     "record": "memtrace.recording.session",
+    "write_plan": "memtrace.planning.plan",
 }
 
 

@@ -39,11 +39,18 @@ ALLOWED = {
     "memtrace.analysis": BASE | {"memtrace.trace", "memtrace.allocator"},
     "memtrace.allocator": BASE | {"memtrace.trace", "memtrace.analysis"},
     "memtrace.pipeline": BASE | {"memtrace.trace", "memtrace.analysis"},
-    "memtrace.dashboards": BASE | {"memtrace.trace", "memtrace.analysis", "memtrace.allocator", "memtrace.pipeline"},
+    "memtrace.planning": BASE | {"memtrace.trace", "memtrace.analysis", "memtrace.allocator", "memtrace.pipeline"},
+    "memtrace.execution": BASE | {"memtrace.trace", "memtrace.planning", "memtrace.recording"},
+    "memtrace.exporters": BASE | {"memtrace.trace", "memtrace.analysis"},
+    "memtrace.dashboards": BASE
+    | {f"memtrace.{name}" for name in ("trace", "analysis", "allocator", "pipeline", "planning")},
     "memtrace.cli": BASE
     | {
         f"memtrace.{name}"
-        for name in ("trace", "readers", "recording", "analysis", "allocator", "pipeline", "dashboards")
+        for name in (
+            *("trace", "readers", "recording", "analysis", "allocator", "pipeline", "planning", "execution"),
+            *("exporters", "dashboards"),
+        )
     },
 }
 

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Final, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final
 
 from memtrace.errors import TraceError
 from memtrace.format.files import replace_file
-from memtrace.format.regular_file import require_regular_file
 from memtrace.format.schema import FORMAT_VERSION, MANIFEST_NAME, TABLES
-from memtrace.text import to_printable
+from memtrace.format.typed_json import InvalidMember, parse_value, read_json_file
 
-MAX_FILE_BYTES: Final = 64 << 20
-MAX_NUMBER: Final = 1 << 62
-MAX_DEPTH: Final = 20
-"""Deepest nesting of a member without a type (``allocator_settings``)."""
 _MAX_RANK: Final = 1 << 24
 _MAX_PART: Final = 10**9
 _SIGNED: Final = ("clock.offset_ns", "clock.drift_ns", "options.device_time_min_bytes")
@@ -175,8 +169,7 @@ class Manifest:
 def read_manifest(path: Path) -> Manifest:
     """Read ``manifest.json``; TraceError where it is missing, damaged, foreign or of another format version."""
     try:
-        require_regular_file(path, MAX_FILE_BYTES)
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        content = read_json_file(path)
     except FileNotFoundError:
         raise TraceError(f"{path} is missing: {path.parent} is not the folder of a memtrace rank.") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -212,92 +205,24 @@ def parse_manifest(content: Any, where: str) -> Manifest:
             f"{FORMAT_VERSION}). Record the program again, or import the original file again."
         )
     try:
-        manifest: Manifest = _parse(Manifest, content, "")
+        manifest: Manifest = parse_value(Manifest, content, signed=_SIGNED)
         _check(manifest)
-    except _InvalidMember as error:
+    except InvalidMember as error:
         raise TraceError(f"{where}: {error}. Copy the trace again from where it was recorded.") from None
     return manifest
-
-
-class _InvalidMember(Exception):
-    """A member of the manifest has an invalid value."""
-
-    def __init__(self, member: str, value: object) -> None:
-        is_plain = isinstance(value, str | float | bool | None) or (isinstance(value, int) and abs(value) < 10**30)
-        text = ascii(str(value)[:80]) if is_plain else f"of type {type(value).__name__}"
-        super().__init__(f"the member {to_printable(member.lstrip('.'))[:80]} has the invalid value {text}")
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number")
-
-
-def _parse(kind: Any, value: Any, member: str) -> Any:
-    """Return a JSON value as ``kind``: a dataclass, a mapping, a tuple, a union or a plain type."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
-        hints = get_type_hints(kind)
-        present = {item.name for item in fields(kind)} & value.keys()
-        return kind(**{name: _parse(hints[name], value[name], f"{member}.{name}") for name in present})
-    if origin in (Union, UnionType):
-        if value is None and NoneType in arguments:
-            return None
-        return _parse(next(option for option in arguments if option is not NoneType), value, member)
-    if origin is tuple and isinstance(value, list):
-        if arguments[-1] is ...:
-            return tuple(_parse(arguments[0], item, member) for item in value)
-        if len(value) == len(arguments):
-            return tuple(_parse(option, item, member) for option, item in zip(arguments, value, strict=True))
-    if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, dict):
-        return {to_printable(key): _parse(arguments[1], item, f"{member}.{key}") for key, item in value.items()}
-    if kind is Any:
-        return _parse_any(value, member, MAX_DEPTH)
-    if _is_plain(kind, value):
-        return _bounded(value, member)
-    raise _InvalidMember(member, value)
-
-
-def _is_plain(kind: Any, value: Any) -> bool:
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return type(value) is kind
-
-
-def _bounded(value: Any, member: str) -> Any:
-    """Return a plain value: text as printable characters on one line, numbers only where they are in range."""
-    if isinstance(value, str):
-        return to_printable(value)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        lowest = -MAX_NUMBER if member.lstrip(".") in _SIGNED else 0
-        if not lowest <= value <= MAX_NUMBER:
-            raise _InvalidMember(member, value)
-    return value
-
-
-def _parse_any(value: Any, member: str, depth: int) -> Any:
-    """Return a JSON value without a type of its own, such as a setting of the allocator."""
-    if depth == 0:
-        raise _InvalidMember(member, value)
-    if isinstance(value, dict):
-        return {to_printable(key): _parse_any(item, member, depth - 1) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_parse_any(item, member, depth - 1) for item in value]
-    if isinstance(value, int | float) and abs(value) > 1 << 64:
-        raise _InvalidMember(member, value)
-    return to_printable(value) if isinstance(value, str) else value
 
 
 def _check(manifest: Manifest) -> None:
     """Check what the types of the members do not say."""
     if manifest.rank > _MAX_RANK:
-        raise _InvalidMember("rank", manifest.rank)
+        raise InvalidMember("rank", manifest.rank)
     if not 1 <= manifest.world_size <= _MAX_RANK:
-        raise _InvalidMember("world_size", manifest.world_size)
+        raise InvalidMember("world_size", manifest.world_size)
     for table, ranges in (manifest.parts or {}).items():
         if table not in TABLES:
-            raise _InvalidMember("parts", table)
+            raise InvalidMember("parts", table)
         if any(low > high or high > _MAX_PART for low, high in ranges):
-            raise _InvalidMember(f"parts.{table}", list(ranges))
+            raise InvalidMember(f"parts.{table}", list(ranges))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -1,0 +1,59 @@
+"""The model and the optimizers that a plan is applied to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memtrace.errors import MemtraceError
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_LISTED = 5
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model and its optimizers."""
+
+    model: torch.nn.Module
+    optimizers: tuple[torch.optim.Optimizer, ...]
+
+    def find_modules(self, names: Iterable[str]) -> dict[str, torch.nn.Module]:
+        """Return the modules of the model by the names that a plan uses.
+
+        Where the recording detected the model by itself, names in the trace begin with the class of the model.
+
+        Raises:
+            MemtraceError: The model has no module of such a name.
+        """
+        wanted, modules = list(names), self._modules()
+        missing = [name for name in wanted if name not in modules]
+        if missing:
+            from memtrace.recording.plain_access import type_name
+
+            raise MemtraceError(
+                f"the plan names modules that the model ({type_name(self.model)}) does not have: "
+                f"{_list_some(missing)}. Apply the plan to the model it was made for, or record this model and make a "
+                "plan for it."
+            )
+        return {name: modules[name] for name in wanted}
+
+    def has_modules(self, names: Iterable[str]) -> bool:
+        """Return whether the model has modules of all these names."""
+        return self._modules().keys() >= set(names)
+
+    def _modules(self) -> dict[str, torch.nn.Module]:
+        """Return the modules of the model by all names that a plan can use."""
+        from memtrace.recording.plain_access import type_name, walk_modules
+
+        modules = dict(walk_modules(self.model))
+        prefix = type_name(self.model)
+        return {f"{prefix}.{name}" if name else prefix: module for name, module in modules.items()} | modules
+
+
+def _list_some(names: Sequence[str]) -> str:
+    listed = ", ".join(names[:MAX_LISTED])
+    return listed if len(names) <= MAX_LISTED else f"{listed} and {len(names) - MAX_LISTED:,} more"

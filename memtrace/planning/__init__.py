@@ -1,0 +1,5 @@
+"""Plans: what would change in a training program, and what that is predicted to give."""
+
+from memtrace.planning.plan import Plan, PlanAction, StepCost, read_plan, write_plan
+
+__all__ = ["Plan", "PlanAction", "StepCost", "read_plan", "write_plan"]

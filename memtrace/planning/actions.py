@@ -1,0 +1,99 @@
+"""What a plan can change in a training program. Every action is a value: JSON writes and reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from memtrace.units import format_bytes, format_count
+
+MAX_NAMES = 4
+"""Names of modules that the description of an action lists before it abbreviates."""
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Discard what the forward calls of modules save for backward, and call them again in backward."""
+
+    modules: tuple[str, ...]
+    """Qualified names, as the trace has them."""
+    kind: Literal["recompute"] = "recompute"
+
+    def describe(self) -> str:
+        """Return the action as one line of text."""
+        return f"Recompute {_list_names(self.modules)} in backward."
+
+    def module_names(self) -> tuple[str, ...]:
+        """Return the names of the modules that the action changes."""
+        return self.modules
+
+    def split(self) -> tuple[Recompute, ...]:
+        """Return an action for each module."""
+        return tuple(replace(self, modules=(module,)) for module in self.modules)
+
+
+@dataclass(frozen=True)
+class OffloadedTensor:
+    """A tensor that autograd saves in a forward call of a module, and that waits in host memory until backward."""
+
+    module: str
+    """Qualified name of the module whose forward call saves the tensor; empty: outside all modules."""
+    index: int
+    """Position among the tensors that this call saves, counted from 0."""
+    bytes: int
+    """Size of the tensor's storage."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Copy saved tensors to host memory in forward, and back before backward reads them."""
+
+    tensors: tuple[OffloadedTensor, ...]
+    kind: Literal["offload"] = "offload"
+
+    def describe(self) -> str:
+        """Return the action as one line of text."""
+        size = sum(tensor.bytes for tensor in self.tensors)
+        modules = tuple(dict.fromkeys(tensor.module or "(no module)" for tensor in self.tensors))
+        return (
+            f"Offload {format_count(len(self.tensors), 'saved tensor')} of {format_bytes(size)} "
+            f"in {_list_names(modules)}."
+        )
+
+    def module_names(self) -> tuple[str, ...]:
+        """Return the names of the modules that the action changes."""
+        return tuple(tensor.module for tensor in self.tensors)
+
+    def split(self) -> tuple[Offload, ...]:
+        """Return an action for each tensor."""
+        return tuple(replace(self, tensors=(tensor,)) for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Spill:
+    """Keep only the shard of the model that computes in device memory; the others wait in host memory."""
+
+    shards: tuple[tuple[str, ...], ...]
+    """Qualified names of the modules of each shard, in the order of their forward calls."""
+    double_buffered: bool
+    """Whether the next shard is loaded while the current one computes."""
+    kind: Literal["spill"] = "spill"
+
+    def describe(self) -> str:
+        """Return the action as one line of text."""
+        buffering = "with" if self.double_buffered else "without"
+        return f"Spill the model in {format_count(len(self.shards), 'shard')}, {buffering} double buffering."
+
+    def module_names(self) -> tuple[str, ...]:
+        """Return the names of the modules that the action changes."""
+        return tuple(name for shard in self.shards for name in shard)
+
+    def split(self) -> tuple[Spill, ...]:
+        """Return the action itself: its shards depend on each other."""
+        return (self,)
+
+
+def _list_names(names: tuple[str, ...]) -> str:
+    if len(names) <= MAX_NAMES:
+        return ", ".join(names)
+    return f"{', '.join(names[: MAX_NAMES - 1])} and {len(names) - MAX_NAMES + 1:,} more"
