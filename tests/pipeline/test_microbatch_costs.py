@@ -140,7 +140,7 @@ def test_the_command_states_that_all_reduces_are_free_without_a_bandwidth(tmp_pa
     amount, unit = free.split("only above ")[1].split()[:2]
     break_even = float(amount) * {"B": 1, "KiB": 2**10, "MiB": 2**20}[unit]
     for factor, winner in ((0.9, "1f1b"), (1.1, "chimera")):
-        report = plan(*costs, *both, "--bandwidth", round(factor * break_even), "--json")
+        report = plan(*costs, *both, "--bandwidth", f"{round(factor * break_even)}B")
         assert report["schedules"][0]["schedule"] == winner
         assert "takes 50 % of a worker's speed" in report["assumptions"][0]
     (messages,) = plan(*costs, "--schedule", "1f1b")["assumptions"]
