@@ -43,6 +43,8 @@ class RankActions:
     end_row: Array
     step: Array
     """Step of the pipeline, from 0: how many times the rank has run the same action before."""
+    clock_shift_ns: int
+    """What was added to times of the rank's own clock."""
 
     @property
     def kinds(self) -> Array:
@@ -67,6 +69,13 @@ def running_in_flight(actions: Sequence[Action]) -> Array:
     level = np.cumsum(np.stack(in_flight_changes(actions), axis=1).ravel())
     running: Array = level - min(0, int(level.min(initial=0)))
     return running
+
+
+def action_of_rows(rank: RankActions, rows: Array) -> Array:
+    """The action that each row of events belongs to; -1: none."""
+    place = np.searchsorted(rank.end_row, rows, side="right")
+    inside = np.minimum(place, len(rank.end_row) - 1)
+    return np.where((rows >= 0) & (place < len(rank.end_row)) & (rows >= rank.first_row[inside]), inside, -1)
 
 
 def recorded_actions(trace: Trace) -> list[RankActions]:
@@ -139,6 +148,7 @@ def _actions_of_rank(trace: Trace, number: int, reference: Manifest) -> RankActi
         start_row=start_row,
         end_row=end_row,
         step=step,
+        clock_shift_ns=shift,
     )
 
 
