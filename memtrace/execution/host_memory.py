@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from memtrace.analysis.bandwidth import COPY_SIZES, CopyBandwidths, best_copy_times, fit_copy_cost
 from memtrace.errors import MemtraceError
 from memtrace.recording.excluded_memory import exclude_memory, include_memory
 from memtrace.units import format_bytes
@@ -195,3 +196,23 @@ class _StreamCopy:
         self._event.synchronize()
         self.wait()
 
+
+def measure_copies() -> CopyBandwidths:
+    """Measure copies between torch's CPU memory and the mapped files that stand for host memory.
+
+    Memory is allocated for every copy to the device, as it is while a plan is carried out.
+    """
+    memory = MappedMemory()
+    host = memory.allocate(COPY_SIZES[-1])
+    source = torch.empty(COPY_SIZES[-1], dtype=torch.uint8).fill_(1)
+    memory.copy_out(host, source).finish()
+
+    def copy_d2h(num_bytes: int) -> None:
+        memory.copy_out(host[:num_bytes], source[:num_bytes]).finish()
+
+    def copy_h2d(num_bytes: int) -> None:
+        memory.copy_in(torch.empty(num_bytes, dtype=torch.uint8), host[:num_bytes]).finish()
+
+    d2h, h2d = (fit_copy_cost(best_copy_times(copy)) for copy in (copy_d2h, copy_h2d))
+    memory.close()
+    return CopyBandwidths(d2h, h2d, "measured, mapped files of this machine")
