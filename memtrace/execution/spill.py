@@ -53,9 +53,7 @@ def apply_action(action: Spill, target: Target) -> Iterator[None]:
         for replaced in (*steps, *forwards):
             stack.callback(replaced.detach)
             replaced.attach()
-        for handle in (*_watch_gradients(layers, owner, every), target.model.register_forward_hook(
-            lambda *_: None if torch.is_grad_enabled() else residency.empty(), always_call=True
-        )):  # fmt: skip
+        for handle in (_watch_evaluation(target.model, residency), *_watch_gradients(layers, owner, every)):
             stack.callback(handle.remove)
         residency.empty()
         yield
@@ -111,6 +109,19 @@ def _make_shards(
         used = list({id(moved): moved for p in members for moved in (of_tensor[id(p)],)}.values())
         shards.append(Shard([p for p in members if owner[id(p)] == number], used))
     return shards
+
+
+def _watch_evaluation(model: torch.nn.Module, residency: Residency) -> Any:
+    """Move all shards to host memory after a forward of the model that no backward follows; return the hook's handle.
+
+    A hook of all modules is not copied with the model.
+    """
+
+    def after_forward(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if module is model and not torch.is_grad_enabled():
+            residency.empty()
+
+    return torch.nn.modules.module.register_module_forward_hook(after_forward, always_call=True)
 
 
 def _watch_gradients(layers: SpilledLayers, owner: dict[int, int], parameters: Sequence[torch.Tensor]) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, Final
 
@@ -70,14 +70,10 @@ def find_optimal_schedule(
 
 
 def _without_copies(job: ModelJob) -> ModelJob:
-    from dataclasses import replace
-
     return replace(job, units=tuple(replace(unit, load_s=0.0, unload_s=0.0) for unit in job.units))
 
 
 def _renamed(schedule: MultiModelSchedule) -> MultiModelSchedule:
-    from dataclasses import replace
-
     return replace(schedule, policy="optimum")
 
 
@@ -160,7 +156,14 @@ class _Program:
     def _read(self, x: Array) -> MultiModelSchedule:
         count = len(self._model)
         on = x[self._first_device : self._first_pair].reshape(count, self._num_devices)
-        start, device = x[:count], on.argmax(axis=1)
+        device = on.argmax(axis=1)
+        order = np.lexsort((self._unit, x[:count]))
+        start = np.zeros(count)
+        ready, free = np.zeros(int(self._model.max()) + 1), np.zeros(self._num_devices)
+        # The solver's times are exact up to a tolerance only: the order and the devices are what it decides.
+        for unit in order.tolist():
+            start[unit] = max(ready[self._model[unit]], free[device[unit]])
+            ready[self._model[unit]] = free[device[unit]] = start[unit] + self._seconds[unit]
         order = np.lexsort((self._unit, start))
         end = start + self._seconds
         return MultiModelSchedule(
