@@ -151,7 +151,17 @@ def main() -> None:
         plan, trace = [Path(path) if path else None for path in (*paths, "", "")[:2]]
         print(json.dumps(run_case(name, int(steps), plan, trace)))
         return
-    header = ["program", "run", "predicted MiB", "memtrace MiB", "kernel MiB", "predicted s", "step s", "price", "losses"]
+    header = [
+        "program",
+        "run",
+        "predicted MiB",
+        "memtrace MiB",
+        "kernel MiB",
+        "predicted s",
+        "step s",
+        "price",
+        "losses",
+    ]
     bandwidths = measure_copies()
     with tempfile.TemporaryDirectory(prefix="memtrace-spill-") as folder:
         for name in arguments.program or PROGRAMS:
@@ -162,7 +172,9 @@ def main() -> None:
             for label, buffer_bytes in (("no buffer", 0), ("buffer 5 %", budget // 20), ("buffer 25 %", budget // 4)):
                 plan = plan_spill(trace, budget_bytes=budget, buffer_bytes=buffer_bytes, bandwidths=bandwidths)
                 rows.append(measure(name, f"{label}, {len(plan.shards)} shards", plan, arguments, Path(folder)))
-            print(f"\n{name}: state {state_bytes / 2**20:.0f} MiB, budget {budget / 2**20:.0f} MiB, {arguments.steps} steps")
+            print(
+                f"\n{name}: state {state_bytes / 2**20:.0f} MiB, budget {budget / 2**20:.0f} MiB, {arguments.steps} steps"
+            )
             widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
             for row in [header, *rows]:
                 print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
-from memtrace.cli.bandwidths import takes_bandwidths
 from memtrace.cli.arguments import Selection, selects_traces
+from memtrace.cli.bandwidths import takes_bandwidths
 from memtrace.cli.output import console, escape, plain_table, print_json
 from memtrace.cli.quantities import BYTES_OR_ZERO
 from memtrace.cli.tabular import print_csv
@@ -17,7 +15,6 @@ from memtrace.cli.tabular import print_csv
 from memtrace.analysis.access import AccessAnalysis, analyze_access
 from memtrace.analysis.bandwidth import TITAN_XP, CopyBandwidths
 from memtrace.analysis.thresholds import MIN_SWAP_BYTES
-from memtrace.errors import MemtraceError
 from memtrace.format.schema import NO_BLOCKS
 from memtrace.units import UNKNOWN, format_bytes, format_count, format_duration
 

@@ -84,6 +84,12 @@ def command(
 
     With --devices, every TRACE is a model: shards of all of them are scheduled on K devices by Sharded-LRTF, which is
     compared with task parallelism, model parallelism, random order and, for few shards, the optimum.
+
+    \b
+    Examples:
+      memtrace plan spill run.memtrace --budget 2GiB -o plan.json
+      memtrace plan spill --budget 2GiB --prove "train.py --epochs 1"
+      memtrace plan spill one.memtrace two.memtrace --budget 8GiB --devices 4
     """
     from memtrace.planning.spill import plan_spill
 
@@ -136,14 +142,18 @@ def _print_shards(out: Console, result: SpillPlan) -> None:
     out.print(table)
     if len(result.shards) > MAX_SHARDS:
         out.print(f"{format_count(len(result.shards) - MAX_SHARDS, 'more shard')}; --json lists all of them.")
-    out.print("State: parameters, gradients, optimizer state. Forward, backward, update: peaks of the shard.", style="dim")
+    out.print(
+        "State: parameters, gradients, optimizer state. Forward, backward, update: peaks of the shard.", style="dim"
+    )
     ratio = result.state_bytes / result.budget_bytes
     out.print(
         f"State of the model: {format_bytes(result.state_bytes)}, {ratio:.1f} times the budget of "
         f"{format_bytes(result.budget_bytes)}, of which the buffer takes {format_bytes(result.buffer_bytes)}."
     )
     if result.unbuffered_step_ns is not None and result.buffer_bytes:
-        out.print(f"Without double buffering a step of these shards takes {format_duration(result.unbuffered_step_ns)}.")
+        out.print(
+            f"Without double buffering a step of these shards takes {format_duration(result.unbuffered_step_ns)}."
+        )
 
 
 def _schedule(request: PlanRequest, plan: Any, devices: int, minibatches: int) -> None:
@@ -155,9 +165,7 @@ def _schedule(request: PlanRequest, plan: Any, devices: int, minibatches: int) -
     names = [_model_name(path) for path in paths]
     plans = [plan(Selection((path,), request.selection.rank).open_rank()) for path in paths]
     with working(f"scheduling {format_count(len(plans), 'model')}"):
-        report = compare_schedules(
-            names, plans, devices, num_minibatches=minibatches, num_cells=TIMELINE_CELLS
-        )
+        report = compare_schedules(names, plans, devices, num_minibatches=minibatches, num_cells=TIMELINE_CELLS)
     if request.as_json:
         print_json(report)
         return

@@ -21,7 +21,9 @@ class MovedStorage:
         self.tensors = tuple(tensors)
         first = self.tensors[0]
         self._memory = memory
-        self._views = [(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()) for tensor in self.tensors]
+        self._views = [
+            (tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()) for tensor in self.tensors
+        ]
         self._torch_device = first.device
         self.num_bytes = first.untyped_storage().nbytes()
         self._device: torch.Tensor | None = _as_bytes(first)

@@ -44,9 +44,7 @@ def apply_action(action: Spill, target: Target) -> Iterator[None]:
     residency = Residency(_make_shards(parameters, owner, move_storages(every, memory)), memory, action.buffer_bytes)
     layers = SpilledLayers(residency, recompute=action.recompute)
     steps = [ShardedStep(optimizer, residency, owner) for optimizer in target.optimizers]
-    forwards = [
-        SpilledForward(module, number, layers) for number, members in enumerate(modules) for module in members
-    ]
+    forwards = [SpilledForward(module, number, layers) for number, members in enumerate(modules) for module in members]
     with ExitStack() as stack:
         stack.callback(memory.close)
         stack.callback(residency.restore)
@@ -72,7 +70,9 @@ def _modules_of_shards(action: Spill, target: Target) -> list[list[torch.nn.Modu
 
 def _check_model(target: Target, modules: Sequence[torch.nn.Module]) -> None:
     if not target.optimizers:
-        raise MemtraceError("the plan spills the model: pass the optimizer too, memtrace.apply(plan, model, optimizer).")
+        raise MemtraceError(
+            "the plan spills the model: pass the optimizer too, memtrace.apply(plan, model, optimizer)."
+        )
     inside = {id(part) for module in modules for part in module.modules() if part is not module}
     nested = [type(module).__name__ for module in modules if id(module) in inside]
     if nested:

@@ -123,7 +123,9 @@ class _RepeatedCall:
     The buffers of the module change once, as without recomputation: batch statistics are not counted twice.
     """
 
-    def __init__(self, module: torch.nn.Module, forward: Callable[..., Any], use_in_backward: Callable[[], None]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, forward: Callable[..., Any], use_in_backward: Callable[[], None]
+    ) -> None:
         self._forward, self._use_in_backward = forward, use_in_backward
         self._is_first = True
         self._buffers = [

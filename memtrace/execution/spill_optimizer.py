@@ -92,7 +92,9 @@ class ShardedStep:
         shards = self._residency.shards
         for shard in shards:
             shard.collect_gradients(self._residency.memory)
-        numbers = sorted({self._owner[id(p)] for group in whole for p in group if id(p) in self._owner and _has_grad(p)})
+        numbers = sorted(
+            {self._owner[id(p)] for group in whole for p in group if id(p) in self._owner and _has_grad(p)}
+        )
         resident = [[p for p in group if id(p) not in self._owner] for group in whole]
         if any(resident):
             self._set_groups(resident)
@@ -196,4 +198,3 @@ def _probe(optimizer: torch.optim.Optimizer, step: Callable[..., Any], *, one_by
                 group["params"] = members
             step(probe)
     return [parameter.detach() for parameter in every]
-

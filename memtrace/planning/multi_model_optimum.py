@@ -33,9 +33,7 @@ class OptimalSchedule:
         return max(0.0, 1 - self.lower_bound_s / makespan) if makespan else 0.0
 
 
-def find_optimal_schedule(
-    jobs: Sequence[ModelJob], num_devices: int, *, time_limit_s: float = 10.0
-) -> OptimalSchedule:
+def find_optimal_schedule(jobs: Sequence[ModelJob], num_devices: int, *, time_limit_s: float = 10.0) -> OptimalSchedule:
     """Minimise the makespan of the computation of a few models.
 
     Variables are the start of every unit, its device, and for two units of different models which comes first; a large

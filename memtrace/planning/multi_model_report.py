@@ -88,7 +88,9 @@ def compare_schedules(
     """
     untimed = [name for name, plan in zip(names, plans, strict=True) if plan.plan.predicted.step_ns is None]
     if untimed:
-        raise MemtraceError(f"{untimed[0]} has no times, so that it cannot be scheduled. Record the program as it runs.")
+        raise MemtraceError(
+            f"{untimed[0]} has no times, so that it cannot be scheduled. Record the program as it runs."
+        )
     jobs = [
         ModelJob(name, shard_units(plan.shards, plan.bandwidths), num_minibatches)
         for name, plan in zip(names, plans, strict=True)

@@ -6,7 +6,6 @@ needs follows from the recorded layers, so that nothing has to be tried.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memtrace.errors import MemtraceError
@@ -88,7 +87,9 @@ class SpilledModel:
         kept = 0 if self.recompute else sum(layer.activation_bytes for layer in layers[:begin])
         # Gradients of weights that layers share grow during the whole backward.
         shared = sum(weights.gradient_bytes for weights in {w.number: w for x in layers for w in x.shared}.values())
-        later_gradients = [sum(layer.gradient_bytes for layer in layers[place + 1 : end]) for place in range(begin, end)]
+        later_gradients = [
+            sum(layer.gradient_bytes for layer in layers[place + 1 : end]) for place in range(begin, end)
+        ]
         forward, backward = [], []
         for place, later in zip(range(begin, end), later_gradients, strict=True):
             layer = layers[place]

@@ -98,9 +98,7 @@ def plan_spill(
         shards=shards,
         budget_bytes=budget_bytes,
         buffer_bytes=buffer_bytes,
-        state_bytes=sum(
-            layer.parameter_bytes + layer.gradient_bytes + layer.optimizer_bytes for layer in model.layers
-        ),
+        state_bytes=sum(layer.parameter_bytes + layer.gradient_bytes + layer.optimizer_bytes for layer in model.layers),
         resident_bytes=model.resident_bytes,
         unbuffered_step_ns=_to_ns(unbuffered),
         bandwidths=bandwidths,

@@ -36,9 +36,7 @@ def spill(*shards: tuple[str, ...], buffer_bytes: int = 0, recompute: bool = Tru
 def leaf_shards(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """A shard for every module without children that is called and has parameters."""
     return tuple(
-        (name,)
-        for name, module in model.named_modules()
-        if not list(module.children()) and list(module.parameters())
+        (name,) for name, module in model.named_modules() if not list(module.children()) and list(module.parameters())
     )
 
 
@@ -197,7 +195,11 @@ def several_forwards(training: Training) -> list[torch.Tensor]:
         first, second = training.loss(model, one), training.loss(model, two)
         (first + second).backward(retain_graph=True)
         (first * 2).backward()
-        losses += [first.detach(), second.detach(), *torch.autograd.grad(training.loss(model, one), [*model.parameters()])]
+        losses += [
+            first.detach(),
+            second.detach(),
+            *torch.autograd.grad(training.loss(model, one), [*model.parameters()]),
+        ]
         optimizer.step()
     return losses
 
