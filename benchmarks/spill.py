@@ -1,6 +1,6 @@
 """Training a model whose state is several times the memory budget: peaks, step times and losses.
 
-    python benchmarks/spill.py                            # an MLP and a GPT, state at least 4 times the budget, 10 steps
+    python benchmarks/spill.py                            # an MLP and a GPT, state 4 times the budget, 10 steps
     python benchmarks/spill.py --program gpt --ratio 6
 
 Each case trains in a process of its own: plainly, spilled without a buffer, and spilled with double buffering. The plan
@@ -36,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.programs.planned import Training, gpt, mlp
 
 PROGRAMS: dict[str, Callable[[int], Training]] = {
-    "mlp": lambda steps: mlp(steps, width=1024, depth=24, batch=64),
-    "gpt": lambda steps: gpt(steps, width=512, layers=12, heads=8, length=64, vocabulary=2048, batch=2),
+    "mlp": lambda steps: mlp(steps, width=512, depth=24, batch=64),
+    "gpt": lambda steps: gpt(steps, width=256, layers=12, heads=8, length=64, vocabulary=1024, batch=2),
 }
 
 
@@ -173,7 +173,8 @@ def main() -> None:
                 plan = plan_spill(trace, budget_bytes=budget, buffer_bytes=buffer_bytes, bandwidths=bandwidths)
                 rows.append(measure(name, f"{label}, {len(plan.shards)} shards", plan, arguments, Path(folder)))
             print(
-                f"\n{name}: state {state_bytes / 2**20:.0f} MiB, budget {budget / 2**20:.0f} MiB, {arguments.steps} steps"
+                f"\n{name}: state {state_bytes / 2**20:.0f} MiB, budget {budget / 2**20:.0f} MiB, "
+                f"{arguments.steps} steps"
             )
             widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
             for row in [header, *rows]:

@@ -79,8 +79,8 @@ def command(
     """Cut the model into shards that fit a memory budget.
 
     Only the shard that computes is in device memory: its parameters, gradients and optimizer state. The others wait in
-    host memory. Shards are as long as the recorded memory of their layers allows. Bandwidths are measured on this machine
-    for the CPU, and those of a TITAN Xp (6.4 GB/s) for a GPU, unless they are given.
+    host memory. Shards are as long as the recorded memory of their layers allows. Bandwidths are measured on this
+    machine for the CPU, and those of a TITAN Xp (6.4 GB/s) for a GPU, unless they are given.
 
     With --devices, every TRACE is a model: shards of all of them are scheduled on K devices by Sharded-LRTF, which is
     compared with task parallelism, model parallelism, random order and, for few shards, the optimum.

@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memtrace.execution.host_memory import HostMemory
-from memtrace.execution.moved_storage import view_bytes
+from memtrace.execution.moved_storage import as_bytes, view_bytes
 
 
 class BoundaryTensors:
@@ -35,7 +35,7 @@ class BoundaryTensors:
         is_result = tensor.grad_fn is not None and type(tensor) is torch.Tensor
         if not is_result or tensor.layout is not torch.strided or not tensor.numel():
             return tensor
-        storage = StorageWeakRef(tensor.untyped_storage())
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         key = (tensor.data_ptr(), tensor._version, tensor.dtype, tensor.size(), tensor.stride())
         known_storage, reference = self._known.get(key, (None, None))
         packed = reference() if reference is not None and known_storage == storage else None
@@ -60,8 +60,7 @@ class _HostTensor:
         self._host = memory.allocate(num_bytes)
         with torch.inference_mode(False), torch.no_grad():
             start = tensor.storage_offset() * tensor.element_size()
-            source = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            source.set_(tensor.untyped_storage(), start, (num_bytes,))
+            source = as_bytes(tensor, start, num_bytes)
             # The next operator may change the tensor in place.
             memory.copy_out(self._host, source).wait()
 

@@ -1,7 +1,8 @@
 """Host memory for tensors that leave a device, and copies between the two that overlap computation.
 
-A CPU has no other memory than its own. There the host memory is a file mapped into memory: torch's allocator does not
-count it, and the kernel can write its pages to disk. On CUDA it is pinned memory, and copies run on streams of their own.
+A CPU has no other memory than its own. There the host memory is a file mapped into memory: torch's allocator does
+not count it, and the kernel can write its pages to disk. On CUDA it is pinned memory, and copies run on streams of
+their own.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ class PinnedMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._out: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._in: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """See ``HostMemory.allocate``."""
@@ -182,7 +184,7 @@ class _StreamCopy:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(stream)
 
     def is_done(self) -> bool:

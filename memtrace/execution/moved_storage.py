@@ -13,8 +13,8 @@ from memtrace.execution.host_memory import Copy, HostMemory
 class MovedStorage:
     """Tensors that share one storage, which is on the device or in host memory; they refer to where it is.
 
-    Only ``Tensor.data`` changes, so that parameters keep their identity, their hooks and their graph. In host memory the
-    tensors are whole: code that uses them there computes what it would have computed on the device.
+    Only ``Tensor.data`` changes, so that parameters keep their identity, their hooks and their graph. In host memory
+    the tensors are whole: code that uses them there computes what it would have computed on the device.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], memory: HostMemory) -> None:
@@ -26,7 +26,7 @@ class MovedStorage:
         ]
         self._torch_device = first.device
         self.num_bytes = first.untyped_storage().nbytes()
-        self._device: torch.Tensor | None = _as_bytes(first)
+        self._device: torch.Tensor | None = as_bytes(first)
         self._host: torch.Tensor | None = None
         self._incoming: tuple[torch.Tensor, Copy] | None = None
         self._outgoing: Copy | None = None
@@ -132,17 +132,19 @@ class MovedStorage:
 
 
 def view_bytes(
-    memory: torch.Tensor, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int
+    memory: torch.Tensor, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: Any
 ) -> torch.Tensor:
     """Return a tensor in memory given as bytes."""
     whole = memory.nbytes // dtype.itemsize * dtype.itemsize
     return memory[:whole].view(dtype).as_strided(size, stride, offset)
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the storage of a tensor as bytes."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),))
+def as_bytes(tensor: torch.Tensor, start: Any = 0, num_bytes: int | None = None) -> torch.Tensor:
+    """Return the storage of a tensor as bytes, from the byte ``start`` on."""
+    storage: Any = tensor.untyped_storage()
+    empty: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    whole: torch.Tensor = empty.set_(storage, start, (storage.nbytes() if num_bytes is None else num_bytes,))
+    return whole
 
 
 def move_storages(tensors: Iterable[torch.Tensor], memory: HostMemory) -> list[MovedStorage]:

@@ -48,9 +48,12 @@ def apply_action(action: Spill, target: Target) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(memory.close)
         stack.callback(residency.restore)
-        for replaced in (*steps, *forwards):
-            stack.callback(replaced.detach)
-            replaced.attach()
+        for step in steps:
+            stack.callback(step.detach)
+            step.attach()
+        for forward in forwards:
+            stack.callback(forward.detach)
+            forward.attach()
         for handle in (_watch_evaluation(target.model, residency), *_watch_gradients(layers, owner, every)):
             stack.callback(handle.remove)
         residency.empty()
@@ -61,11 +64,13 @@ def _modules_of_shards(action: Spill, target: Target) -> list[list[torch.nn.Modu
     """Return the modules of every shard; a module that has several names once."""
     named = target.find_modules(name for shard in action.shards for name in shard)
     seen: set[int] = set()
-    shards = []
+    shards: list[list[torch.nn.Module]] = []
     for names in action.shards:
-        members = [module for name in names if id(module := named[name]) not in seen and not seen.add(id(module))]  # type: ignore[func-returns-value]
-        shards.append(members)
-    return [members for members in shards if members]
+        members = {id(module): module for module in (named[name] for name in names) if id(module) not in seen}
+        seen |= members.keys()
+        if members:
+            shards.append(list(members.values()))
+    return shards
 
 
 def _check_model(target: Target, modules: Sequence[torch.nn.Module]) -> None:
@@ -144,7 +149,8 @@ def _watch_gradients(layers: SpilledLayers, owner: dict[int, int], parameters: S
                 for moved in shard.gradients:
                     residency.store(moved)
 
-        return [parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)]
+        hooked: Any = parameter
+        return [hooked.register_hook(before), hooked.register_post_accumulate_grad_hook(after)]
 
     unique = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
     return [handle for parameter in unique.values() for handle in watch(parameter)]

@@ -15,6 +15,8 @@ from memtrace.execution.moved_storage import MovedStorage
 from memtrace.execution.spill_residency import Residency
 
 _MISSING: Final = object()
+MIN_CONSTANT_BYTES: Final = 64 << 10
+"""Smaller buffers are copied at every call."""
 
 
 class SpilledLayers:
@@ -45,7 +47,7 @@ class SpilledLayers:
         """Move all shards to host memory when the backward that runs has ended."""
         if not self._waits_for_backward:
             self._waits_for_backward = True
-            engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+            engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._after_backward)
 
     def _after_backward(self) -> None:
@@ -64,8 +66,7 @@ class SpilledForward:
         self._module, self._shard, self._layers = module, shard, layers
         self._before: Any = module.__dict__.get("forward", _MISSING)
         self._forward: Callable[..., Any] = module.forward
-        self._changing: set[tuple[int, str]] = set()
-        self._calls = 0
+        self._constant_buffers: set[tuple[int, str]] = set()
 
     def attach(self) -> None:
         """Take the place of the layer's ``forward``."""
@@ -88,7 +89,9 @@ class SpilledForward:
         if not layers.recompute:
             with torch.autograd.graph.saved_tensors_hooks(self._pack_parameter, self._unpack_parameter):
                 return self._forward(*args, **kwargs)
-        call = _RepeatedCall(self._module, self._forward, lambda: layers.use_in_backward(self._shard))
+        call = _RepeatedCall(
+            self._module, self._forward, lambda: layers.use_in_backward(self._shard), self._constant_buffers
+        )
         with layers.inputs.saved_on_host():
             return checkpoint(call, *args, use_reentrant=False, **kwargs)
 
@@ -121,24 +124,37 @@ class _RepeatedCall:
     """A forward call that backward repeats with the buffers that it began with.
 
     The buffers of the module change once, as without recomputation: batch statistics are not counted twice.
+
+    Args:
+        module: The module.
+        forward: Its forward.
+        use_in_backward: Called before the forward is repeated.
+        constant_buffers: Large buffers of the module that its first call has not changed, such as masks, by the id of
+            their module and their name. They are not copied.
     """
 
     def __init__(
-        self, module: torch.nn.Module, forward: Callable[..., Any], use_in_backward: Callable[[], None]
+        self,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        use_in_backward: Callable[[], None],
+        constant_buffers: set[tuple[int, str]],
     ) -> None:
-        self._forward, self._use_in_backward = forward, use_in_backward
+        self._forward, self._use_in_backward, self._constant = forward, use_in_backward, constant_buffers
         self._is_first = True
         self._buffers = [
             (owner, name, buffer.detach().clone())
             for owner in module.modules()
             for name, buffer in owner._buffers.items()
-            if buffer is not None and owner.training
+            if buffer is not None and owner.training and (id(owner), name) not in constant_buffers
         ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_first:
             self._is_first = False
-            return self._forward(*args, **kwargs)
+            result = self._forward(*args, **kwargs)
+            self._forget_constant_buffers()
+            return result
         self._use_in_backward()
         current = [owner._buffers[name] for owner, name, _ in self._buffers]
         try:
@@ -148,3 +164,11 @@ class _RepeatedCall:
         finally:
             for (owner, name, _), buffer in zip(self._buffers, current, strict=True):
                 owner._buffers[name] = buffer
+
+    def _forget_constant_buffers(self) -> None:
+        # Versions do not tell: batch norms write their statistics without counting it.
+        for owner, name, before in self._buffers:
+            buffer = owner._buffers.get(name)
+            if before.nbytes >= MIN_CONSTANT_BYTES and buffer is not None and torch.equal(buffer, before):
+                self._constant.add((id(owner), name))
+        self._buffers = [entry for entry in self._buffers if (id(entry[0]), entry[1]) not in self._constant]

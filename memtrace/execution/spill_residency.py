@@ -140,7 +140,10 @@ class Residency:
 
     def restore(self) -> None:
         """Put everything back on the device."""
-        self.empty()
-        for number in range(len(self.shards)):
+        for moved in self._incoming:
+            moved.cancel_loading()
+        self._incoming, self._outgoing, self._current = [], [], None
+        for number, shard in enumerate(self.shards):
+            shard.collect_gradients(self.memory)
             for moved in self._wanted(number, updates=True):
                 moved.load()

@@ -1,8 +1,8 @@
 """Hydra's scheduling of several spilled models on several devices: a simulation of shard units.
 
-A shard unit is the forward or the backward of one shard on one whole mini-batch. A unit is eligible if it is the first of
-its model's queue and no other unit of the model runs. A device holds one shard at a time, and with double buffering also
-the next one. Source: "Hydra: A System for Large Multi-Model Deep Learning" (technical report, 2022).
+A shard unit is the forward or the backward of one shard on one whole mini-batch. A unit is eligible if it is the first
+of its model's queue and no other unit of the model runs. A device holds one shard at a time, and with double buffering
+also the next one. Source: "Hydra: A System for Large Multi-Model Deep Learning" (technical report, 2022).
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ def plan_spill(
         buffer_bytes: Part of the budget that double buffering uses; 0: no double buffering; None: as much as gives the
             shortest step, or 5 % of the budget where the trace has no times.
         bandwidths: Costs of copies between the device and host memory.
-        layers: Modules that are layers, as ``fnmatch`` patterns; empty: the repeated blocks of the model and the modules
-            beside them.
+        layers: Modules that are layers, as ``fnmatch`` patterns; empty: the repeated blocks of the model and the
+            modules beside them.
         recompute: Whether backward repeats the forward of every layer; otherwise activations stay on the device.
 
     Raises:

@@ -62,8 +62,9 @@ def shard_units(shards: Sequence[SpillShard], bandwidths: CopyBandwidths) -> tup
 def step_seconds(shards: Sequence[SpillShard], bandwidths: CopyBandwidths, buffer_bytes: int) -> float:
     """Return the duration of a step.
 
-    Without a buffer, copies and computation follow each other. With one, as many bytes as fit it are loaded for the next
-    unit, and unloaded from the last one, while a unit computes: the unit takes as long as the longest of the three.
+    Without a buffer, copies and computation follow each other. With one, as many bytes as fit it are loaded for the
+    next unit, and unloaded from the last one, while a unit computes: the unit takes as long as the longest of the
+    three.
     Copies of one direction follow each other. Nothing overlaps at the ends of the three passes through the model,
     because the program sees the whole model there, in host memory.
 

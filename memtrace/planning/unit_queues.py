@@ -36,13 +36,16 @@ class LongestRemainingFirst:
         return len(self._heap)
 
     def add(self, model: int, remaining_s: float) -> None:
+        """See ``UnitQueue.add``."""
         self._num_added += 1
         heapq.heappush(self._heap, (-remaining_s, self._num_added, model))
 
     def take(self) -> int:
+        """See ``UnitQueue.take``."""
         return heapq.heappop(self._heap)[2]
 
     def prefers(self, model: int, remaining_s: float) -> bool:
+        """See ``UnitQueue.prefers``."""
         del model
         return remaining_s >= -self._heap[0][0]
 
@@ -58,6 +61,7 @@ class FirstComeFirstServed:
         return len(self._models)
 
     def add(self, model: int, remaining_s: float) -> None:
+        """See ``UnitQueue.add``."""
         del remaining_s
         # A model that has begun has a place before those that have not.
         if self._models and model < self._models[0]:
@@ -66,9 +70,11 @@ class FirstComeFirstServed:
             self._models.append(model)
 
     def take(self) -> int:
+        """See ``UnitQueue.take``."""
         return self._models.popleft()
 
     def prefers(self, model: int, remaining_s: float) -> bool:
+        """See ``UnitQueue.prefers``."""
         del model, remaining_s
         return True
 
@@ -84,15 +90,18 @@ class RandomOrder:
         return len(self._models)
 
     def add(self, model: int, remaining_s: float) -> None:
+        """See ``UnitQueue.add``."""
         del remaining_s
         self._models.append(model)
 
     def take(self) -> int:
+        """See ``UnitQueue.take``."""
         place = self._random.randrange(len(self._models))
         self._models[place], self._models[-1] = self._models[-1], self._models[place]
         return self._models.pop()
 
     def prefers(self, model: int, remaining_s: float) -> bool:
+        """See ``UnitQueue.prefers``."""
         del model, remaining_s
         return self._random.randrange(len(self._models) + 1) == 0
 

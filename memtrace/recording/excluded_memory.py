@@ -1,7 +1,7 @@
 """Memory that recordings leave out: the host memory that a plan moves tensors to, where the device is the CPU.
 
-It is not allocated by torch. Without this, an observer would count it as memory of the CPU when it first sees a tensor in
-it, like a NumPy array.
+It is not allocated by torch. Without this, an observer would count it as memory of the CPU when it first sees a tensor
+in it, like a NumPy array.
 """
 
 from __future__ import annotations
