@@ -33,7 +33,7 @@ from memtrace.planning import SpillPlan, plan_spill, write_plan
 from memtrace.planning.recorded_step import choose_step
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.programs.planned import Training, gpt, mlp
+from tests.programs.planned import Training, gpt, mlp, train
 
 PROGRAMS: dict[str, Callable[[int], Training]] = {
     "mlp": lambda steps: mlp(steps, width=512, depth=24, batch=64),
@@ -70,7 +70,7 @@ def anonymous_bytes() -> int:
 def run_case(name: str, steps: int, plan: Path | None, trace: Path | None) -> dict[str, Any]:
     """Train once in this process; with ``trace`` under memtrace, else timed and counted by the kernel."""
     torch.set_num_threads(1)
-    torch.mm(torch.ones(64, 64), torch.ones(64, 64))  # the threads and buffers of the libraries
+    train(mlp(1, width=8, depth=1, batch=2))  # loads what torch imports at the first step
     before = anonymous_bytes()
     case = PROGRAMS[name](steps)
     torch.manual_seed(1)
