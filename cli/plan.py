@@ -10,6 +10,10 @@ from memtrace.cli import LazyGroup
 PLANS: dict[str, tuple[str, str]] = {
     "allocator": ("memtrace.cli.plan_allocator", "Predict reserved memory under other CUDA allocator settings."),
     "pipeline": ("memtrace.cli.plan_pipeline", "Compare pipeline schedules and partitions of the model."),
+    "spill": (
+        "memtrace.cli.plan_spill",
+        "Cut the model into shards that fit a memory budget; schedule several models.",
+    ),
     "show": ("memtrace.cli.plan_show", "Print a plan."),
     "diff": ("memtrace.cli.plan_diff", "Compare two plans."),
 }

@@ -40,7 +40,7 @@ ALLOWED = {
     "memtrace.allocator": BASE | {"memtrace.trace", "memtrace.analysis"},
     "memtrace.pipeline": BASE | {"memtrace.trace", "memtrace.analysis"},
     "memtrace.planning": BASE | {"memtrace.trace", "memtrace.analysis", "memtrace.allocator", "memtrace.pipeline"},
-    "memtrace.execution": BASE | {"memtrace.trace", "memtrace.planning", "memtrace.recording"},
+    "memtrace.execution": BASE | {"memtrace.trace", "memtrace.analysis", "memtrace.planning", "memtrace.recording"},
     "memtrace.exporters": BASE | {"memtrace.trace", "memtrace.analysis"},
     "memtrace.dashboards": BASE
     | {f"memtrace.{name}" for name in ("trace", "analysis", "allocator", "pipeline", "planning")},

@@ -112,7 +112,7 @@ def measure_bandwidths() -> CopyBandwidths:
             torch.cuda.synchronize()
 
     name = torch.cuda.get_device_name(0) if has_gpu else "host memory, as this machine has no GPU"
-    d2h, h2d = (fit_copy_cost(_best_copy_times(copy)) for copy in (copy_d2h, copy_h2d))
+    d2h, h2d = (fit_copy_cost(best_copy_times(copy)) for copy in (copy_d2h, copy_h2d))
     return CopyBandwidths(d2h, h2d, f"measured, {name}")
 
 
@@ -129,7 +129,7 @@ def fit_copy_cost(times_ns: Array) -> CopyCost:
     return CopyCost(float(intercept), float(slope))
 
 
-def _best_copy_times(copy: Callable[[int], None]) -> Array:
+def best_copy_times(copy: Callable[[int], None]) -> Array:
     """Return the shortest time of a copy of each of ``COPY_SIZES``, in nanoseconds."""
     best_ns = []
     for num_bytes in COPY_SIZES:

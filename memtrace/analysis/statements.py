@@ -41,7 +41,8 @@ def end_of_last_statement(trace: Trace, block: Array) -> Array:
 
     The block was then in a variable while the statement ran, which could be deleted only after it: an argument of a
     function is held by the caller's variable until the function returns. -1 where the call stacks do not show two
-    statements of one function, and for blocks that backward or no operator uses last.
+    statements of one function, for a last use that no function called by the statement makes (such a statement can be
+    split after it), and for blocks that backward or no operator uses last.
     """
     accesses, order = group_accesses_by_block(trace), trace.cached(_statement_order)
     result = np.full(len(block), -1, np.int64)
@@ -49,8 +50,11 @@ def end_of_last_statement(trace: Trace, block: Array) -> Array:
         return result
     last_op = accesses.op[accesses.offset[block + 1] - 1]
     place = np.minimum(np.searchsorted(order.op, last_op), len(order.op) - 1)
-    depth = _depths_of_use(trace, blocks(trace).stack[block], op_column(trace, last_op, "stack"))
-    depth[(order.op[place] != last_op) | order.in_backward[place]] = 0
+    use_stack = op_column(trace, last_op, "stack").astype(np.int64)
+    depth = _depths_of_use(trace, blocks(trace).stack[block], use_stack)
+    stacks, index = np.unique(use_stack, return_inverse=True)
+    is_direct = np.array([len(trace.frames(stack)) for stack in stacks.tolist()], np.int64)[index] == depth
+    depth[(order.op[place] != last_op) | order.in_backward[place] | is_direct] = 0
     for level in np.unique(depth[depth > 0]).tolist():
         chosen = np.flatnonzero(depth == level)
         starts = np.append(np.flatnonzero(order.num_shared < level), len(order.op))

@@ -99,6 +99,19 @@ PyObject* stop(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
+// exclude_memory(ranges): memory that is not recorded; ranges: [(begin, end)], ascending
+PyObject* exclude_ranges(PyObject*, PyObject* rows) {
+  if (!PyList_Check(rows)) return fail("ranges of memory must be a list of tuples");
+  std::vector<std::pair<uint64_t, uint64_t>> ranges;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(rows); ++i) {
+    unsigned long long begin = 0, end = 0;
+    if (!PyArg_ParseTuple(PyList_GET_ITEM(rows, i), "KK", &begin, &end)) return nullptr;
+    ranges.emplace_back(begin, end);
+  }
+  exclude_memory(std::move(ranges));
+  Py_RETURN_NONE;
+}
+
 // abandon(): makes the observer of a forked child inert
 PyObject* abandon(PyObject*, PyObject*) {
   recorder().active = false;
@@ -369,6 +382,7 @@ PyObject* marking(PyObject* module, PyObject* arguments) {
 PyMethodDef methods[] = {
     {"start", checked<start>, METH_VARARGS, nullptr},
     {"stop", checked<stop>, METH_NOARGS, nullptr},
+    {"exclude_memory", checked<exclude_ranges>, METH_O, nullptr},
     {"abandon", checked<abandon>, METH_NOARGS, nullptr},
     {"wait", checked<wait>, METH_O, nullptr},
     {"wake", checked<wake>, METH_NOARGS, nullptr},
