@@ -16,13 +16,14 @@ Source of the stages: ZeRO (SC 2020).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
 
-from memtrace.analysis.blocks import PHASE, blocks
+from memtrace.analysis.blocks import blocks
+from memtrace.analysis.event_codes import PHASE
 from memtrace.errors import MemtraceError
 from memtrace.format.arrays import Array
 from memtrace.planning.timeline import TICKS_PER_ROW, Timeline
@@ -93,9 +94,9 @@ def shard(
         return timeline
     parameters = find_parameters(trace, timeline)
     if method == "zero1":
-        return _shard_optimizer(trace, timeline, num_ranks)
+        return _shard_optimizer(trace, timeline, moments, num_ranks)
     if method == "zero2":
-        return _shard_gradients(_shard_optimizer(trace, timeline, num_ranks), num_ranks)
+        return _shard_gradients(_shard_optimizer(trace, timeline, moments, num_ranks), num_ranks)
     if method == "zero3":
         units = tuple(dict.fromkeys(module for module in parameters.module if module))
         grouped = [[module] for module in units]
@@ -103,7 +104,7 @@ def shard(
         grouped = [[name] for name in _matching_modules(parameters, units)]
     found = _find_units(moments, parameters, grouped, num_ranks)
     staged = trace.devices[int(blocks(trace).device[parameters.block[0]])] == "cpu"
-    sharded = _shard_optimizer(trace, _shard_state(timeline, parameters, num_ranks), num_ranks)
+    sharded = _shard_optimizer(trace, _shard_state(timeline, parameters, num_ranks), moments, num_ranks)
     return _add_collectives(trace, sharded, moments, found, parameters, num_ranks, staged)
 
 
@@ -169,16 +170,24 @@ def _unit(
     return Unit(name, own, int(padded.sum()), int(padded[trained].sum()), forward, backward)
 
 
-def _shard_optimizer(trace: Trace, timeline: Timeline, num_ranks: int) -> Timeline:
+def _shard_optimizer(trace: Trace, timeline: Timeline, moments: StepMoments, num_ranks: int) -> Timeline:
     """Split the state of the optimizer and what it allocates for its update."""
+    state = timeline.of_category("optimizer_state") & (timeline.size > _SCALAR_BYTES)
+    return shard_update(trace, timeline.resize(state, 1 / num_ranks), moments, num_ranks)
+
+
+def shard_update(trace: Trace, timeline: Timeline, moments: StepMoments, num_ranks: int) -> Timeline:
+    """Return the timeline in which the optimizer allocates for a part of the parameters only."""
     columns = blocks(trace)
     phase = np.where(timeline.block >= 0, columns.phase[np.maximum(timeline.block, 0)], -1)
     of_update = (phase == PHASE["optimizer"]) & timeline.of_category("temporary", "workspace", "unknown")
-    of_update |= (timeline.block < 0) & timeline.of_category("temporary")
+    update = moments.find("optimizer")
+    if update is not None:
+        inserted = (timeline.block < 0) & timeline.of_category("temporary")
+        of_update |= inserted & (timeline.begin >= update.begin)
     # A number such as the learning rate is the same on every rank.
     of_update &= timeline.size > _SCALAR_BYTES
-    state = timeline.of_category("optimizer_state") & (timeline.size > _SCALAR_BYTES)
-    return timeline.resize(of_update | state, 1 / num_ranks)
+    return timeline.resize(of_update, 1 / num_ranks)
 
 
 _SCALAR_BYTES: Final = 8

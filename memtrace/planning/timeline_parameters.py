@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +63,23 @@ def find_parameters(trace: Trace, timeline: Timeline) -> Parameters:
     return Parameters(
         block, tuple(names[place] for place in kept.tolist()), columns.size[block], is_trained[kept]
     )
+
+
+def state_of_parameters(trace: Trace, timeline: Timeline, names: Iterable[str]) -> Array:
+    """Return a mask of named parameters, their gradients and their optimizer state in a timeline.
+
+    Optimizer state that was inserted belongs to no parameter and is counted as well; so are its numbers.
+    """
+    columns = blocks(trace)
+    wanted = set(names)
+    name = np.where(timeline.block >= 0, columns.name[np.maximum(timeline.block, 0)], -1)
+    distinct, index = np.unique(name, return_inverse=True)
+    texts = [trace.name(number) or "" for number in distinct.tolist()]
+    # The name of a state is that of its parameter and its own, such as head.weight.exp_avg.
+    hits = np.array([text in wanted or text.rpartition(".")[0] in wanted for text in texts], bool)[index]
+    is_state = timeline.of_category("parameter", "gradient", "optimizer_state")
+    inserted: Array = (timeline.block < 0) & timeline.of_category("optimizer_state")
+    return (is_state & hits) | inserted
 
 
 def gradient_blocks(trace: Trace, timeline: Timeline, names: set[str]) -> Array:

@@ -7,7 +7,8 @@ from typing import Final, Literal, get_args
 
 import numpy as np
 
-from memtrace.analysis.blocks import PHASE, blocks
+from memtrace.analysis.blocks import blocks
+from memtrace.analysis.event_codes import PHASE
 from memtrace.errors import MemtraceError
 from memtrace.format.arrays import Array
 from memtrace.planning.timeline import TICKS_PER_ROW, Timeline
