@@ -14,8 +14,8 @@ import numpy as np
 
 from memtrace.analysis.attribution import op_column
 from memtrace.analysis.block_accesses import has_accesses
-from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
 from memtrace.analysis.block_signatures import row_codes
+from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
 from memtrace.analysis.event_codes import KIND, PHASE
 from memtrace.errors import MemtraceError
 from memtrace.format.arrays import Array
@@ -256,9 +256,7 @@ def _signatures(trace: Trace, columns: Blocks, block: Array) -> list[tuple[str, 
     return signatures
 
 
-def _match(
-    mine: list[tuple[str, str, int, int]], theirs: list[tuple[str, str, int, int]]
-) -> tuple[Array, Array]:
+def _match(mine: list[tuple[str, str, int, int]], theirs: list[tuple[str, str, int, int]]) -> tuple[Array, Array]:
     """Return the positions in both lists of the signatures that both contain."""
     where = {signature: place for place, signature in enumerate(theirs)}
     pairs = [(place, where[signature]) for place, signature in enumerate(mine) if signature in where]

@@ -18,7 +18,6 @@ from typing import Final
 import numpy as np
 
 from memtrace.analysis.event_codes import KIND, PHASE
-from memtrace.analysis.operators import op_column
 from memtrace.format.arrays import Array
 from memtrace.planning.recorded_step import RecordedStep
 from memtrace.trace import Trace
@@ -100,9 +99,7 @@ class OperatorGraph:
 
     def remove(self, mask: Array) -> OperatorGraph:
         """Return the graph in which the tasks of ``mask`` take no time, and nothing waits between them."""
-        return replace(
-            self, duration_ns=np.where(mask, 0, self.duration_ns), gap_ns=np.where(mask, 0, self.gap_ns)
-        )
+        return replace(self, duration_ns=np.where(mask, 0, self.duration_ns), gap_ns=np.where(mask, 0, self.gap_ns))
 
     def insert_last(self, duration_ns: int) -> OperatorGraph:
         """Return the graph with a further task at its end."""
@@ -205,9 +202,7 @@ def _assemble(trace: Trace, step: RecordedStep, host: _Host) -> OperatorGraph:
         after=np.concatenate([after, np.where(device_after >= 0, device_after + num_host, _NONE)]),
         needs=np.concatenate([needs, np.full(num_device, _NONE)]),
         launched_by=np.concatenate([none, launch]),
-        waits_for=np.concatenate(
-            [_find_waits(host, launch, device_end, num_host), np.full(num_device, _NONE)]
-        ),
+        waits_for=np.concatenate([_find_waits(host, launch, device_end, num_host), np.full(num_device, _NONE)]),
         is_device=np.concatenate([np.zeros(num_host, bool), np.ones(num_device, bool)]),
         name=np.concatenate([host.name, host.name[launch]]),
         phase=np.concatenate([host.phase, host.phase[launch]]),

@@ -139,9 +139,7 @@ def _matching_modules(parameters: Parameters, patterns: Sequence[str]) -> list[s
     return chosen
 
 
-def _find_units(
-    moments: StepMoments, parameters: Parameters, grouped: list[list[str]], num_ranks: int
-) -> list[Unit]:
+def _find_units(moments: StepMoments, parameters: Parameters, grouped: list[list[str]], num_ranks: int) -> list[Unit]:
     """Return the units that have parameters, in the order of their forward; the root comes first."""
     owner = np.full(len(parameters), -1)
     names = [modules[0] for modules in grouped]

@@ -161,9 +161,7 @@ def find_layers(trace: Trace, timeline: Timeline, step: RecordedStep, moments: S
         forward = moments.find("forward", (owner,))
         if owner in largest and forward is not None:
             inputs, outputs = _operand_bytes(accesses, is_product & (module == number), grown)
-            layers.append(
-                Layer(owner, inputs, largest[owner], outputs, forward, moments.find("backward", (owner,)))
-            )
+            layers.append(Layer(owner, inputs, largest[owner], outputs, forward, moments.find("backward", (owner,))))
     if not layers:
         raise MemtraceError("the step has no layers with a weight that tensor parallelism could split.")
     return sorted(layers, key=lambda layer: layer.forward.begin)

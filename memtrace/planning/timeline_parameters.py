@@ -60,9 +60,7 @@ def find_parameters(trace: Trace, timeline: Timeline) -> Parameters:
         )
     kept = np.flatnonzero(chosen)
     block = candidates[kept]
-    return Parameters(
-        block, tuple(names[place] for place in kept.tolist()), columns.size[block], is_trained[kept]
-    )
+    return Parameters(block, tuple(names[place] for place in kept.tolist()), columns.size[block], is_trained[kept])
 
 
 def state_of_parameters(trace: Trace, timeline: Timeline, names: Iterable[str]) -> Array:

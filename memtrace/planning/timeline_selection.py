@@ -111,9 +111,7 @@ def parse_selection(text: str) -> BlockSelection:
         sizes = {key: parse_bytes(values[key]) if key in values else None for key in ("min", "max")}
     except ValueError as error:
         raise MemtraceError(f"{text!r} does not select blocks: {error}.") from None
-    return BlockSelection(
-        values.get("category"), values.get("module"), values.get("site"), sizes["min"], sizes["max"]
-    )
+    return BlockSelection(values.get("category"), values.get("module"), values.get("site"), sizes["min"], sizes["max"])
 
 
 def check_category(category: str | None) -> None:

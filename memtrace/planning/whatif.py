@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from memtrace.analysis.blocks import blocks
 from memtrace.errors import MemtraceError
 from memtrace.format.arrays import Array
 from memtrace.planning.batch_size import constant_bytes_by_law, constant_bytes_by_role
@@ -22,7 +21,6 @@ from memtrace.planning.timeline import Timeline, build_timeline
 from memtrace.planning.timeline_moments import find_moments
 from memtrace.planning.whatif_changes import Change, StepState
 from memtrace.trace import Trace
-from memtrace.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,9 @@ def _main_device(trace: Trace) -> str:
     if not trace.devices:
         raise MemtraceError("the trace has no memory events.")
     accelerators = [device for device in trace.devices if device != "cpu"]
-    return max(accelerators or trace.devices, key=lambda device: int(requested_bytes(trace, device).bytes.max(initial=0)))
+    return max(
+        accelerators or trace.devices, key=lambda device: int(requested_bytes(trace, device).bytes.max(initial=0))
+    )
 
 
 def _constant_bytes(

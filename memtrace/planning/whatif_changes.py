@@ -5,27 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
 from memtrace.analysis.attribution import op_column
-from memtrace.analysis.event_codes import PHASE
 from memtrace.errors import MemtraceError
 from memtrace.format.arrays import Array
 from memtrace.planning import operator_graph, sharding
 from memtrace.planning.batch_size import step_accesses
 from memtrace.planning.operator_graph import OperatorGraph
 from memtrace.planning.recorded_step import RecordedStep
-from memtrace.planning.tensor_parallel import Kind, split_tensors
+from memtrace.planning.tensor_parallel import KINDS, Kind, split_tensors
 from memtrace.planning.timeline import Timeline
 from memtrace.planning.timeline_moments import StepMoments
 from memtrace.planning.timeline_selection import BlockSelection, check_category
 from memtrace.planning.whatif_accumulate import accumulate
 from memtrace.planning.whatif_autocast import autocast
-from memtrace.planning.whatif_optimizer import Implementation, change_optimizer, remove_update
+from memtrace.planning.whatif_optimizer import (
+    IMPLEMENTATIONS,
+    Implementation,
+    change_optimizer,
+    default_implementation,
+    remove_update,
+)
 from memtrace.trace import Trace
-from memtrace.units import format_bytes, format_count
+from memtrace.units import format_count
 
 ELEMENT_BYTES: Final = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8": 1, "int8": 1, "int4": 0.5}
 _ABBREVIATIONS: Final = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "half": "float16",
@@ -91,9 +96,7 @@ class ScaleBatch:
             return scaled
         accesses = step_accesses(state.trace, state.step)
         calls = accesses.op_id[np.unique(accesses.call[np.isin(accesses.block, grown)])]
-        timed = scaled.with_time(
-            lambda graph: graph.scale(np.isin(graph.op_id, calls) & graph.computes(), self.factor)
-        )
+        timed = scaled.with_time(lambda graph: graph.scale(np.isin(graph.op_id, calls) & graph.computes(), self.factor))
         return timed.assuming(
             "The time of operators that use data of the batch is taken as proportional to its size; small operators "
             "take less."
@@ -233,17 +236,21 @@ class ChangeOptimizer:
 
     name: str
     """One of ``whatif_optimizer.OPTIMIZERS``."""
-    implementation: Implementation
+    implementation: Implementation | None = None
+    """None: the one that torch chooses for the device."""
 
     def describe(self) -> str:
         """Return the change as a short line of text."""
-        return f"optimizer {self.name} ({self.implementation})"
+        return f"optimizer {self.name}" + (f" ({self.implementation})" if self.implementation else "")
 
     def apply(self, state: StepState) -> StepState:
         """Return the state with the change."""
-        timeline = change_optimizer(state.trace, state.timeline, state.moments, self.name, self.implementation)
-        return state.with_memory(timeline).without_time("The time of another optimizer is unknown.").assuming(
-            "The optimizer has torch's default options and all of its state."
+        implementation = self.implementation or default_implementation(state.device)
+        timeline = change_optimizer(state.trace, state.timeline, state.moments, self.name, implementation)
+        return (
+            state.with_memory(timeline)
+            .without_time("The time of another optimizer is unknown.")
+            .assuming("The optimizer has torch's default options and all of its state.")
         )
 
 
@@ -342,6 +349,32 @@ def parse_dtype(text: str) -> str:
     if name not in ELEMENT_BYTES:
         raise MemtraceError(f"the type {text!r} is unknown. Types: {', '.join([*ELEMENT_BYTES, *_ABBREVIATIONS])}.")
     return name
+
+
+def parse_half_precision(text: str) -> str:
+    """Return the type that autocast computes in; MemtraceError if it cannot."""
+    name = parse_dtype(text)
+    if name not in ("bfloat16", "float16"):
+        raise MemtraceError(f"torch.autocast computes in bfloat16 or float16, not in {name}.")
+    return name
+
+
+def parse_implementation(text: str) -> Implementation | None:
+    """Return how an optimizer updates; None for no text, MemtraceError if there is no such implementation."""
+    if not text:
+        return None
+    for implementation in IMPLEMENTATIONS:
+        if text == implementation:
+            return implementation
+    raise MemtraceError(f"{text!r} is not an implementation of optimizers. Choose {', '.join(IMPLEMENTATIONS)}.")
+
+
+def parse_kind(text: str) -> Kind:
+    """Return a kind of tensor parallelism; MemtraceError if there is none."""
+    for kind in KINDS:
+        if text.lower() == kind:
+            return kind
+    raise MemtraceError(f"{text!r} is not a kind of tensor parallelism. Choose {', '.join(KINDS)}.")
 
 
 def _find(selection: BlockSelection, state: StepState) -> Array:
