@@ -54,7 +54,7 @@ _FACTOR: Final = click.FloatRange(min=0, min_open=True)
 @click.option("--bandwidth", type=_FACTOR, metavar="FACTOR", help="Copy between devices and ranks faster by a factor.")
 @click.option("--batch", type=_COUNT, metavar="N", help="Batch size of TRACE.")
 @click.option("--batch-trace", "batch_traces", multiple=True, metavar="N=TRACE",
-              help="Trace of the same program with batch size N, for an exact law; needs --batch; repeatable.")  # fmt: skip
+              help="Trace of the same program with batch size N, for an exact law; repeatable.")  # fmt: skip
 @click.option("--capacity", type=BYTES, help="Find the largest batch that fits this memory (e.g. 16GiB).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
 def command(

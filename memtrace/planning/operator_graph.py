@@ -1,9 +1,9 @@
 """The operators of a step as a graph of tasks, and how long the step would take if tasks were changed.
 
 Tasks are the operator calls on the host and, where the recording has device times, what they run on the device. A task
-begins some time after the last of its predecessors has ended: the call before it on its thread, calls on other threads that write
-what it reads or for which its thread waited, the task before it on the device, its launch. That time (the gap) is kept,
-so the simulation of an unchanged graph takes as long as the recorded step.
+begins some time after the last of its predecessors has ended: the call before it on its thread, calls on other threads
+that write what it reads or for which its thread waited, the task before it on the device, its launch. That time (the
+gap) is kept, so the simulation of an unchanged graph takes as long as the recorded step.
 
 Source: Daydream (USENIX ATC 2020).
 """

@@ -5,11 +5,12 @@ ZeRO stage 1 splits the optimizer state, stage 2 also the gradients, stage 3 als
 follow ``torch.distributed.fsdp._fully_shard`` of torch 2.9 to 2.13:
 
 * Before a unit runs forward, its parameters are gathered into one buffer, then copied out into one block each. The
-  buffer lives until the next unit is gathered, the copies until the unit has run. The root keeps its copies for backward.
+  buffer lives until the next unit is gathered, the copies until the unit has run. The root keeps its copies for
+  backward.
 * Before a unit runs backward, its copies are made from a buffer that was gathered when the unit before it (in
   backward) began, and that is freed after the copies are made.
-* After a unit has run backward, its copies are freed, its gradients are copied into one buffer, freed, and reduced into the
-  shard. The buffer lives until the next unit has run backward.
+* After a unit has run backward, its copies are freed, its gradients are copied into one buffer, freed, and reduced
+  into the shard. The buffer lives until the next unit has run backward.
 
 Source of the stages: ZeRO (SC 2020).
 """

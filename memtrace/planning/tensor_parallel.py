@@ -2,9 +2,9 @@
 
 For Y = X A on P ranks:
 
-* 1-D (Megatron-LM): pairs of layers. The first is split by columns, the second by rows; what lies between them is split,
-  what goes in and comes out is on every rank.
-* 2-D (SUMMA), P = q^2: everything is stored as 1/q^2; blocks of X and A of the same size are received for each product.
+* 1-D (Megatron-LM): pairs of layers. The first is split by columns, the second by rows; what lies between them is
+  split, what goes in and comes out is on every rank.
+* 2-D (SUMMA), P = q^2: everything is stored as 1/q^2; blocks of X and A of that size are received for each product.
 * 3-D (Agarwal), P = q^3: everything is stored as 1/q^3; X and A are gathered for each product, and its result is
   reduced: three transient tensors of 1/q^2.
 """

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 
 from memtrace.errors import MemtraceError
 from memtrace.format.arrays import Array
-from memtrace.planning.batch_size import constant_bytes_by_law, constant_bytes_by_role
+from memtrace.planning.batch_size import STATE, constant_bytes_by_law, constant_bytes_by_role
 from memtrace.planning.batch_size_law import BatchLaw, LargestBatch, find_batch_law, find_largest_batch
 from memtrace.planning.operator_graph import build_graph
 from memtrace.planning.plan import StepCost
 from memtrace.planning.recorded_step import RecordedStep, choose_step
+from memtrace.planning.sharding import METHODS
 from memtrace.planning.timeline import Timeline, build_timeline
 from memtrace.planning.timeline_moments import find_moments
-from memtrace.planning.whatif_changes import Change, StepState
+from memtrace.planning.whatif_changes import Change, Shard, StepState
 from memtrace.trace import Trace
 
 
@@ -99,6 +100,7 @@ def plan_whatif(
     )
     reasons = [origin, *([] if has_times else ["The trace has no real times: time is not predicted."])]
     first = first.assuming(*reasons)
+    _check_shards(changes)
     state, rows = first, []
     for change in changes:
         before, state = state.assumptions, change.apply(state)
@@ -122,6 +124,17 @@ def plan_whatif(
         law,
         None if capacity_bytes is None else find_largest_batch(state.timeline, law, capacity_bytes),
     )
+
+
+def _check_shards(changes: Sequence[Change]) -> None:
+    """Refuse changes that split the same state twice."""
+    methods = [change.what for change in changes if isinstance(change, Shard)]
+    whole = [what for what in methods if what in METHODS]
+    if len(whole) > 1 or len(set(methods)) < len(methods) or (whole and set(methods) & set(STATE)):
+        raise MemtraceError(
+            f"the state cannot be split by {' and '.join(methods)} at once: choose one of {', '.join(METHODS)}, or "
+            "different categories."
+        )
 
 
 def _main_device(trace: Trace) -> str:

@@ -1,13 +1,14 @@
 """The timeline of a step recorded in float32 as it would be under ``torch.autocast``.
 
 Matrix products and convolutions compute in half precision: their inputs are cast, their weights are cast once and kept
-until forward has ended and backward has used them, and their outputs are half as large. What only passes data on keeps the type
-of what it reads; some operators cast to float32. Gradients of weights are computed in half precision and then cast.
+until forward has ended and backward has used them, and their outputs are half as large. Other operators keep the type
+of what they read; some cast it to float32. Gradients of weights are computed in half precision and then cast.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -62,6 +63,7 @@ class _Autocast:
         self.factor = np.ones(len(timeline))
         self.is_parameter = timeline.of_category("parameter")
         self.is_gradient = timeline.of_category("gradient")
+        self.is_workspace = timeline.of_category("workspace")
         self.grows = timeline.constant < timeline.size
         self.last_use = self._find_uses()
         self.casts: list[tuple[int, int, int, bool]] = []
@@ -99,24 +101,24 @@ class _Autocast:
         return halved
 
     def _run_forward(self, call: _Call) -> None:
-        places = [int(self.place[block]) for block in call.reads if self.place[block] >= 0]
-        data = [place for place in places if self.grows[place]]
-        outputs = [int(self.place[block]) for block in call.allocs if self.place[block] >= 0]
+        data = [place for place in self._places(call.reads) if self.grows[place]]
+        outputs = self._places(call.allocs)
         if is_compute_bound(call.name):
             for block in call.reads:
                 self._cast_operand(call, block)
-            self.factor[[place for place in outputs if self.grows[place] or self._is_reordered(place)]] = HALF
+            self.factor[[place for place in outputs if self.grows[place] or self.is_workspace[place]]] = HALF
         elif any(word in call.name for word in self.float32_words):
             for place in data:
                 if self.factor[place] < 1:
                     self.casts.append((int(self.timeline.size[place]), call.begin, call.end, True))
         elif data and all(self.factor[place] < 1 for place in data):
-            values = [place for place in outputs if self.grows[place] and not _holds_indices(call, place, outputs,
-                      self.timeline.size)]  # fmt: skip
-            self.factor[values] = HALF
+            size = self.timeline.size
+            values = [place for place in outputs if not _holds_indices(call, place, outputs, size)]
+            self.factor[[place for place in values if self.grows[place]]] = HALF
 
-    def _is_reordered(self, place: int) -> bool:
-        return bool(self.timeline.category[place] == CATEGORY["workspace"])
+    def _places(self, block_ids: list[int]) -> list[int]:
+        """Return the positions in the timeline of those of some blocks that it has."""
+        return [int(self.place[block]) for block in block_ids if self.place[block] >= 0]
 
     def _cast_operand(self, call: _Call, block: int) -> None:
         """Insert the cast of an operand of a product, which backward keeps instead of the operand."""
@@ -132,19 +134,12 @@ class _Autocast:
             self.saved_casts.add((block, call.sequence))
 
     def _run_backward(self, call: _Call, forward: _Call | None) -> None:
-        if forward is None:
-            reads = [int(self.place[block]) for block in call.reads if self.place[block] >= 0]
-            data = [place for place in reads if self.grows[place]]
-            is_half = bool(data) and all(self.factor[place] < 1 for place in data)
-        else:
-            reads = [int(self.place[block]) for block in forward.reads if self.place[block] >= 0]
-            data = [place for place in reads if self.grows[place]]
-            is_half = bool(data) and all(self.factor[place] < 1 for place in data)
+        # The gradient of what a call of forward reads has the same type as that.
+        operands = self._places(call.reads if forward is None else forward.reads)
+        data = [place for place in operands if self.grows[place]]
+        is_half = bool(data) and all(self.factor[place] < 1 for place in data)
         is_product = is_compute_bound(call.name) or (forward is not None and is_compute_bound(forward.name))
-        for block in call.allocs:
-            place = int(self.place[block])
-            if place < 0:
-                continue
+        for place in self._places(call.allocs):
             begin, size = int(self.timeline.begin[place]), int(self.timeline.size[place])
             if self.grows[place] and is_half:
                 self.factor[place] = HALF
@@ -215,4 +210,4 @@ def _by_call(accesses: StepAccesses, mask: Array) -> list[list[int]]:
     order = np.argsort(accesses.call[mask], kind="stable")
     block = accesses.block[mask][order]
     bounds = np.searchsorted(accesses.call[mask][order], np.arange(len(accesses.op_id) + 1)).tolist()
-    return [block[first:last].tolist() for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [block[first:last].tolist() for first, last in pairwise(bounds)]

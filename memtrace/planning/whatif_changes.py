@@ -35,6 +35,9 @@ from memtrace.units import format_count
 ELEMENT_BYTES: Final = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8": 1, "int8": 1, "int4": 0.5}
 _ABBREVIATIONS: Final = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "half": "float16",
                          "bf16": "bfloat16", "fp8": "float8"}  # fmt: skip
+_NO_KERNEL_TIMES: Final = (
+    "The time is unknown, because the trace has no times of kernels: record with device_time=True on a GPU."
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,11 @@ class StepState:
     assumptions: tuple[str, ...] = ()
     """What the figures rest on, one sentence each."""
 
+    @property
+    def times_kernels(self) -> bool:
+        """Whether the graph has the time of what the operators compute: on a GPU only with device times."""
+        return self.graph is not None and (self.device == "cpu" or bool(self.graph.is_device.any()))
+
     def with_memory(self, timeline: Timeline) -> StepState:
         """Return the state with another timeline."""
         return replace(self, timeline=timeline)
@@ -60,8 +68,8 @@ class StepState:
         return self if self.graph is None else replace(self, graph=change(self.graph))
 
     def without_time(self, reason: str) -> StepState:
-        """Return the state without a time, which a change makes unknown."""
-        return self.assuming(reason) if self.graph is None else replace(self, graph=None).assuming(reason)
+        """Return the state without a time, which a change makes unknown; the first reason is enough."""
+        return self if self.graph is None else replace(self, graph=None).assuming(reason)
 
     def assuming(self, *sentences: str) -> StepState:
         """Return the state with further assumptions."""
@@ -92,8 +100,8 @@ class ScaleBatch:
         """Return the state with the change."""
         scaled = state.with_memory(state.timeline.scale_batch(self.factor))
         grown = state.timeline.block[(state.timeline.block >= 0) & (state.timeline.constant < state.timeline.size)]
-        if state.graph is None:
-            return scaled
+        if not state.times_kernels:
+            return scaled.without_time(_NO_KERNEL_TIMES)
         accesses = step_accesses(state.trace, state.step)
         calls = accesses.op_id[np.unique(accesses.call[np.isin(accesses.block, grown)])]
         timed = scaled.with_time(lambda graph: graph.scale(np.isin(graph.op_id, calls) & graph.computes(), self.factor))
@@ -220,14 +228,15 @@ class Autocast:
     def apply(self, state: StepState) -> StepState:
         """Return the state with the change."""
         changed = state.with_memory(autocast(state.trace, state.timeline, state.step, state.device))
-        changed = changed.with_time(lambda graph: operator_graph.use_half_precision(state.trace, graph))
-        assumed = ["The recorded step computes in float32."]
-        if state.graph is not None:
-            assumed.append(
-                f"Matrix products take 1/{operator_graph.COMPUTE_SPEEDUP:g} of their time and other kernels "
-                f"1/{operator_graph.MEMORY_SPEEDUP:g}, as on GPUs with tensor cores."
+        changed = changed.assuming("The recorded step computes in float32.")
+        if state.device == "cpu" or not state.times_kernels:
+            return changed.without_time(
+                "The time in half precision is predicted for GPUs with device times only (device_time=True)."
             )
-        return changed.assuming(*assumed)
+        return changed.with_time(lambda graph: operator_graph.use_half_precision(state.trace, graph)).assuming(
+            f"Matrix products take 1/{operator_graph.COMPUTE_SPEEDUP:g} of their time and other kernels "
+            f"1/{operator_graph.MEMORY_SPEEDUP:g}, as on GPUs with tensor cores."
+        )
 
 
 @dataclass(frozen=True)
@@ -265,7 +274,11 @@ class FuseOptimizer:
     def apply(self, state: StepState) -> StepState:
         """Return the state with the change."""
         state.moments.require("optimizer")
-        fused = state.with_memory(remove_update(state.trace, state.timeline)).with_time(operator_graph.fuse_optimizer)
+        fused = state.with_memory(remove_update(state.trace, state.timeline))
+        if state.times_kernels:
+            fused = fused.with_time(operator_graph.fuse_optimizer)
+        else:
+            fused = fused.without_time(_NO_KERNEL_TIMES)
         return fused.assuming(
             "A fused update allocates nothing, and takes as long as the operators that it replaces compute together."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from memtrace.analysis.blocks import CATEGORY
 from memtrace.errors import MemtraceError
 from memtrace.planning.batch_size_law import find_batch_law, find_largest_batch
-from memtrace.planning.recorded_step import RecordedStep
 from memtrace.planning.plan import StepCost
+from memtrace.planning.recorded_step import RecordedStep
 from memtrace.planning.timeline import TICKS_PER_ROW, Timeline, build_timeline
 from memtrace.planning.timeline_selection import matches_module, parse_selection
 from tests.builders import event, trace_of
@@ -23,7 +24,9 @@ START, STOP = 95, 200
 
 def replayed_peak(timeline: Timeline) -> int:
     """The most bytes at any position, by looking at each of them."""
-    return max(int(timeline.size[timeline.live_at(position)].sum()) for position in range(timeline.start, timeline.stop))
+    return max(
+        int(timeline.size[timeline.live_at(position)].sum()) for position in range(timeline.start, timeline.stop)
+    )
 
 
 @st.composite
@@ -111,8 +114,8 @@ def test_the_largest_batch_fits_and_one_more_does_not(timeline: Timeline, batch:
 def test_pieces_of_the_law_are_convex_and_begin_at_zero(timeline: Timeline, batch: int) -> None:
     pieces = find_batch_law(timeline, batch, {}).pieces
     assert pieces[0].from_batch == 0
-    assert all(one.from_batch < two.from_batch for one, two in zip(pieces, pieces[1:], strict=False))
-    assert all(one.bytes_per_batch < two.bytes_per_batch for one, two in zip(pieces, pieces[1:], strict=False))
+    assert all(one.from_batch < two.from_batch for one, two in pairwise(pieces))
+    assert all(one.bytes_per_batch < two.bytes_per_batch for one, two in pairwise(pieces))
 
 
 def test_a_timeline_of_a_step_has_the_recorded_peak() -> None:
