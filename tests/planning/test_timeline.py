@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memtrace.analysis.blocks import CATEGORY
@@ -20,6 +20,8 @@ from memtrace.planning.timeline_selection import matches_module, parse_selection
 from tests.builders import event, trace_of
 
 START, STOP = 95, 200
+QUICK = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+"""Other processes on the machine must not make a test fail."""
 
 
 def replayed_peak(timeline: Timeline) -> int:
@@ -54,6 +56,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
     )
 
 
+@QUICK
 @given(timelines())
 def test_peak_is_that_of_a_replay(timeline: Timeline) -> None:
     assert timeline.peak_bytes == replayed_peak(timeline)
@@ -61,6 +64,7 @@ def test_peak_is_that_of_a_replay(timeline: Timeline) -> None:
     assert sum(at_peak.values()) == timeline.peak_bytes
 
 
+@QUICK
 @given(timelines(), st.integers(1, 5), st.integers(0, 120), st.integers(60, 220), st.integers(-40, 40), st.data())
 def test_changed_timelines_are_those_of_a_replay(
     timeline: Timeline, divisor: int, length: int, position: int, ticks: int, data: st.DataObject
@@ -87,6 +91,7 @@ def test_changed_timelines_are_those_of_a_replay(
     assert len(inserted) == len(timeline) + 1 and inserted.block[-1] == -1
 
 
+@QUICK
 @given(timelines(), st.integers(0, 12))
 def test_scaled_batch_grows_what_depends_on_it_and_nothing_else(timeline: Timeline, factor: int) -> None:
     scaled = timeline.scale_batch(factor)
@@ -95,6 +100,7 @@ def test_scaled_batch_grows_what_depends_on_it_and_nothing_else(timeline: Timeli
     assert find_batch_law(timeline, None, {}).peak_bytes(factor) == replayed_peak(scaled)
 
 
+@QUICK
 @given(timelines(), st.integers(1, 30), st.integers(0, 40000))
 def test_the_largest_batch_fits_and_one_more_does_not(timeline: Timeline, batch: int, capacity: int) -> None:
     law = find_batch_law(timeline, batch, {})
@@ -110,6 +116,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(timeline: Timeline, batch:
         assert timeline.scale_batch((count + 1) / batch).peak_bytes > capacity
 
 
+@QUICK
 @given(timelines(), st.integers(1, 30))
 def test_pieces_of_the_law_are_convex_and_begin_at_zero(timeline: Timeline, batch: int) -> None:
     pieces = find_batch_law(timeline, batch, {}).pieces
