@@ -2,8 +2,8 @@
 
     python benchmarks/what_if.py [--width 256] [--ranks 2,4]
 
-For an MLP, a CNN and a transformer: batch 8 to 16 and 32, bfloat16 autocast, accumulation over 4 micro-batches, SGD to AdamW,
-foreach to fused AdamW, and FSDP2 over processes that communicate through Gloo.
+For an MLP, a CNN and a transformer: batch 8 to 16 and 32, bfloat16 autocast, accumulation over 4 micro-batches, SGD to
+AdamW, foreach to fused AdamW, and FSDP2 over processes that communicate through Gloo.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from memtrace.analysis.steps import step_columns
 from memtrace.planning import plan_whatif
+from memtrace.planning.recorded_step import choose_step
 from memtrace.planning.whatif_changes import (
     Accumulate,
     Autocast,
@@ -29,7 +29,7 @@ from memtrace.planning.whatif_changes import (
 )
 from memtrace.trace import Trace
 from memtrace.units import format_bytes
-from tests.programs.changed import MODELS, UNITS, Setup, record_sharded, record_training
+from tests.programs.changed import MODELS, UNITS, Setup, record_sharded, record_training, sharded_peaks
 
 TIMEOUT_S = 900
 
@@ -52,12 +52,6 @@ def comparisons(first: Setup, ranks: list[int]) -> list[tuple[str, Setup, Setup,
     return found
 
 
-def measured_peaks(trace: Trace) -> tuple[int, int]:
-    """Return the lowest and the highest peak of the steps after the first."""
-    peaks = step_columns(trace).peak_bytes[1:].tolist()
-    return min(peaks), max(peaks)
-
-
 def main() -> None:
     """Print one row per model and change."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -78,13 +72,14 @@ def main() -> None:
                 is_sharded = second.num_ranks > 1
                 trace = record_sharded(second, path, TIMEOUT_S) if is_sharded else record_training(second, path)
                 result = plan_whatif(traces[first], [change], device="cpu")
-                # Gloo frees its buffers on threads of its own, in some steps late: those steps peak higher.
-                low, high = measured_peaks(trace)
-                predicted = result.predicted.peak_bytes
-                note = f"  (some steps {format_bytes(high)})" if high > 1.01 * low else ""
+                measured = choose_step(trace, "cpu").cost.peak_bytes
+                predicted, note = result.predicted.peak_bytes, ""
+                if is_sharded:
+                    high, measured = measured, min(sharded_peaks(trace))
+                    note = f"  (with what Gloo frees late: {format_bytes(high)})" if high > 1.01 * measured else ""
                 print(
                     f"{model:5} {name:16} {format_bytes(result.recorded.peak_bytes):>9} {format_bytes(predicted):>9} "
-                    f"{format_bytes(low):>9} {100 * (predicted / low - 1):+6.2f}%{note}",
+                    f"{format_bytes(measured):>9} {100 * (predicted / measured - 1):+6.2f}%{note}",
                     flush=True,
                 )
 

@@ -195,13 +195,12 @@ def _signed(num_bytes: int) -> str:
 
 def _print_law(out: Console, law: BatchLaw) -> None:
     unit = "sample" if law.recorded_batch is not None else "recorded batch"
-    present = law.recorded_batch or 1
-    piece = [piece for piece in law.pieces if piece.from_batch <= present][-1]
+    piece = [piece for piece in law.pieces if piece.from_batch <= law.batch][-1]
     out.print(
         f"The peak grows by {format_bytes(piece.bytes_per_batch)} per {unit}: "
         f"{format_bytes(piece.constant_bytes)} + {format_bytes(piece.bytes_per_batch)} x batch."
     )
-    later = [piece for piece in law.pieces if piece.from_batch > present]
+    later = [piece for piece in law.pieces if piece.from_batch > law.batch]
     if later:
         out.print(
             f"From {_batch(later[0].from_batch, law.recorded_batch)} on, another moment has the peak: "

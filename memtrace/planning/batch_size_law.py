@@ -42,6 +42,8 @@ class BatchLaw:
 
     recorded_batch: int | None
     """Batch size of the recorded step; None: unknown, batches are multiples of it."""
+    batch: float
+    """The batch with all changes."""
     pieces: tuple[BatchPiece, ...]
     """In the order of the batch; the first begins at 0."""
     residuals: tuple[BatchResidual, ...]
@@ -63,24 +65,25 @@ class LargestBatch:
     """The peak with this batch."""
 
 
-def find_batch_law(timeline: Timeline, batch: int | None, recorded: Mapping[int, int]) -> BatchLaw:
+def find_batch_law(timeline: Timeline, batch: int | None, recorded: Mapping[int, int], factor: float = 1) -> BatchLaw:
     """Return the law of the peak of a timeline.
 
     Args:
         timeline: the step.
-        batch: its batch size; None: unknown.
+        batch: batch size of the recorded step; None: unknown.
         recorded: recorded peaks by batch size, to compare with.
+        factor: the batch of the timeline as a multiple of the recorded one.
     """
     position, constant = replace(timeline, size=timeline.constant).levels
     total_position, total = timeline.levels
     total_at = total[np.searchsorted(total_position, position)]
     first, lines = _upper_envelope(constant, total_at - constant)
-    unit = batch or 1
+    unit = (batch or 1) * factor
     pieces = tuple(
         BatchPiece(start * unit, int(constant[line]), float(total_at[line] - constant[line]) / unit)
         for start, line in zip(first, lines, strict=True)
     )
-    law = BatchLaw(batch, pieces, ())
+    law = BatchLaw(batch, unit, pieces, ())
     farthest = max(recorded, key=lambda size: abs(size - (batch or 0)), default=None)
     residuals = tuple(
         BatchResidual(size, peak, law.peak_bytes(size), size in (batch, farthest))
@@ -119,16 +122,15 @@ def find_largest_batch(timeline: Timeline, law: BatchLaw, capacity_bytes: int) -
         law: its law, which bounds the search.
         capacity_bytes: the memory of the device.
     """
-    unit = law.recorded_batch
     last = law.pieces[-1]
     if last.bytes_per_batch == 0:
         fits = last.constant_bytes <= capacity_bytes
         return LargestBatch(capacity_bytes, None if fits else 0, last.constant_bytes)
-    # A whole number of samples, or hundredths of the recorded batch.
-    per_batch = unit or 100
+    # Whole samples, or hundredths of the recorded batch.
+    step = 0.01 if law.recorded_batch is None else 1
 
     def peak(count: int) -> int:
-        return timeline.scale_batch(count / per_batch).peak_bytes
+        return timeline.scale_batch(count * step / law.batch).peak_bytes
 
     low, high = 0, 1
     while peak(high) <= capacity_bytes:
@@ -136,4 +138,4 @@ def find_largest_batch(timeline: Timeline, law: BatchLaw, capacity_bytes: int) -
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if peak(middle) <= capacity_bytes else (low, middle)
-    return LargestBatch(capacity_bytes, low if unit else low / per_batch, peak(low))
+    return LargestBatch(capacity_bytes, low if law.recorded_batch is not None else low / 100, peak(low))

@@ -237,21 +237,20 @@ class _Joined:
         # Of a call that waits, only what is left after the device has finished is its own.
         waited = np.where(self.waits_for >= 0, end[self.waits_for], self.start)
         own = end - np.maximum(self.start, waited)
-        columns = {
-            "start_ns": self.start,
-            "duration_ns": np.where(self.waits_for >= 0, own, self.duration),
-            "gap_ns": self.start - ready,
-            "after": rank[self.after],
-            "needs": rank[self.needs],
-            "launched_by": rank[self.launched_by],
-            "waits_for": rank[self.waits_for],
-            "is_device": self.is_device,
-            "name": self.name,
-            "phase": self.phase,
-            "op_id": self.op_id,
-        }
-        placed = {name: column[order] for name, column in columns.items()}
-        return OperatorGraph(tail_ns=step_ns - int(end[~self.is_device].max(initial=0)), **placed)
+        return OperatorGraph(
+            tail_ns=step_ns - int(end[~self.is_device].max(initial=0)),
+            start_ns=self.start[order],
+            duration_ns=np.where(self.waits_for >= 0, own, self.duration)[order],
+            gap_ns=(self.start - ready)[order],
+            after=rank[self.after][order],
+            needs=rank[self.needs][order],
+            launched_by=rank[self.launched_by][order],
+            waits_for=rank[self.waits_for][order],
+            is_device=self.is_device[order],
+            name=self.name[order],
+            phase=self.phase[order],
+            op_id=self.op_id[order],
+        )
 
 
 def _at(times: Array, place: Array) -> Array:

@@ -112,7 +112,9 @@ def plan_whatif(
                 tuple(sentence for sentence in state.assumptions if sentence not in before),
             )
         )
-    law = find_batch_law(state.timeline, batch, _measured(device, batch, step, others, unchanged=not changes))
+    law = find_batch_law(
+        state.timeline, batch, _measured(device, batch, step, others, unchanged=not changes), state.batch_factor
+    )
     return WhatIf(
         device,
         step.number,

@@ -51,6 +51,8 @@ class StepState:
     timeline: Timeline
     graph: OperatorGraph | None
     """None: the time of the changed step is unknown."""
+    batch_factor: float = 1
+    """The batch as a multiple of the recorded one."""
     assumptions: tuple[str, ...] = ()
     """What the figures rest on, one sentence each."""
 
@@ -99,6 +101,7 @@ class ScaleBatch:
     def apply(self, state: StepState) -> StepState:
         """Return the state with the change."""
         scaled = state.with_memory(state.timeline.scale_batch(self.factor))
+        scaled = replace(scaled, batch_factor=state.batch_factor * self.factor)
         grown = state.timeline.block[(state.timeline.block >= 0) & (state.timeline.constant < state.timeline.size)]
         if not state.times_kernels:
             return scaled.without_time(_NO_KERNEL_TIMES)

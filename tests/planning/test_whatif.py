@@ -13,7 +13,6 @@ from memtrace.cli import main
 
 import memtrace
 from memtrace.analysis.attribution import step_rows
-from memtrace.analysis.steps import step_columns
 from memtrace.errors import MemtraceError
 from memtrace.planning import plan_whatif
 from memtrace.planning.recorded_step import choose_step, step_peak
@@ -35,7 +34,7 @@ from memtrace.planning.whatif_changes import (
 from memtrace.planning.whatif_optimizer import IMPLEMENTATIONS, OPTIMIZERS, temporary_bytes
 from memtrace.trace import Trace
 from tests.cli.runner import run_memtrace
-from tests.programs.changed import MODELS, UNITS, Setup, make_optimizer, record_sharded, record_training
+from tests.programs.changed import MODELS, UNITS, Setup, make_optimizer, record_sharded, record_training, sharded_peaks
 
 MODEL_NAMES = sorted(MODELS)
 
@@ -106,8 +105,7 @@ def test_fsdp_has_the_predicted_peak(model: str, num_ranks: int, tmp_path: Path)
     sharded = Setup(model, optimizer="adamw", num_ranks=num_ranks, num_steps=6)
     second = record_sharded(sharded, tmp_path / "second", timeout_s=120)
     predicted = plan_whatif(first, [Shard("fsdp", num_ranks, UNITS[model])]).predicted.peak_bytes
-    # Gloo frees its buffers on threads of its own, in some steps only after the next unit was gathered.
-    measured = min(step_columns(second).peak_bytes.tolist()[1:])
+    measured = min(sharded_peaks(second))
     assert abs(predicted / measured - 1) <= 0.05
 
 
@@ -155,6 +153,16 @@ def test_changes_are_made_one_after_another_and_each_adds_its_row(traces: dict[s
     assert sum(result.rows[1].bytes_by_category.values()) == result.rows[1].cost.peak_bytes
     state = [row.bytes_by_category["optimizer_state"] for row in result.rows[1:]]
     assert state[1] == pytest.approx(state[0] / 8, rel=0.01)
+
+
+def test_the_law_counts_samples_of_the_changed_batch(traces: dict[str, Trace]) -> None:
+    recorded = plan_whatif(traces["gpt"], batch=8, capacity_bytes=1 << 30)
+    scaled = plan_whatif(traces["gpt"], [ScaleBatch(4)], batch=8, capacity_bytes=1 << 30)
+    assert scaled.batch_law.batch == 32
+    for batch in (1, 8, 32, 100):
+        assert scaled.batch_law.peak_bytes(batch) == pytest.approx(recorded.batch_law.peak_bytes(batch), rel=1e-3)
+    assert recorded.largest_batch is not None and scaled.largest_batch is not None
+    assert scaled.largest_batch.batch == recorded.largest_batch.batch
 
 
 def test_no_change_predicts_the_recorded_step(traces: dict[str, Trace]) -> None:

@@ -14,11 +14,17 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
 import memtrace
+from memtrace.analysis.attribution import step_rows
+from memtrace.analysis.blocks import blocks
+from memtrace.planning.plan import StepCost
+from memtrace.planning.recorded_step import RecordedStep
+from memtrace.planning.timeline import TICKS_PER_ROW, build_timeline
 from memtrace.trace import Trace
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -184,6 +190,24 @@ def record_sharded(setup: Setup, folder: Path, timeout_s: float) -> Trace:
     subprocess.run(command, check=True, timeout=timeout_s, capture_output=True, cwd=Path(__file__).parents[2])
     trace = memtrace.load(folder / "run.memtrace")
     return trace.rank(trace.ranks[0])
+
+
+def sharded_peaks(trace: Trace) -> list[int]:
+    """Return the peak of each step but the first, as if Gloo freed its buffers when a collective returns.
+
+    Gloo frees them on threads of its own, which can be much later on a busy machine.
+    """
+    columns, rows = blocks(trace), step_rows(trace)
+    peaks = []
+    for place in range(1, len(rows.number)):
+        first, end = int(rows.first_row[place]), int(rows.end_row[place])
+        step = RecordedStep(place, first, end, 0, 0, StepCost(0, None))
+        timeline = build_timeline(trace, "cpu", step, columns.size)
+        names = columns.op_name[timeline.block]
+        of_collective = [number for number in set(names.tolist()) if (trace.name(number) or "").startswith("c10d::")]
+        freed = timeline.begin + TICKS_PER_ROW
+        peaks.append(timeline.cut(np.isin(names, of_collective), end=freed).peak_bytes)
+    return peaks
 
 
 if __name__ == "__main__":
