@@ -70,6 +70,11 @@ def command(
 
     Changes are made in the order in which this help lists them, whatever the order of the options; the table shows the
     step after each of them. Nothing is changed on disk.
+
+    \b
+    Examples:
+      memtrace plan whatif run.memtrace --scale-batch 2 --capacity 16GiB
+      memtrace plan whatif run.memtrace --optimizer adamw --shard fsdp=8
     """
     from memtrace.planning.whatif import plan_whatif
 

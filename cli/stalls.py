@@ -53,17 +53,13 @@ def command(
 
     Given three recordings, the stall is broken down into fetching (from storage) and preprocessing (decoding,
     augmenting): TRACE, recorded with an empty cache, --cached and --synthetic. Recordings with device_time=True are
-<<<<<<< HEAD
     measured on the GPU, where a wait is the time without work; others on the host. The steps are then also predicted
     for a cache that holds a share of the data set.
-=======
-    measured on the GPU, where a wait is the time without work; others on the host.
 
     \b
     Examples:
       memtrace stalls run.memtrace
       memtrace stalls cold.memtrace --cached hot.memtrace --synthetic ram.memtrace
->>>>>>> main
     """
     from memtrace.analysis.stalls import measure_stalls
 
