@@ -75,12 +75,14 @@ def _find_growing(trace: Trace, step: RecordedStep, columns: Blocks) -> Array:
     in_step = (columns.alloc_event >= step.first_row) & (columns.alloc_event < step.end_row)
     in_passes = in_step & (columns.phase != PHASE["optimizer"]) & ~is_state & (columns.size > _SCALAR_BYTES)
     if not has_accesses(trace):
-        return in_passes | (columns.category == CATEGORY["input"])
+        without_accesses: Array = in_passes | (columns.category == CATEGORY["input"])
+        return without_accesses
     accesses = step_accesses(trace, step)
     is_constant = is_state | _find_contributions(trace, accesses, columns) | _find_statistics(trace, columns)
     seeds = _find_inputs(trace, accesses, columns, in_step) & ~is_constant
     reached = _reach(accesses, seeds, barrier=is_constant)
-    return reached & ~is_constant & (in_passes | seeds)
+    growing: Array = reached & ~is_constant & (in_passes | seeds)
+    return growing
 
 
 def _find_inputs(trace: Trace, accesses: StepAccesses, columns: Blocks, in_step: Array) -> Array:
@@ -128,7 +130,8 @@ def _find_contributions(trace: Trace, accesses: StepAccesses, columns: Blocks) -
         if not len(new):
             break
         found[new] = True
-    return (found & ~is_gradient) | _find_reordered(columns)
+    contributions: Array = (found & ~is_gradient) | _find_reordered(columns)
+    return contributions
 
 
 def _find_reordered(columns: Blocks) -> Array:
@@ -166,7 +169,8 @@ def _reach(accesses: StepAccesses, seeds: Array, barrier: Array) -> Array:
     num_calls = len(accesses.op_id)
     readers = _adjacency(accesses.block[accesses.is_read], accesses.call[accesses.is_read], len(seeds))
     results = _adjacency(accesses.call[~accesses.is_read], accesses.block[~accesses.is_read], num_calls)
-    reached, called = seeds.copy(), np.zeros(num_calls, bool)
+    reached: Array = seeds.copy()
+    called = np.zeros(num_calls, bool)
     front = np.flatnonzero(seeds & ~barrier)
     while len(front):
         calls = np.unique(_neighbours(readers, front))

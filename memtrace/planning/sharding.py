@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from memtrace.planning.timeline_selection import matches_module
 from memtrace.trace import Trace
 
 Method = Literal["zero1", "zero2", "zero3", "fsdp"]
-METHODS: Final = ("zero1", "zero2", "zero3", "fsdp")
+METHODS: Final[tuple[Method, ...]] = get_args(Method)
 
 # Positions within a row, before the first event of a unit (negative) and after its last one (positive).
 _GATHER: Final = -8

@@ -86,11 +86,11 @@ def local_shapes(
 def grid_side(kind: Kind, num_ranks: int) -> int:
     """Return q, the ranks on one side of the grid; MemtraceError where they form none."""
     power = KINDS.index(kind) + 1
-    q = round(num_ranks ** (1 / power))
+    q: int = round(max(num_ranks, 0) ** (1 / power))
     if num_ranks < 1 or q**power != num_ranks:
         examples = ", ".join(str(side**power) for side in (2, 3, 4))
         raise MemtraceError(f"{kind} tensor parallelism needs {examples}, ... ranks, not {num_ranks}.")
-    return q
+    return int(q)
 
 
 def _divide(whole: int, parts: int) -> int:

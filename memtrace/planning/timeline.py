@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -157,7 +157,9 @@ class Timeline:
             end=np.asarray(end, np.int64),
             category=np.full(len(sizes), CATEGORY[category]),
         )
-        columns = {name: np.concatenate([getattr(self, name), getattr(added, name)]) for name in _COLUMNS}
+        columns: dict[str, Any] = {
+            name: np.concatenate([getattr(self, name), getattr(added, name)]) for name in _COLUMNS
+        }
         return replace(self, **columns)
 
     def _at(self, mask: Array) -> Timeline:

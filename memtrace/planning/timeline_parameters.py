@@ -76,8 +76,9 @@ def state_of_parameters(trace: Trace, timeline: Timeline, names: Iterable[str]) 
     # The name of a state is that of its parameter and its own, such as head.weight.exp_avg.
     hits = np.array([text in wanted or text.rpartition(".")[0] in wanted for text in texts], bool)[index]
     is_state = timeline.of_category("parameter", "gradient", "optimizer_state")
-    inserted: Array = (timeline.block < 0) & timeline.of_category("optimizer_state")
-    return (is_state & hits) | inserted
+    inserted = (timeline.block < 0) & timeline.of_category("optimizer_state")
+    found: Array = (is_state & hits) | inserted
+    return found
 
 
 def gradient_blocks(trace: Trace, timeline: Timeline, names: set[str]) -> Array:

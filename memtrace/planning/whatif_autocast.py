@@ -97,7 +97,8 @@ class _Autocast:
             self.casts.append((round(int(self.timeline.size[place]) * HALF), begin, stop, False))
         for grows in (True, False):
             rows = np.array([cast[:3] for cast in self.casts if cast[3] == grows], np.int64).reshape(-1, 3)
-            halved = halved.insert(*rows.T, "temporary", grows_with_batch=grows)
+            size, begins, ends = rows.T
+            halved = halved.insert(size, begins, ends, "temporary", grows_with_batch=grows)
         return halved
 
     def _run_forward(self, call: _Call) -> None:
@@ -150,7 +151,7 @@ class _Autocast:
 
     def _shorten(self) -> Array:
         """Return the ends of the blocks, which backward no longer keeps where it keeps a cast."""
-        end = self.timeline.end.copy()
+        end: Array = self.timeline.end.copy()
         kept: dict[int, int] = {}
         shortened = {block for block, _ in self.saved_casts}
         for call in self.calls:

@@ -331,7 +331,8 @@ class Shard:
         units = self.units
         if self.what == "fsdp" and not units:
             units = sharding.find_default_units(state.trace)
-        split = sharding.shard(state.trace, state.timeline, state.moments, self.what, self.num_ranks, units)
+        method = next(method for method in sharding.METHODS if method == self.what)
+        split = sharding.shard(state.trace, state.timeline, state.moments, method, self.num_ranks, units)
         if self.what not in ("zero3", "fsdp"):
             return untimed.with_memory(split)
         buffers = "Gloo also holds one buffer per collective." if state.device == "cpu" else ""
