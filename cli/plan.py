@@ -14,6 +14,7 @@ PLANS: dict[str, tuple[str, str]] = {
         "memtrace.cli.plan_spill",
         "Cut the model into shards that fit a memory budget; schedule several models.",
     ),
+    "whatif": ("memtrace.cli.plan_whatif", "Predict a step with another batch, precision, optimizer or sharding."),
     "show": ("memtrace.cli.plan_show", "Print a plan."),
     "diff": ("memtrace.cli.plan_diff", "Compare two plans."),
 }

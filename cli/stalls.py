@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Final
 import click
 from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.output import console, plain_table, print_json
+from memtrace.cli.quantities import BYTES
 from memtrace.cli.tabular import print_csv
 
+from memtrace.analysis.cache_share import CacheWhatIf, DataSource
 from memtrace.analysis.stalls import DataStalls, StallBreakdown, StepWait
 from memtrace.errors import MemtraceError
 from memtrace.units import format_count, format_duration, format_share
@@ -29,14 +31,30 @@ MAX_ROWS: Final = 20
 @selects_traces
 @click.option("--synthetic", type=click.Path(), help="Trace of the same job on data generated in memory.")
 @click.option("--cached", type=click.Path(), help="Trace of the same job with all data cached.")
+@click.option("--cache-share", "shares", type=click.FloatRange(0, 1), multiple=True, metavar="SHARE",
+              help="Predict steps with this share of the data set cached, from 0 to 1; repeatable.")  # fmt: skip
+@click.option("--step-bytes", type=BYTES, help="Data that one step reads (e.g. 28MiB), with both bandwidths.")
+@click.option("--storage-bandwidth", type=BYTES, help="Bytes per second from storage (e.g. 200MB).")
+@click.option("--memory-bandwidth", type=BYTES, help="Bytes per second from the cache (e.g. 10GB).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print one CSV row per step.")
-def command(selection: Selection, synthetic: str | None, cached: str | None, as_json: bool, as_csv: bool) -> None:
+def command(
+    selection: Selection,
+    synthetic: str | None,
+    cached: str | None,
+    shares: tuple[float, ...],
+    step_bytes: int | None,
+    storage_bandwidth: int | None,
+    memory_bandwidth: int | None,
+    as_json: bool,
+    as_csv: bool,
+) -> None:
     """Show how long the steps of TRACE wait for data.
 
     Given three recordings, the stall is broken down into fetching (from storage) and preprocessing (decoding,
     augmenting): TRACE, recorded with an empty cache, --cached and --synthetic. Recordings with device_time=True are
-    measured on the GPU, where a wait is the time without work; others on the host.
+    measured on the GPU, where a wait is the time without work; others on the host. The steps are then also predicted
+    for a cache that holds a share of the data set.
 
     \b
     Examples:
@@ -48,14 +66,34 @@ def command(selection: Selection, synthetic: str | None, cached: str | None, as_
     if (synthetic is None) != (cached is None):
         missing = "--synthetic" if synthetic is None else "--cached"
         raise MemtraceError(f"{missing} is missing: --synthetic and --cached must be given together")
+    if shares and cached is None:
+        raise MemtraceError("--cache-share needs the recordings --synthetic and --cached.")
+    source = _data_source(step_bytes, storage_bandwidth, memory_bandwidth)
+    if source is not None and cached is None:
+        raise MemtraceError("--step-bytes needs the recordings --synthetic and --cached.")
     trace = selection.open_rank()
-    result = measure_stalls(trace, synthetic=_open(selection, synthetic), cached=_open(selection, cached))
+    result = measure_stalls(
+        trace,
+        synthetic=_open(selection, synthetic),
+        cached=_open(selection, cached),
+        cache_shares=shares,
+        source=source,
+    )
     if as_json:
         print_json(result)
     elif as_csv:
         print_csv([field.name for field in fields(StepWait)], map(asdict, result.steps))
     else:
         _print(console(), result)
+
+
+def _data_source(step_bytes: int | None, storage: int | None, memory: int | None) -> DataSource | None:
+    given = (step_bytes, storage, memory)
+    if given == (None, None, None):
+        return None
+    if step_bytes is None or storage is None or memory is None:
+        raise MemtraceError("--step-bytes, --storage-bandwidth and --memory-bandwidth must be given together.")
+    return DataSource(step_bytes, storage, memory)
 
 
 def _open(selection: Selection, path: str | None) -> Trace | None:
@@ -81,6 +119,8 @@ def _print(out: Console, result: DataStalls) -> None:
         _print_steps(out, result)
     if result.breakdown is not None:
         _print_breakdown(out, result.breakdown)
+    if result.cache is not None:
+        _print_cache(out, result.cache)
 
 
 def _print_steps(out: Console, result: DataStalls) -> None:
@@ -109,3 +149,29 @@ def _print_breakdown(out: Console, breakdown: StallBreakdown) -> None:
     table.add_row("fetch stall", format_duration(breakdown.fetch_stall_ns), "cold - cached (fetching from storage)")
     out.print()
     out.print(table)
+
+
+def _print_cache(out: Console, cache: CacheWhatIf) -> None:
+    reasons = {"ingestion": "computing", "prep": "preprocessing", "supply": "reading"}
+    table = plain_table("cached share", "reading", "step", "as slow as")
+    for step in cache.steps:
+        table.add_row(
+            format_share(step.share),
+            format_duration(step.supply_ns),
+            format_duration(step.step_ns),
+            reasons[step.limit],
+        )
+    out.print()
+    out.print(table)
+    if cache.enough_share is None:
+        out.print("Reading limits the steps even if all data is cached.")
+    elif cache.enough_share == 0:
+        out.print("Reading does not limit the steps, whatever is cached.")
+    else:
+        out.print(f"Reading no longer limits the steps if {format_share(cache.enough_share)} of the data are cached.")
+    if cache.is_fetch_measured:
+        out.print(
+            "Reading is taken as the fetch stall; where it overlaps with computing it takes longer. Give --step-bytes "
+            "and both bandwidths to predict it.",
+            style="dim",
+        )

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from memtrace.analysis.block_lifetimes import BlockLifetimes, compute_block_lifetimes
     from memtrace.analysis.block_signatures import BlockSignatures, assign_signatures, signatures_table
     from memtrace.analysis.blocks import Blocks, blocks_table
+    from memtrace.analysis.cache_share import CachedStep, CacheWhatIf, DataSource, predict_cache_shares
     from memtrace.analysis.check import LimitCheck, LimitReport, MemoryLimits, check_limits, read_limits
     from memtrace.analysis.coverage import Coverage, compute_coverage
     from memtrace.analysis.detection import DetectedSteps, detect_steps
@@ -74,9 +75,12 @@ __all__ = [
     "BlockLifetimes",
     "BlockSignatures",
     "Blocks",
+    "CacheWhatIf",
+    "CachedStep",
     "CopyBandwidths",
     "CopyCost",
     "Coverage",
+    "DataSource",
     "DataStalls",
     "DetectedSteps",
     "DeviceWaste",
@@ -149,6 +153,7 @@ __all__ = [
     "peak_by_module",
     "peak_by_site",
     "pinned_segments_table",
+    "predict_cache_shares",
     "predict_peak_with_fixes",
     "ranks_table",
     "read_limits",
@@ -168,9 +173,12 @@ _HOMES = {
     "BlockLifetimes": "memtrace.analysis.block_lifetimes",
     "BlockSignatures": "memtrace.analysis.block_signatures",
     "Blocks": "memtrace.analysis.blocks",
+    "CacheWhatIf": "memtrace.analysis.cache_share",
+    "CachedStep": "memtrace.analysis.cache_share",
     "CopyBandwidths": "memtrace.analysis.bandwidth",
     "CopyCost": "memtrace.analysis.bandwidth",
     "Coverage": "memtrace.analysis.coverage",
+    "DataSource": "memtrace.analysis.cache_share",
     "DataStalls": "memtrace.analysis.stalls",
     "DetectedSteps": "memtrace.analysis.detection",
     "DeviceWaste": "memtrace.analysis.findings",
@@ -243,6 +251,7 @@ _HOMES = {
     "peak_by_module": "memtrace.analysis.peak",
     "peak_by_site": "memtrace.analysis.peak",
     "pinned_segments_table": "memtrace.analysis.fragmentation",
+    "predict_cache_shares": "memtrace.analysis.cache_share",
     "predict_peak_with_fixes": "memtrace.analysis.findings",
     "ranks_table": "memtrace.analysis.ranks",
     "read_limits": "memtrace.analysis.check",

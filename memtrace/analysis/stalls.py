@@ -9,12 +9,14 @@ training; only the difference between runs separates fetching (from storage) fro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from memtrace.analysis.attribution import SPAN
+from memtrace.analysis.cache_share import CacheWhatIf, DataSource, predict_cache_shares
 from memtrace.analysis.device_clock import launch_times, timed_calls
 from memtrace.analysis.steps import StepColumns, records_data_waits, step_columns
 from memtrace.analysis.warm_up import steps_after_warm_up
@@ -74,22 +76,35 @@ class DataStalls:
     """Median of the durations of all steps."""
     breakdown: StallBreakdown | None
     """None: only one recording was given."""
+    cache: CacheWhatIf | None
+    """Steps with shares of the data set in the cache; None: only one recording was given."""
 
 
-def measure_stalls(trace: Trace, *, synthetic: Trace | None = None, cached: Trace | None = None) -> DataStalls:
+def measure_stalls(
+    trace: Trace,
+    *,
+    synthetic: Trace | None = None,
+    cached: Trace | None = None,
+    cache_shares: Sequence[float] = (),
+    source: DataSource | None = None,
+) -> DataStalls:
     """Return how long each step of a single-rank trace waits for data.
 
     Args:
         trace: a recording of one rank; for a breakdown, one with an empty cache.
         synthetic: a recording of the same job on data generated in memory.
         cached: a recording of the same job with all data cached.
+        cache_shares: shares of the data set, from 0 to 1, to predict steps for; empty: some.
+        source: how fast data is read; None: by the difference between the recordings.
 
     Raises:
+        MemtraceError: a cache share is not from 0 to 1.
         TraceError: a breakdown is wanted and one of the recordings has no steps.
         ValueError: only one of ``synthetic`` and ``cached`` is given.
     """
     if (synthetic is None) != (cached is None):
         raise ValueError("a breakdown needs both the synthetic and the cached recording")
+    breakdown = _break_down(synthetic, cached, trace) if synthetic is not None and cached is not None else None
     times = _step_times(trace)
     has_steps = len(times.step) > 0
     has_waits = has_steps and trace.has_times and records_data_waits(trace)
@@ -103,7 +118,10 @@ def measure_stalls(trace: Trace, *, synthetic: Trace | None = None, cached: Trac
         wait_share=int(times.wait_ns.sum()) / max(int(times.duration_ns.sum()), 1) if has_waits else None,
         median_wait_ns=int(np.median(times.wait_ns)) if has_waits else None,
         median_duration_ns=int(np.median(times.duration_ns)) if has_steps and trace.has_times else None,
-        breakdown=_break_down(synthetic, cached, trace) if synthetic is not None and cached is not None else None,
+        breakdown=breakdown,
+        cache=None
+        if breakdown is None
+        else predict_cache_shares(breakdown.synthetic_ns, breakdown.cached_ns, breakdown.cold_ns, cache_shares, source),
     )
 
 

@@ -1,6 +1,44 @@
-"""Plans: what would change in a training program, and what that is predicted to give."""
+"""Plans: what would change in a training program, and what that is predicted to give.
 
-from memtrace.planning.plan import Plan, PlanAction, StepCost, read_plan, write_plan
-from memtrace.planning.spill import SpillPlan, plan_spill
+Attributes are imported on first use, so that reading a plan does not import the planners.
+"""
 
-__all__ = ["Plan", "PlanAction", "SpillPlan", "StepCost", "plan_spill", "read_plan", "write_plan"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memtrace.planning.plan import Plan, PlanAction, StepCost, read_plan, write_plan
+    from memtrace.planning.spill import SpillPlan, plan_spill
+    from memtrace.planning.whatif import WhatIf, plan_whatif
+
+__all__ = [
+    "Plan",
+    "PlanAction",
+    "SpillPlan",
+    "StepCost",
+    "WhatIf",
+    "plan_spill",
+    "plan_whatif",
+    "read_plan",
+    "write_plan",
+]
+
+_HOMES = {
+    "Plan": "memtrace.planning.plan",
+    "PlanAction": "memtrace.planning.plan",
+    "SpillPlan": "memtrace.planning.spill",
+    "StepCost": "memtrace.planning.plan",
+    "WhatIf": "memtrace.planning.whatif",
+    "plan_spill": "memtrace.planning.spill",
+    "plan_whatif": "memtrace.planning.whatif",
+    "read_plan": "memtrace.planning.plan",
+    "write_plan": "memtrace.planning.plan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'memtrace.planning' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

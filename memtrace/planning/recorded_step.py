@@ -29,7 +29,9 @@ class RecordedStep:
 
 
 def choose_step(trace: Trace, device: str) -> RecordedStep:
-    """Return the step after warm-up with the highest peak on a device, the first of several.
+    """Return the step after warm-up with the highest peak on a device, the last of several.
+
+    In a trace of few steps, the last one is the least affected by warm-up: optimizer state exists from its start.
 
     Raises:
         MemtraceError: The trace has no steps, or no memory of this device.
@@ -43,7 +45,7 @@ def choose_step(trace: Trace, device: str) -> RecordedStep:
         )
     chosen = np.flatnonzero(np.isin(rows.number, steps_after_warm_up(trace)))
     peaks = [step_peak(trace, device, int(rows.first_row[step]), int(rows.end_row[step])) for step in chosen]
-    best = int(chosen[int(np.argmax(peaks))])
+    best = int(chosen[len(peaks) - 1 - int(np.argmax(peaks[::-1]))])
     has_times = trace.has_times and not trace.has_fake_tensors
     step_ns = int(np.median(rows.duration_ns[chosen])) if has_times else None
     return RecordedStep(

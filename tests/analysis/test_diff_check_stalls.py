@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memtrace
+from memtrace.analysis.cache_share import DataSource, predict_cache_shares
 from memtrace.analysis.check import LimitCheck, MemoryLimits, check_limits
 from memtrace.analysis.diff import MemoryChange, changes_table, compare_traces
 from memtrace.analysis.stalls import StallBreakdown, measure_stalls
@@ -282,6 +283,30 @@ def test_breakdown_is_the_difference_between_median_steps_after_warm_up() -> Non
     )
 
 
+def test_a_cached_share_is_as_fast_as_the_slowest_of_computing_preprocessing_and_reading() -> None:
+    # Computing takes 10, preprocessing 30, reading 90 from storage and 0 from the cache.
+    result = predict_cache_shares(10, 30, 120, (0, 0.5, 1))
+    assert [(step.supply_ns, step.step_ns, step.limit) for step in result.steps] == [
+        (90, 90, "supply"), (45, 45, "supply"), (0, 30, "prep")
+    ]  # fmt: skip
+    assert result.enough_share == pytest.approx(2 / 3) and result.is_fetch_measured
+    assert predict_cache_shares(10, 30, 120, (result.enough_share,)).steps[0].step_ns == 30
+
+
+def test_bandwidths_replace_the_measured_time_of_reading() -> None:
+    # 1 kB at 10 MB/s takes 100 us, at 1 GB/s 1 us.
+    source = DataSource(1000, 10_000_000, 1_000_000_000)
+    result = predict_cache_shares(5000, 2000, 9000, (0, 0.25, 1), source)
+    assert [step.supply_ns for step in result.steps] == [100_000, 75_250, 1000]
+    assert [step.limit for step in result.steps] == ["supply", "supply", "ingestion"]
+    assert result.enough_share == pytest.approx(95 / 99) and not result.is_fetch_measured
+    slow = DataSource(1000, 10_000_000, 100_000_000)
+    assert predict_cache_shares(5000, 2000, 9000, (), slow).enough_share is None
+    assert predict_cache_shares(200_000, 2000, 9000, (), slow).enough_share == 0
+    with pytest.raises(MemtraceError, match="from 0 to 1"):
+        predict_cache_shares(1, 1, 1, (1.5,))
+
+
 def test_recorded_waits_are_the_time_that_the_loader_takes(tmp_path: Path) -> None:
     in_loader_ns: list[int] = []
     outside_body_ns: list[int] = []
@@ -312,7 +337,8 @@ def test_command_breaks_down_stalls_of_three_recordings(runs: dict[str, Path]) -
     breakdown = json.loads(run_memtrace("stalls", *three, "--json").stdout)["breakdown"]
     assert breakdown["prep_stall_ns"] == breakdown["cached_ns"] - breakdown["synthetic_ns"]
     assert breakdown["fetch_stall_ns"] == breakdown["cold_ns"] - breakdown["cached_ns"]
-    assert "fetch stall" in run_memtrace("stalls", *three).stdout
+    text = run_memtrace("stalls", *three, "--cache-share", "0.3").stdout
+    assert "fetch stall" in text and "30 %" in text
     assert len(run_memtrace("stalls", runs["small"], "--csv").stdout.splitlines()) == 1 + 6
 
 
