@@ -17,11 +17,14 @@ class Recompute:
 
     modules: tuple[str, ...]
     """Qualified names, as the trace has them."""
+    kept_operators: tuple[str, ...] = ()
+    """Operators, such as ``aten::addmm``, whose outputs are kept instead of computed again (selective recomputation)."""
     kind: Literal["recompute"] = "recompute"
 
     def describe(self) -> str:
         """Return the action as one line of text."""
-        return f"Recompute {_list_names(self.modules)} in backward."
+        kept = f", except the outputs of {', '.join(self.kept_operators)}" if self.kept_operators else ""
+        return f"Recompute {_list_names(self.modules)} in backward{kept}."
 
 
 @dataclass(frozen=True)
