@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Final, NoReturn
@@ -31,7 +32,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "stalls": ("memtrace.cli.stalls", "Show how long the steps wait for data."),
     "ranks": ("memtrace.cli.ranks", "Compare the ranks of a distributed job."),
     "pipeline": ("memtrace.cli.pipeline", "Show the stages and bubbles of a recorded pipeline."),
-    "plan": ("memtrace.cli.plan", "Predict the effect of allocator settings and pipeline schedules."),
+    "plan": ("memtrace.cli.plan", "Plan changes, predict their effect, and prove it."),
     "import": ("memtrace.cli.import_", "Convert memory files of other tools to a trace."),
     "doctor": ("memtrace.cli.doctor", "Check the installation and list what is missing."),
 }
@@ -55,6 +56,18 @@ class LazyGroup(click.Group):
         command = import_module(self.table[cmd_name][0]).command
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that the arguments name; for an unknown name suggest the commands that are spelt alike."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            similar = get_close_matches(args[0], self.table)
+            if not similar:
+                raise
+            raise click.UsageError(f"{error.message} Did you mean {' or '.join(similar)}?", ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing them."""

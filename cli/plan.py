@@ -10,6 +10,8 @@ from memtrace.cli import LazyGroup
 PLANS: dict[str, tuple[str, str]] = {
     "allocator": ("memtrace.cli.plan_allocator", "Predict reserved memory under other CUDA allocator settings."),
     "pipeline": ("memtrace.cli.plan_pipeline", "Compare pipeline schedules and partitions of the model."),
+    "show": ("memtrace.cli.plan_show", "Print a plan."),
+    "diff": ("memtrace.cli.plan_diff", "Compare two plans."),
 }
 
 
@@ -19,4 +21,4 @@ class _PlanGroup(LazyGroup):
 
 @click.group("plan", cls=_PlanGroup)
 def command() -> None:
-    """Predict the effect of a change from a recorded trace."""
+    """Plan a change from a recorded trace, predict its effect, and prove it by a second run."""

@@ -29,12 +29,14 @@ def command(selection: Selection, output: str, predict: str | None) -> None:
 
     TRACE is a *.memtrace folder or a memory file of another tool; several are the ranks of one job.
     """
+    folder = Path(output).parent
+    if not folder.is_dir():
+        raise MemtraceError(f"{output}: the folder {folder} does not exist. Create it, or pass another path with -o.")
     trace = selection.open()
     prediction = None if predict is None else _predict_pipeline(trace, predict)
     from memtrace.dashboards import report
 
     try:
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
         with working(f"writing {output}"):
             page = report(trace, output, prediction=prediction)
     except OSError as error:

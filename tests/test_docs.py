@@ -14,6 +14,9 @@ from click.testing import CliRunner
 from memtrace.cli import COMMANDS, cli
 from memtrace.cli.plan import PLANS
 
+from memtrace.planning.actions import Recompute
+from memtrace.planning.plan import Plan, StepCost, write_plan
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -65,11 +68,15 @@ def json_commands() -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize(("name", "words"), json_commands())
-def test_json_output_matches_its_schema(name: str, words: list[str], gpt_trace: Path) -> None:
+def test_json_output_matches_its_schema(name: str, words: list[str], gpt_trace: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    write_plan(Plan("cpu", (Recompute(("blocks.0",)),), StepCost(2, 3), StepCost(1, None)), plan)
     arguments = {
         "check": [str(gpt_trace), "--max-peak", "1TiB"],
         "diff": [str(gpt_trace), str(gpt_trace)],
         "doctor": [],
+        "plan-show": [str(plan)],
+        "plan-diff": [str(plan), str(plan)],
         "plan-pipeline": [str(gpt_trace), "--stages", "2", "--microbatches", "4"],
     }.get(name, [str(gpt_trace)])
     result = CliRunner().invoke(cli, [*words, *arguments, "--json"])

@@ -45,7 +45,13 @@ def apply(
             changed then.
     """
     actions = (plan if isinstance(plan, Plan) else read_plan(os.fspath(plan))).actions
-    target = Target(model, _optimizer_tuple(optimizer))
+    with apply_actions(actions, Target(model, _optimizer_tuple(optimizer))):
+        yield
+
+
+@contextmanager
+def apply_actions(actions: Iterable[PlanAction], target: Target) -> Iterator[None]:
+    """Carry out actions while the ``with`` block runs; errors as in `apply`."""
     contexts = [_applier(action)(action, target) for action in actions]
     with ExitStack() as stack:
         for context in contexts:

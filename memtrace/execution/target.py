@@ -29,17 +29,29 @@ class Target:
         Raises:
             MemtraceError: The model has no module of such a name.
         """
-        wanted = list(names)
-        modules = dict(self.model.named_modules())
-        prefix = type(self.model).__name__
-        modules |= {f"{prefix}.{name}" if name else prefix: module for name, module in modules.items()}
+        wanted, modules = list(names), self._modules()
         missing = [name for name in wanted if name not in modules]
         if missing:
+            from memtrace.recording.plain_access import type_name
+
             raise MemtraceError(
-                f"the plan names modules that the model ({prefix}) does not have: {_list_some(missing)}. Apply the "
-                "plan to the model it was made for, or record this model and make a plan for it."
+                f"the plan names modules that the model ({type_name(self.model)}) does not have: "
+                f"{_list_some(missing)}. Apply the plan to the model it was made for, or record this model and make a "
+                "plan for it."
             )
         return {name: modules[name] for name in wanted}
+
+    def has_modules(self, names: Iterable[str]) -> bool:
+        """Return whether the model has modules of all these names."""
+        return self._modules().keys() >= set(names)
+
+    def _modules(self) -> dict[str, torch.nn.Module]:
+        """Return the modules of the model by all names that a plan can use."""
+        from memtrace.recording.plain_access import type_name, walk_modules
+
+        modules = dict(walk_modules(self.model))
+        prefix = type_name(self.model)
+        return {f"{prefix}.{name}" if name else prefix: module for name, module in modules.items()} | modules
 
 
 def _list_some(names: Sequence[str]) -> str:

@@ -84,7 +84,7 @@ def parse_value(kind: Any, value: Any, member: str = "", signed: tuple[str, ...]
 def _parse_dataclass(kind: type, value: dict[str, Any], member: str, signed: tuple[str, ...]) -> Any:
     hints = get_type_hints(kind)
     arguments = {}
-    for field in fields(kind):  # type: ignore[arg-type]
+    for field in fields(kind):
         if field.name in value:
             path = f"{member}.{field.name}"
             arguments[field.name] = parse_value(hints[field.name], value[field.name], path, signed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from memtrace.units import format_bytes, format_count
@@ -25,6 +25,14 @@ class Recompute:
         """Return the action as one line of text."""
         kept = f", except the outputs of {', '.join(self.kept_operators)}" if self.kept_operators else ""
         return f"Recompute {_list_names(self.modules)} in backward{kept}."
+
+    def module_names(self) -> tuple[str, ...]:
+        """Return the names of the modules that the action changes."""
+        return self.modules
+
+    def split(self) -> tuple[Recompute, ...]:
+        """Return an action for each module."""
+        return tuple(replace(self, modules=(module,)) for module in self.modules)
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,14 @@ class Offload:
             f"in {_list_names(modules)}."
         )
 
+    def module_names(self) -> tuple[str, ...]:
+        """Return the names of the modules that the action changes."""
+        return tuple(tensor.module for tensor in self.tensors)
+
+    def split(self) -> tuple[Offload, ...]:
+        """Return an action for each tensor."""
+        return tuple(replace(self, tensors=(tensor,)) for tensor in self.tensors)
+
 
 @dataclass(frozen=True)
 class Spill:
@@ -70,6 +86,14 @@ class Spill:
         """Return the action as one line of text."""
         buffering = "with" if self.double_buffered else "without"
         return f"Spill the model in {format_count(len(self.shards), 'shard')}, {buffering} double buffering."
+
+    def module_names(self) -> tuple[str, ...]:
+        """Return the names of the modules that the action changes."""
+        return tuple(name for shard in self.shards for name in shard)
+
+    def split(self) -> tuple[Spill, ...]:
+        """Return the action itself: its shards depend on each other."""
+        return (self,)
 
 
 def _list_names(names: tuple[str, ...]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, Literal
 
 from memtrace.errors import MemtraceError
 from memtrace.format.files import replace_file
@@ -42,19 +42,20 @@ class Plan:
     """What the prediction rests on, one sentence each."""
     trace: str | None = None
     """Path of the trace; None: the trace is in memory."""
+    format: Literal["memtrace-plan"] = "memtrace-plan"
+    plan_version: int = PLAN_VERSION
+
+    def module_names(self) -> frozenset[str]:
+        """Return the names of the modules that the actions change."""
+        return frozenset(name for action in self.actions for name in action.module_names() if name)
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
     """Write a plan as JSON; MemtraceError where the file cannot be written."""
     try:
-        replace_file(Path(path), (json.dumps(plan_to_json(plan), indent=1) + "\n").encode())
+        replace_file(Path(path), (json.dumps(asdict(plan), indent=1) + "\n").encode())
     except OSError as error:
         raise MemtraceError(f"{path} cannot be written ({error}). Pass another path.") from error
-
-
-def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """Return what the file of a plan contains."""
-    return {"format": "memtrace-plan", "plan_version": PLAN_VERSION, **asdict(plan)}
 
 
 def read_plan(path: str | Path) -> Plan:

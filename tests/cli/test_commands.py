@@ -87,6 +87,17 @@ def test_record_runs_a_module(tmp_path: Path) -> None:
     assert "module ran" in result.stdout
 
 
+def test_record_runs_code_as_python_does(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch\nclass Net(torch.nn.Linear): ...\nkept = torch.ones(100_000)\n"
+        "print(sys.argv, __name__, Net.__module__)\nsys.exit(7)"
+    )
+    result = run_memtrace("record", "-o", tmp_path / "run.memtrace", "-c", code, "--flag")
+    assert result.returncode == 7
+    assert "['-c', '--flag'] __main__ __main__" in result.stdout
+    assert "<string>:3 <module>" in run_memtrace("summary", tmp_path / "run.memtrace").stdout
+
+
 def test_doctor_names_the_observer() -> None:
     result = json.loads(run_memtrace("doctor", "--json").stdout)
     assert result["environment"]["observer"] in ("native", "dispatch")
@@ -152,7 +163,10 @@ def test_a_damaged_trace_is_an_error_message_and_exit_code_2(
         (("report", "/nowhere"), "/nowhere"),
         (("record", "/nowhere.py"), "/nowhere.py"),
         (("summary", "--nope", "x"), "No such option '--nope'"),
-        (("sumary", "x"), "No such command 'sumary'"),
+        (("sumary", "x"), "No such command 'sumary'. Did you mean summary?"),
+        (("plan", "alocator"), "Did you mean allocator?"),
+        (("record", "-m", "-c", "x"), "-m and -c exclude each other"),
+        (("check", "x", "--max-peak", "20"), "add a unit, such as 20GiB"),
         (("summary",), "Missing argument 'TRACE...'"),
         (("summary", "x", "--from-step", "5", "--to-step", "2"), "--from-step 5 is greater than --to-step 2"),
         (("leaks", "x", "--capacity", "many"), "invalid size 'many'"),
@@ -166,13 +180,15 @@ def test_wrong_arguments_are_an_error_message_and_exit_code_2(arguments: tuple[s
     assert "Traceback" not in result.stderr
 
 
-def test_a_page_that_cannot_be_written_is_an_error_message_and_exit_code_2(
+def test_a_page_in_a_folder_that_does_not_exist_is_an_error_message_and_exit_code_2(
     recorded_trace: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    result = run_memtrace("report", recorded_trace, "-o", tmp_path / "file" / "report.html")
-    assert result.returncode == 2
-    assert "cannot write the page" in result.stderr and "Traceback" not in result.stderr
+    for folder in (tmp_path / "file", tmp_path / "missing"):
+        result = run_memtrace("report", recorded_trace, "-o", folder / "report.html")
+        assert result.returncode == 2
+        assert f"the folder {folder} does not exist" in result.stderr and "Traceback" not in result.stderr
+    assert not (tmp_path / "missing").exists()
 
 
 def test_files_and_folders_that_are_not_traces_are_named(tmp_path: Path) -> None:

@@ -1,0 +1,26 @@
+"""``memtrace plan show``: prints a plan that another command wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import click
+from memtrace.cli.output import print_json
+from memtrace.cli.plan_output import print_plan
+
+from memtrace.planning.plan import Plan, read_plan
+
+RESULT: Final = Plan
+
+
+@click.command("show")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON; unknown values are null.")
+def command(plan: Path, as_json: bool) -> None:
+    """Print PLAN, a file that another plan command wrote with -o."""
+    found = read_plan(plan)
+    if as_json:
+        print_json(found)
+    else:
+        print_plan(found)
