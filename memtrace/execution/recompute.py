@@ -43,15 +43,14 @@ def apply_action(action: Recompute, target: Target) -> AbstractContextManager[No
 
 @contextmanager
 def _checkpointed(modules: Sequence[torch.nn.Module], operators: Sequence[Any]) -> Iterator[None]:
-    replaced: list[tuple[torch.nn.Module, CheckpointedForward]] = []
+    replaced: list[CheckpointedForward] = []
     try:
         for module in modules:
-            forward = CheckpointedForward(module, operators)
-            replaced.append((module, forward))
-            module.__dict__["forward"] = forward
+            replaced.append(CheckpointedForward(module, operators))
+            module.__dict__["forward"] = replaced[-1]
         yield
     finally:
-        for module, forward in reversed(replaced):
+        for forward in replaced:
             forward.restore()
 
 

@@ -1,5 +1,15 @@
 """Plans: what would change in a training program, and what that is predicted to give."""
 
 from memtrace.planning.plan import Plan, PlanAction, StepCost, read_plan, write_plan
+from memtrace.planning.recompute import RecomputedModule, RecomputePlan, plan_recompute
 
-__all__ = ["Plan", "PlanAction", "StepCost", "read_plan", "write_plan"]
+__all__ = [
+    "Plan",
+    "PlanAction",
+    "RecomputePlan",
+    "RecomputedModule",
+    "StepCost",
+    "plan_recompute",
+    "read_plan",
+    "write_plan",
+]

@@ -18,7 +18,7 @@ class Recompute:
     modules: tuple[str, ...]
     """Qualified names, as the trace has them."""
     kept_operators: tuple[str, ...] = ()
-    """Operators, such as ``aten::addmm``, whose outputs are kept instead of computed again (selective recomputation)."""
+    """Operators whose outputs are kept instead of computed again (selective recomputation), such as ``aten::addmm``."""
     kind: Literal["recompute"] = "recompute"
 
     def describe(self) -> str:

@@ -1,20 +1,20 @@
-"""The calls of a step that checkpointing would change: what they save, when backward repeats them and where that stops."""
+"""The module calls that can be checkpointed: what they save, when backward repeats them, and where that stops."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
 from memtrace.analysis.attribution import KIND, PHASE, op_column, step_rows
 from memtrace.analysis.block_accesses import operator_end_rows
-from memtrace.analysis.blocks import blocks
+from memtrace.analysis.blocks import CATEGORY, blocks
 from memtrace.analysis.warm_up import steps_after_warm_up
 from memtrace.format.arrays import Array
 from memtrace.planning.module_calls import ModuleCalls, find_module_calls
-from memtrace.planning.recorded_step import RecordedStep
 from memtrace.planning.recompute_graph import AutogradGraph, read_graph
+from memtrace.planning.recorded_step import RecordedStep
 from memtrace.trace import Trace
 
 _NONE: Final = 1 << 60
@@ -26,8 +26,8 @@ class CheckpointableCalls:
 
     calls: ModuleCalls
     graph: AutogradGraph
-    node_pairs: tuple[Array, Array]
-    """Pairs of a node of the graph and a call that created it."""
+    inputs: tuple[Array, Array]
+    """Pairs of a block and a call that reads it although the block is older than the call."""
     repeat_row: Array
     """Row of backward before which the call would be repeated: that of the first node that needs what it saved."""
     release_row: Array
@@ -35,7 +35,8 @@ class CheckpointableCalls:
     stop_row: Array
     """Row of forward at which the repeated call stops, because the last tensor has been saved."""
     is_candidate: Array
-    """Whether the call can be checkpointed: it saves blocks, and the program does not already checkpoint in it."""
+    """Whether the call can be checkpointed: backward runs its nodes, the program does not already checkpoint in it, and
+    its inputs are not written before backward."""
     checkpointed_modules: frozenset[int]
     """Modules in which the program itself recomputes."""
 
@@ -55,10 +56,12 @@ def find_checkpointable_calls(trace: Trace, step: RecordedStep) -> Checkpointabl
     for number in np.flatnonzero(np.isin(calls.module, list(checkpointed))).tolist():
         blocked[calls.chain(number)] = True
         blocked |= (calls.first_row >= calls.first_row[number]) & (calls.end_row <= calls.end_row[number])
+    inputs = _find_inputs(trace, step, calls)
+    blocked[inputs[1][_is_written(trace, step, calls, *inputs)]] = True
     return CheckpointableCalls(
         calls=calls,
         graph=graph,
-        node_pairs=(node, call),
+        inputs=inputs,
         repeat_row=repeat,
         release_row=release,
         stop_row=np.minimum(stop, calls.end_row),
@@ -80,9 +83,9 @@ def nested_pairs(calls: ModuleCalls, rows: Array) -> tuple[Array, Array]:
     return np.concatenate([first for first, _ in pairs]), np.concatenate([second for _, second in pairs])
 
 
-def find_inputs(trace: Trace, step: RecordedStep, calls: ModuleCalls) -> tuple[Array, Array]:
+def _find_inputs(trace: Trace, step: RecordedStep, calls: ModuleCalls) -> tuple[Array, Array]:
     """Return the pairs of a block and a call that reads it in forward although the block is older than the call."""
-    rows, block = _forward_reads(trace, step)
+    rows, block = _forward_accesses(trace, step, "read")
     element, call = nested_pairs(calls, rows)
     block = block[element]
     is_input = blocks(trace).alloc_event[block] < calls.first_row[call]
@@ -90,12 +93,26 @@ def find_inputs(trace: Trace, step: RecordedStep, calls: ModuleCalls) -> tuple[A
     return pair // max(len(calls), 1), pair % max(len(calls), 1)
 
 
+def _is_written(trace: Trace, step: RecordedStep, calls: ModuleCalls, block: Array, call: Array) -> Array:
+    """Return for each input of a call whether forward writes it during the call or later: it would not be repeatable.
+
+    Buffers of modules are excepted, because they are restored before the repetition.
+    """
+    table = blocks(trace)
+    rows, written = _forward_accesses(trace, step, "write")
+    last = np.full(len(table), -1, np.int64)
+    np.maximum.at(last, written, rows)
+    is_state = table.category[block] == CATEGORY["parameter"]
+    result: Array = ~is_state & (last[block] >= calls.first_row[call])
+    return result
+
+
 def estimate_program_ends(trace: Trace, step: RecordedStep, calls: ModuleCalls) -> Array:
     """Return for each block the row of forward after which the program no longer holds it, if only autograd does then.
 
     An output that a later call reads is held until that call returns, because the caller passes it as an argument.
     """
-    rows, block = _forward_reads(trace, step)
+    rows, block = _forward_accesses(trace, step, "read")
     table = blocks(trace)
     begin = np.maximum(table.alloc_event, 0)
     last = np.full(len(table), -1, np.int64)
@@ -124,11 +141,11 @@ def median_durations(trace: Trace) -> dict[int, float]:
     }
 
 
-def _forward_reads(trace: Trace, step: RecordedStep) -> tuple[Array, Array]:
-    """Return the rows at which forward operators of a step read a block, and the blocks."""
+def _forward_accesses(trace: Trace, step: RecordedStep, kind: Literal["read", "write"]) -> tuple[Array, Array]:
+    """Return the rows at which forward operators of a step read or write a block, and the blocks."""
     events = trace.columns("events", "kind", "block_id", "op_id")
     rows = np.arange(step.first_row, step.end_row)
-    rows = rows[(events["kind"][rows] == KIND["read"]) & (events["block_id"][rows] >= 0)]
+    rows = rows[(events["kind"][rows] == KIND[kind]) & (events["block_id"][rows] >= 0)]
     op = events["op_id"][rows]
     rows = rows[(op_column(trace, op, "phase") == PHASE["forward"]) & ~op_column(trace, op, "recompute")]
     return rows, events["block_id"][rows].astype(np.int64)

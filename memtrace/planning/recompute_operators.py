@@ -1,4 +1,4 @@
-"""What it costs to recompute a module, and which operators' outputs are worth keeping instead (selective recomputation).
+"""The cost of recomputing a module, and the operators whose outputs are worth keeping (selective recomputation).
 
 Keeping the output of an operator saves the operator's time in backward. The operators of a module with the most time
 per byte of output are kept first.
@@ -112,17 +112,19 @@ def _repeated_operators(trace: Trace, found: CheckpointableCalls, calls: list[in
     op = np.unique(np.concatenate([np.zeros(0, op_of_event.dtype), *ranges]))
     op = op[op >= 0]
     name, duration = op_column(trace, op, "name"), np.maximum(op_column(trace, op, "duration_ns"), 0)
-    output = _output_bytes(trace, op)
+    output, is_written = _outputs(trace, op)
+    # Torch refuses to keep an output that is written in place afterwards.
+    unusable = set(name[is_written].tolist())
     operators = [
         _Operator(int(number), int(duration[name == number].sum()), int(output[name == number].sum()))
         for number in np.unique(name[(output > 0) & (name >= 0)]).tolist()
-        if _returns_new_tensors(trace.name(number) or "")
+        if number not in unusable and _returns_new_tensors(trace.name(number) or "")
     ]
     return operators, len(op)
 
 
-def _output_bytes(trace: Trace, op: Array) -> Array:
-    """Return the bytes that each operator call allocates and that outlive it."""
+def _outputs(trace: Trace, op: Array) -> tuple[Array, Array]:
+    """Return the bytes that each operator call allocates and that outlive it, and whether any is written again."""
     table, calls = blocks(trace), number_operator_calls(trace)
     alloc = table.alloc_event
     op_of_event = trace.columns("events", "op_id")["op_id"]
@@ -131,13 +133,14 @@ def _output_bytes(trace: Trace, op: Array) -> Array:
     outlives = (of_block >= 0) & ((table.free_event < 0) | (table.free_event > last))
     place = np.searchsorted(op, of_block[outlives])
     is_known = (place < len(op)) & (op[np.minimum(place, len(op) - 1)] == of_block[outlives]) if len(op) else place < 0
-    total = np.zeros(len(op), np.int64)
+    total, is_written = np.zeros(len(op), np.int64), np.zeros(len(op), bool)
     np.add.at(total, place[is_known], table.size[outlives][is_known])
-    return total
+    is_written[place[is_known & (table.num_writes[outlives] > 1)]] = True
+    return total, is_written
 
 
 def _returns_new_tensors(name: str) -> bool:
-    """Return whether an operator computes new tensors: neither in place nor a factory of memory that is filled later."""
+    """Return whether an operator computes new tensors: it neither works in place nor leaves them to be filled."""
     base = name.rpartition("::")[2]
     operator, _, overload = base.partition(".")
     return bool(operator) and not operator.endswith("_") and "out" not in overload and not operator.startswith("empty")

@@ -20,7 +20,6 @@ from memtrace.planning.recompute_calls import (
     CheckpointableCalls,
     estimate_program_ends,
     find_checkpointable_calls,
-    find_inputs,
     median_durations,
     nested_pairs,
 )
@@ -156,7 +155,7 @@ def _build_model(recorded: _Step, costs: list[OptionCost]) -> RecomputeModel:
     trace, step, found = recorded.trace, recorded.step, recorded.found
     table, calls, graph = blocks(trace), found.calls, found.graph
     kept, added = _Columns(np.int64, np.int64, np.float64), _Columns(np.int64, np.float64, np.float64, np.int64)
-    input_block, input_call = find_inputs(trace, step, calls)
+    input_block, input_call = found.inputs
     inner_release = _inner_releases(found)
     for option, cost in enumerate(costs):
         for call in cost.calls:

@@ -47,9 +47,7 @@ def models(draw: st.DrawFn) -> RecomputeModel:
     kept = draw(st.lists(st.tuples(block, modules, positions), max_size=10))
     added = draw(st.lists(st.tuples(modules, positions, st.integers(1, 10), sizes), max_size=12))
     fixed = draw(st.lists(st.tuples(positions, st.integers(-200, 500)), min_size=1, max_size=6))
-    releases = [
-        (node, option) for node, (_, _, module) in enumerate(nodes) for option in tree.chain(module)
-    ]
+    releases = [(node, option) for node, (_, _, module) in enumerate(nodes) for option in tree.chain(module)]
     columns = np.array
     return RecomputeModel(
         fixed_positions=columns(sorted(float(position) for position, _ in fixed)),
