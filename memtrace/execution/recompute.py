@@ -110,12 +110,12 @@ class CheckpointedForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._own is not None:
             return deepcopy(self._own, memo)
-        return MethodType(type(self._module).forward, deepcopy(self._module, memo))
+        return _bind_forward(deepcopy(self._module, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._own is not None:
             return _identity, (self._own,)
-        return MethodType, (type(self._module).forward, self._module)
+        return _bind_forward, (self._module,)
 
 
 @dataclass
@@ -216,6 +216,10 @@ def _copy_into(buffers: dict[str, torch.Tensor], values: dict[str, torch.Tensor]
     with torch.no_grad():
         for name, buffer in buffers.items():
             buffer.copy_(values[name])
+
+
+def _bind_forward(module: torch.nn.Module) -> Any:
+    return MethodType(type(module).forward, module)
 
 
 def _identity(value: Any) -> Any:

@@ -35,6 +35,8 @@ class ModuleCalls:
 
     def contains(self, call: Array, rows: Array) -> Array:
         """Return for each pair of a call and a row whether the row belongs to the call; False for the call -1."""
+        if not len(self):
+            return np.zeros(len(call), bool)
         inside: Array = (call >= 0) & (self.first_row[call] <= rows) & (rows < self.end_row[call])
         return inside
 
@@ -50,6 +52,8 @@ class ModuleCalls:
         """Return the outermost call that contains ``read_row`` and not ``other_row``; -1: none does."""
         call = self.innermost_at(read_row)
         call = np.where(self.contains(call, other_row), -1, call)
+        if not len(self):
+            return call
         while True:
             outer = np.where(call >= 0, self.parent[call], -1)
             moves = (outer >= 0) & ~self.contains(outer, other_row)

@@ -96,8 +96,8 @@ def recompute_options(trace: Trace, device: str, *, selective: bool = True) -> t
     replayed = found.model.replay([]).peak_bytes
     if replayed != step.cost.peak_bytes:
         raise MemtraceError(
-            f"{where}: the events of step {step.number} add up to a peak of {format_bytes(replayed)} on {device}, not to "
-            f"the recorded {format_bytes(step.cost.peak_bytes)}, so that no plan can be made. Record the program again."
+            f"{where}: the events of step {step.number} add up to a peak of {format_bytes(replayed)} on {device} "
+            f"instead of {format_bytes(step.cost.peak_bytes)}, so that no plan can be made. Record the program again."
         )
     return step, found
 

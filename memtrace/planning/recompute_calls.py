@@ -119,6 +119,8 @@ def estimate_program_ends(trace: Trace, step: RecordedStep, calls: ModuleCalls) 
     np.maximum.at(last, block, rows)
     last = np.maximum(last, begin)
     end = operator_end_rows(trace, last)
+    if not len(calls):
+        return end
     reader = calls.outermost_without(last, begin)
     return np.where(reader >= 0, np.maximum(calls.end_row[reader] - 1, end), end)
 
