@@ -11,11 +11,11 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial, update_wrapper
-from types import MethodType
+from types import MethodType, TracebackType
 from typing import Any, Final
 
 import torch
@@ -92,6 +92,7 @@ class CheckpointedForward:
         first, repeated = (
             create_selective_checkpoint_contexts(self._operators) if self._operators else (nullcontext(), nullcontext())
         )
+        repetition = _Repetition(repeated)
         generators, before = _GeneratorStates(), self._buffers.copy()
 
         @contextmanager
@@ -99,13 +100,12 @@ class CheckpointedForward:
             with first:
                 yield
             self._buffers.find_written(before)
+            if not generators.is_current():
+                repetition.surround(generators.restored)
+            if before.values:
+                repetition.surround(lambda: self._buffers.restored(before.values))
 
-        @contextmanager
-        def run_again() -> Iterator[None]:
-            with generators.restored(), self._buffers.restored(before.values), repeated:
-                yield
-
-        return run_first(), run_again()
+        return run_first(), repetition
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._own is not None:
@@ -116,6 +116,31 @@ class CheckpointedForward:
         if self._own is not None:
             return _identity, (self._own,)
         return _bind_forward, (self._module,)
+
+
+class _Repetition(AbstractContextManager[None]):
+    """What surrounds the repetition of a call, which several backward passes may enter."""
+
+    def __init__(self, innermost: AbstractContextManager[None]) -> None:
+        self._innermost = innermost
+        self._outer: list[Callable[[], AbstractContextManager[None]]] = []
+        self._entered = ExitStack()
+
+    def surround(self, context: Callable[[], AbstractContextManager[None]]) -> None:
+        """Add a context inside those that were added before."""
+        self._outer.append(context)
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self._outer:
+                stack.enter_context(context())
+            stack.enter_context(self._innermost)
+            self._entered = stack.pop_all()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._entered.__exit__(kind, error, traceback)
 
 
 @dataclass
@@ -183,6 +208,15 @@ class _GeneratorStates:
     def __init__(self) -> None:
         self._python = random.getstate()
         self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+
+    def is_current(self) -> bool:
+        """Return whether nothing has been drawn since."""
+        current = _GeneratorStates()
+        if current._python != self._python or (current._numpy is None) != (self._numpy is None):
+            return False
+        return self._numpy is None or bool(
+            current._numpy[2:] == self._numpy[2:] and (current._numpy[1] == self._numpy[1]).all()
+        )
 
     @contextmanager
     def restored(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ MIN_OPERATOR_SHARE: Final = 0.1
 """Least share of a module's forward time that makes an operator worth keeping."""
 DISPATCH_MODE_NS: Final = 40_000
 """Time that the dispatch modes of selective checkpointing add to an operator, in forward and again in backward."""
-CHECKPOINT_CALL_NS: Final = 100_000
+CHECKPOINT_CALL_NS: Final = 400_000
 """Time that a checkpointed call adds apart from its operators: saving the random state, hooks on saved tensors."""
 
 

@@ -68,6 +68,13 @@ class Dropping(nn.Module):
         return output
 
 
+class RandomScale(nn.Module):
+    """Multiplies by a number of Python's random generator."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(x * random.random())
+
+
 class RandomDepth(nn.Module):
     """Draws from Python's and NumPy's random generators."""
 
@@ -243,6 +250,16 @@ def test_copies_of_the_model_are_models_of_their_own(copied: Callable[[nn.Module
             other[0].bias.zero_()  # type: ignore[index]
         assert not other(torch.ones(1, 4)).any()
         assert model(torch.ones(1, 4)).any()
+
+
+def test_several_backward_passes_repeat_the_call_alike() -> None:
+    model = nn.Sequential(nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(), RandomScale()), nn.Linear(4, 1))
+    inputs = torch.randn(6, 4, requires_grad=True)
+    with memtrace.apply(make_plan("0"), model):
+        loss = model(inputs).square().sum()
+        (first,) = torch.autograd.grad(loss, inputs, retain_graph=True)
+        (second,) = torch.autograd.grad(loss, inputs)
+    assert torch.equal(first, second)
 
 
 def test_hooks_on_the_module_run_once_and_hooks_inside_it_again() -> None:
