@@ -11,6 +11,7 @@ PLANS: dict[str, tuple[str, str]] = {
     "allocator": ("memtrace.cli.plan_allocator", "Predict reserved memory under other CUDA allocator settings."),
     "pipeline": ("memtrace.cli.plan_pipeline", "Compare pipeline schedules and partitions of the model."),
     "recompute": ("memtrace.cli.plan_recompute", "Choose the modules to recompute in backward."),
+    "auto": ("memtrace.cli.plan_auto", "Mix changes so that a step fits a capacity."),
     "show": ("memtrace.cli.plan_show", "Print a plan."),
     "diff": ("memtrace.cli.plan_diff", "Compare two plans."),
 }

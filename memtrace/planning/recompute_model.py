@@ -7,7 +7,7 @@ between the rows of backward before which the recomputation runs.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -127,6 +127,13 @@ class RecomputeModel:
         mask = np.zeros(self.num_options, bool)
         mask[list(chosen)] = True
         return mask
+
+    def with_fixed_changes(self, positions: Array, changes: Array) -> RecomputeModel:
+        """Return the model with more changes of the level that no option affects."""
+        positions = np.concatenate([self.fixed_positions, positions])
+        changes = np.concatenate([self.fixed_changes, changes])
+        order = np.lexsort((changes, positions))
+        return replace(self, fixed_positions=positions[order], fixed_changes=changes[order])
 
     def fixed_level(self, position: float) -> int:
         """Return the bytes of the blocks that no option affects, after a position."""
