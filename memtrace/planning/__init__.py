@@ -1,8 +1,17 @@
-"""Plans: what would change in a training program, and what that is predicted to give."""
+"""Plans: what would change in a training program, and what that is predicted to give.
 
-from memtrace.planning.auto import AutoOption, AutoPlan, plan_auto
-from memtrace.planning.plan import Plan, PlanAction, StepCost, read_plan, write_plan
-from memtrace.planning.recompute import RecomputedModule, RecomputePlan, plan_recompute
+Attributes are imported on first use: reading a plan does not import the planners.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memtrace.planning.auto import AutoOption, AutoPlan, plan_auto
+    from memtrace.planning.plan import Plan, PlanAction, StepCost, read_plan, write_plan
+    from memtrace.planning.recompute import RecomputedModule, RecomputePlan, plan_recompute
 
 __all__ = [
     "AutoOption",
@@ -17,3 +26,23 @@ __all__ = [
     "read_plan",
     "write_plan",
 ]
+
+_HOMES = {
+    "AutoOption": "memtrace.planning.auto",
+    "AutoPlan": "memtrace.planning.auto",
+    "Plan": "memtrace.planning.plan",
+    "PlanAction": "memtrace.planning.plan",
+    "RecomputePlan": "memtrace.planning.recompute",
+    "RecomputedModule": "memtrace.planning.recompute",
+    "StepCost": "memtrace.planning.plan",
+    "plan_auto": "memtrace.planning.auto",
+    "plan_recompute": "memtrace.planning.recompute",
+    "read_plan": "memtrace.planning.plan",
+    "write_plan": "memtrace.planning.plan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'memtrace.planning' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -29,7 +29,7 @@ from memtrace.planning.recompute_solver import Choice, minimize_cost, minimize_p
 from memtrace.planning.recorded_step import RecordedStep
 from memtrace.trace import Trace
 
-NUM_TARGETS: Final = 6
+NUM_TARGETS: Final = 4
 """Peaks between the lowest and the highest one for which recomputation is chosen."""
 SOLVER_SECONDS: Final = 5.0
 """Time for one choice."""

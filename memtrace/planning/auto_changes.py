@@ -54,6 +54,12 @@ class LevelChange:
     bytes: Array
     """Change of the level at each."""
 
+    @classmethod
+    def of_intervals(cls, change: ProgramChange, begin: Array, end: Array, size: Array) -> LevelChange:
+        """Return the change that adds (or, if negative, removes) bytes between two positions; ``NEVER``: no end."""
+        ends = end < NEVER
+        return cls(change, np.concatenate([begin, end[ends]]), np.concatenate([size, -size[ends]]).astype(np.int64))
+
 
 def optimizer_in_backward(trace: Trace, step: RecordedStep, device: str) -> LevelChange | None:
     """Return the effect of updating every parameter as soon as its gradient is complete; None where it cannot be done.
@@ -83,10 +89,11 @@ def optimizer_in_backward(trace: Trace, step: RecordedStep, device: str) -> Leve
         OPTIMIZER_CALL_NS * int(is_computed.sum()),
         "Optimizer in backward excludes gradient clipping, gradient accumulation and loss scaling.",
     )
-    return LevelChange(
+    return LevelChange.of_intervals(
         change,
-        np.concatenate([new_end, end, temporary_begin, temporary_end, at - AFTER_ROW / 2, at]),
-        np.concatenate([-size, size, -temporary_size, temporary_size, transient[is_computed], -transient[is_computed]]),
+        np.concatenate([new_end, temporary_begin, at - AFTER_ROW / 2]),
+        np.concatenate([end, temporary_end, at]),
+        np.concatenate([-size, -temporary_size, transient[is_computed]]),
     )
 
 
@@ -111,7 +118,7 @@ def shard_optimizer_state(
         f"Sharding gathers {format_bytes(parameter_bytes)} of parameters in every step at "
         f"{format_bytes(round(link_bytes_per_s))}/s, without overlap.",
     )
-    return LevelChange(change, np.concatenate([begin, end]), np.concatenate([-saved, saved]))
+    return LevelChange.of_intervals(change, begin, end, -saved)
 
 
 def _in_step(trace: Trace, step: RecordedStep) -> Array:
