@@ -89,9 +89,8 @@ class CheckpointedForward:
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return what surrounds the first run of a call and each repetition."""
-        first, repeated = (
-            create_selective_checkpoint_contexts(self._operators) if self._operators else (nullcontext(), nullcontext())
-        )
+        create: Any = create_selective_checkpoint_contexts
+        first, repeated = create(self._operators) if self._operators else (nullcontext(), nullcontext())
         repetition = _Repetition(repeated)
         generators, before = _GeneratorStates(), self._buffers.copy()
 
@@ -207,7 +206,7 @@ class _GeneratorStates:
 
     def __init__(self) -> None:
         self._python = random.getstate()
-        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self._numpy: Any = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
 
     def is_current(self) -> bool:
         """Return whether nothing has been drawn since."""
@@ -236,12 +235,14 @@ class _GeneratorStates:
 
 def _can_checkpoint() -> bool:
     """Return whether autograd records this call, outside of another checkpointed call and of function transforms."""
+    autograd: Any = torch._C._autograd
+    jit: Any = torch.jit
     return (
         torch.is_grad_enabled()
         and not getattr(_running, "inside", False)
         and not torch._C._are_functorch_transforms_active()
-        and torch._C._autograd._saved_tensors_hooks_is_enabled()
-        and not torch.jit.is_tracing()
+        and bool(autograd._saved_tensors_hooks_is_enabled())
+        and not jit.is_tracing()
         and not torch.compiler.is_compiling()
     )
 

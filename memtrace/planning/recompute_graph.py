@@ -159,7 +159,9 @@ def _freed_in_backward(trace: Trace, step: RecordedStep) -> Array:
     if phases is None:
         return np.zeros(len(table), bool)
     phase = phases.phase[phases.pieces(np.maximum(table.free_event, 0))]
-    return freed & (phase == PHASE["backward"]) & ((table.phase == PHASE["forward"]) | (table.alloc_event < 0))
+    in_forward = (table.phase == PHASE["forward"]) | (table.alloc_event < 0)
+    result: Array = freed & (phase == PHASE["backward"]) & in_forward
+    return result
 
 
 def _find_unread(

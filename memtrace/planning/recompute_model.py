@@ -97,7 +97,7 @@ class RecomputeModel:
         held = np.ones(len(self.node_block), bool)
         held[self.release_node[chosen[self.release_option]]] = False
         keeps = chosen[self.kept_option]
-        end = self.program_end.copy()
+        end: Array = self.program_end.copy()
         np.maximum.at(end, self.node_block[held], self.node_end[held])
         np.maximum.at(end, self.kept_block[keeps], self.kept_end[keeps])
         return end

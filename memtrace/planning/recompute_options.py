@@ -69,10 +69,8 @@ class _Step:
     step: RecordedStep
     device: str
     found: CheckpointableCalls
-
-    @property
-    def on_device(self) -> Array:
-        return blocks(self.trace).device == self.trace.devices.index(self.device)
+    on_device: Array
+    """For each block of the trace whether it is on the device."""
 
 
 def find_options(trace: Trace, step: RecordedStep, device: str, *, selective: bool = True) -> RecomputeOptions:
@@ -84,7 +82,8 @@ def find_options(trace: Trace, step: RecordedStep, device: str, *, selective: bo
         device: The device whose memory is planned.
         selective: Whether to offer modules with the outputs of some operators kept.
     """
-    recorded = _Step(trace, step, device, find_checkpointable_calls(trace, step))
+    on_device = blocks(trace).device == trace.devices.index(device)
+    recorded = _Step(trace, step, device, find_checkpointable_calls(trace, step), on_device)
     costs = _candidates(recorded, selective)
     names = [trace.name(cost.module) or "" for cost in costs]
     found = recorded.found
@@ -156,10 +155,12 @@ def _build_model(recorded: _Step, costs: list[OptionCost]) -> RecomputeModel:
     table, calls, graph = blocks(trace), found.calls, found.graph
     kept, added = _Columns(np.int64, np.int64, np.float64), _Columns(np.int64, np.float64, np.float64, np.int64)
     input_block, input_call = found.inputs
+    by_call = np.argsort(input_call, kind="stable")
+    edges = np.searchsorted(input_call[by_call], np.arange(len(calls) + 1))
     inner_release = _inner_releases(found)
     for option, cost in enumerate(costs):
         for call in cost.calls:
-            inputs = input_block[input_call == call]
+            inputs = input_block[by_call[edges[call] : edges[call + 1]]]
             kept.add(inputs[recorded.on_device[inputs]], option, float(found.release_row[call]) + AFTER_ROW)
             _add_repetition(recorded, option, cost, call, inner_release[call], kept, added)
     kept_block, kept_option, kept_end = kept.columns()
@@ -288,11 +289,11 @@ def _releases(recorded: _Step, costs: list[OptionCost], holds: Array) -> tuple[A
     edges = np.searchsorted(call[order], np.arange(len(found.calls) + 1))
     for number, options in of_call.items():
         inside = order[edges[number] : edges[number + 1]]
-        for option in options:
-            is_kept = own[inside] & np.isin(table.op_name[block[inside]], costs[option].kept_operators)
-            pairs.add(hold[inside[~is_kept]], option)
-    node, option_of = pairs.columns()
-    return node, option_of
+        for each in options:
+            is_kept = own[inside] & np.isin(table.op_name[block[inside]], costs[each].kept_operators)
+            pairs.add(hold[inside[~is_kept]], each)
+    release_node, release_option = pairs.columns()
+    return release_node, release_option
 
 
 def _fixed_changes(recorded: _Step, fixed: Array, free: Array) -> tuple[Array, Array]:
