@@ -57,6 +57,11 @@ def command(
     """Run PROGRAM (a script, with -m a module, or with -c code) with ARGUMENTS, and record its memory.
 
     Put memtrace's options before PROGRAM and the program's own options after it. The exit code is that of PROGRAM.
+
+    \b
+    Examples:
+      memtrace record train.py --epochs 1
+      memtrace record -o run.memtrace --last-steps 20 -m package.train
     """
     from memtrace.errors import MemtraceError
     from memtrace.execution.detected_model import apply_to_detected_model

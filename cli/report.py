@@ -28,6 +28,11 @@ def command(selection: Selection, output: str, predict: str | None) -> None:
     """Write an HTML page with figures and tables of TRACE. The page is a single file that works offline.
 
     TRACE is a *.memtrace folder or a memory file of another tool; several are the ranks of one job.
+
+    \b
+    Examples:
+      memtrace report run.memtrace -o report.html
+      memtrace report snapshot.pickle
     """
     folder = Path(output).parent
     if not folder.is_dir():

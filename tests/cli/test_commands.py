@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from memtrace.cli import COMMANDS
+from click.testing import CliRunner
+from memtrace.cli import COMMANDS, cli
 from memtrace.cli.output import shorten_site
+from memtrace.cli.plan import PLANS
 
 from tests.cli.conftest import SCRIPT
 from tests.cli.runner import run_memtrace
@@ -38,6 +40,17 @@ def test_the_one_line_help_of_a_command_is_an_imperative_sentence(command: str) 
     first_word = text.split()[0]
     assert first_word[0].isupper() and not first_word.endswith("s") and text.endswith(".")
     assert len(text) + len("  findings  ") <= 80
+
+
+@pytest.mark.parametrize(
+    "words", [*([name] for name in COMMANDS if name != "plan"), *(["plan", name] for name in PLANS)]
+)
+def test_the_help_of_a_command_has_an_example_of_it(words: list[str]) -> None:
+    text = CliRunner().invoke(cli, [*words, "--help"], prog_name="memtrace", terminal_width=80).output
+    examples = re.findall(r"^  Examples?:\n((?:    .+\n)+)", text, re.MULTILINE)
+    assert len(examples) == 1, text
+    assert f"    memtrace {' '.join(words)} " in f"{examples[0]} " or f"    memtrace {' '.join(words)}\n" in examples[0]
+    assert max(map(len, examples[0].splitlines())) <= 80
 
 
 def test_summary_shows_the_peak_and_its_allocation_sites_in_80_columns(recorded_trace: Path) -> None:
