@@ -44,6 +44,11 @@ def command(
     Considers recomputation, the optimizer in backward, sharded optimizer state and allocator settings, and prints the
     Pareto front of peak and step time. Changes that memtrace.apply does not carry out come with the lines to add to the
     program. With --prove only those that it does carry out are considered.
+
+    \b
+    Examples:
+      memtrace plan auto run.memtrace --capacity 16GiB -o plan.json
+      memtrace plan auto run.memtrace --capacity 16GiB --ranks 8 --link 25GB
     """
     from memtrace.planning.auto import plan_auto
 

@@ -36,6 +36,11 @@ def command(request: PlanRequest, target_peak: int | None, device: str | None, n
     Recomputation (activation checkpointing) discards what the forward calls of a module save for backward, and calls
     the module again when backward needs it. The command finds the modules, and the operators whose outputs are worth
     keeping, that bring the peak below --target-peak at the least added time.
+
+    \b
+    Examples:
+      memtrace plan recompute run.memtrace --target-peak 2GiB -o plan.json
+      memtrace plan recompute --target-peak 2GiB --prove "train.py --epochs 1"
     """
     from memtrace.planning.recompute import RecomputePlan, plan_recompute
 

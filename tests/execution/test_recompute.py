@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from memtrace.planning.plan import StepCost
 from tests.programs.planned import PROGRAMS, PlannedProgram, train
 
 COST = StepCost(1, None)
+ROOT = Path(__file__).parents[2]
 
 
 def make_plan(*modules: str, kept: tuple[str, ...] = ()) -> Plan:
@@ -316,3 +320,16 @@ def test_an_operator_that_torch_lacks_is_an_error_before_the_first_step() -> Non
     ):
         pytest.fail("the block must not run")
     assert "forward" not in model[0].__dict__
+
+
+def test_wrapped_models_give_equal_losses(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.programs.wrapped_recompute", str(tmp_path / "store")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines() == [
+        "modules inside DDP: equal",
+        "the DDP wrapper: equal",
+        "FSDP2 units: equal",
+        "the FSDP2 root: equal",
+        "a module with a compiled part: equal",
+    ]

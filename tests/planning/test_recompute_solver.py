@@ -106,7 +106,7 @@ def replayed_peak(model: RecomputeModel, chosen: np.ndarray) -> int:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(models(), st.floats(0, 1))
 def test_optimum_equals_brute_force(model: RecomputeModel, share: float) -> None:
     choices = all_choices(model)
@@ -119,7 +119,7 @@ def test_optimum_equals_brute_force(model: RecomputeModel, share: float) -> None
     assert choice.cost_ns == min(cost for cost, peak in choices if peak <= target)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(models())
 def test_least_peak_equals_brute_force(model: RecomputeModel) -> None:
     choices = all_choices(model)
@@ -130,7 +130,7 @@ def test_least_peak_equals_brute_force(model: RecomputeModel) -> None:
     assert least == 0 or minimize_cost(model, least - 1) is None
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(models(), st.floats(0, 1))
 def test_greedy_choice_is_allowed_and_never_raises_the_peak(model: RecomputeModel, share: float) -> None:
     nothing = replayed_peak(model, np.zeros(model.num_options, bool))
