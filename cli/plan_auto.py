@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -15,6 +16,7 @@ from memtrace.units import format_bytes, format_count, format_duration
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from memtrace.planning.auto import AutoOption
     from memtrace.planning.plan import Plan
     from memtrace.trace import Trace
 
@@ -95,10 +97,17 @@ def _front_table(result: AutoPlan) -> Any:
     has_capacity = result.capacity_bytes is not None
     table = plain_table("Peak", "Step time", *(("Fits",) if has_capacity else ()), "Changes")
     for option in result.front:
-        changes = (
-            [format_count(option.recomputed_modules, "module") + " recomputed"] if option.recomputed_modules else []
-        )
         fits = ("yes" if option.fits else "no",) if has_capacity else ()
-        names = ", ".join((*changes, *option.changes)) or "none"
+        names = ", ".join((*_summaries(option), *option.changes)) or "none"
         table.add_row(format_bytes(option.peak_bytes), format_duration(option.step_ns), *fits, escape(names))
     return table
+
+
+def _summaries(option: AutoOption) -> Iterator[str]:
+    """Yield a few words for the actions of each kind."""
+    modules = {name for action in option.actions if action.kind == "recompute" for name in action.module_names()}
+    if modules:
+        yield f"{format_count(len(modules), 'module')} recomputed"
+    for action in option.actions:
+        if action.kind != "recompute":
+            yield action.describe().rstrip(".")

@@ -6,7 +6,7 @@ every combination of the former, the latter is chosen exactly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Final
@@ -21,14 +21,15 @@ from memtrace.planning.auto_changes import (
     shard_optimizer_state,
 )
 from memtrace.planning.pareto import pareto_front
-from memtrace.planning.plan import Plan, StepCost
+from memtrace.planning.plan import Plan, PlanAction
 from memtrace.planning.recompute import main_device, make_plan, recompute_options
-from memtrace.planning.recompute_model import RecomputeModel
 from memtrace.planning.recompute_options import RecomputeOptions
 from memtrace.planning.recompute_solver import Choice, minimize_cost, minimize_peak
 from memtrace.planning.recorded_step import RecordedStep
 from memtrace.trace import Trace
 
+Planner = Callable[[int | None], Plan]
+"""Returns a plan for a peak in bytes; None: the lowest peak."""
 NUM_TARGETS: Final = 4
 """Peaks between the lowest and the highest one for which recomputation is chosen."""
 SOLVER_SECONDS: Final = 5.0
@@ -45,8 +46,8 @@ class AutoOption:
     """Peak of the requested bytes."""
     step_ns: int | None
     """Duration of the step; None: unknown."""
-    recomputed_modules: int
-    """Number of modules that are recomputed."""
+    actions: tuple[PlanAction, ...]
+    """What ``memtrace.apply`` carries out."""
     changes: tuple[str, ...]
     """Changes that the user makes, by name."""
     fits: bool | None
@@ -73,18 +74,39 @@ class AutoPlan:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Recomputation after changes of the program."""
+    """A plan after changes of the program, which its prediction includes."""
 
-    changes: tuple[ProgramChange, ...]
-    choice: Choice
-
-    @property
-    def cost_ns(self) -> int:
-        return self.choice.cost_ns + sum(change.cost_ns or 0 for change in self.changes)
+    plan: Plan
+    cost_ns: int
+    """Time added to the step; bytes that are computed again where the trace has no times."""
+    changes: tuple[ProgramChange, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
-        return self.choice.peak_bytes
+        return self.plan.predicted.peak_bytes
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What has to fit where."""
+
+    capacity_bytes: int | None
+    allocator: AllocatorChoice
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Highest requested bytes with which the step fits; None: no limit."""
+        return None if self.capacity_bytes is None else self.capacity_bytes - self.allocator.unused_bytes
+
+    def fits(self, candidate: _Candidate) -> bool | None:
+        return None if self.peak_bytes is None else candidate.peak_bytes <= self.peak_bytes
+
+    def targets(self, lowest: int, highest: int) -> list[int]:
+        """Return the peaks to plan for between the lowest and the highest one."""
+        targets = [int(target) for target in np.linspace(lowest, highest, NUM_TARGETS + 2)[1:-1]]
+        if self.peak_bytes is not None and lowest < self.peak_bytes < highest:
+            targets.append(self.peak_bytes)
+        return targets
 
 
 def plan_auto(
@@ -95,6 +117,7 @@ def plan_auto(
     num_ranks: int | None = None,
     link_bytes_per_s: float = LINK_BYTES_PER_S,
     only_applicable: bool = False,
+    other_planners: Sequence[Planner] = (),
 ) -> AutoPlan:
     """Return the cheapest mix of changes with which a step of the trace fits a capacity.
 
@@ -105,6 +128,8 @@ def plan_auto(
         num_ranks: Data-parallel ranks over which optimizer state can be sharded; None: those of the recording.
         link_bytes_per_s: Bandwidth between ranks.
         only_applicable: Whether to consider only what ``memtrace.apply`` carries out.
+        other_planners: Functions that return a plan of the same step and device for a peak (None: the lowest). Their
+            plans compete with recomputation and are not mixed with it.
 
     Raises:
         MemtraceError: The trace has no steps, no module calls or no reads.
@@ -112,13 +137,13 @@ def plan_auto(
     device = device or main_device(trace)
     step, found = recompute_options(trace, device)
     changes = [] if only_applicable else _level_changes(trace, step, device, num_ranks, link_bytes_per_s)
-    allocator = choose_allocator(trace, device, change_settings=not only_applicable)
-    limit = None if capacity_bytes is None else capacity_bytes - allocator.unused_bytes
+    limits = _Limits(capacity_bytes, choose_allocator(trace, device, change_settings=not only_applicable))
+    recomputation = _Recomputation(trace, device, step, found, limits)
     subsets = [chosen for count in range(len(changes) + 1) for chosen in combinations(changes, count)]
-    candidates = [each for chosen in subsets for each in _candidates(found.model, chosen, limit)]
+    candidates = [each for chosen in subsets for each in recomputation.candidates(chosen)]
+    candidates += [each for planner in other_planners for each in _candidates_of(planner, limits)]
     front = pareto_front(candidates, lambda each: (each.peak_bytes, each.cost_ns))
-    planned = _Planned(trace, device, step, found, allocator, capacity_bytes, limit)
-    return planned.report(_choose(candidates, limit), front)
+    return _report(_choose(candidates, limits), front, limits)
 
 
 def _level_changes(
@@ -132,75 +157,77 @@ def _level_changes(
     return [change for change in changes if change is not None]
 
 
-def _candidates(model: RecomputeModel, changes: tuple[LevelChange, ...], limit: int | None) -> Iterator[_Candidate]:
-    """Yield what recomputation reaches after changes: nothing, the lowest peak, the capacity, and peaks between."""
-    for change in changes:
-        model = model.with_fixed_changes(change.positions, change.bytes)
-    names = tuple(change.change for change in changes)
-    nothing = np.zeros(model.num_options, bool)
-    highest = model.replay(nothing).peak_bytes
-    yield _Candidate(names, Choice(nothing, highest, 0, is_optimal=True))
-    lowest = minimize_peak(model, max_seconds=SOLVER_SECONDS)
-    yield _Candidate(names, lowest)
-    targets = [int(target) for target in np.linspace(lowest.peak_bytes, highest, NUM_TARGETS + 2)[1:-1]]
-    if limit is not None and lowest.peak_bytes < limit < highest:
-        targets.append(limit)
-    for target in targets:
-        choice = minimize_cost(model, target, max_seconds=SOLVER_SECONDS)
-        if choice is not None:
-            yield _Candidate(names, choice)
-
-
-def _choose(candidates: list[_Candidate], limit: int | None) -> _Candidate:
-    """Return the cheapest plan that fits, or the one of the lowest peak; of several the one with the fewest changes."""
-    fitting = [each for each in candidates if limit is not None and each.peak_bytes <= limit]
-    if fitting:
-        return min(fitting, key=lambda each: (each.cost_ns, len(each.changes), each.peak_bytes))
-    return min(candidates, key=lambda each: (each.peak_bytes, each.cost_ns, len(each.changes)))
-
-
 @dataclass(frozen=True)
-class _Planned:
-    """Everything that the report of a plan needs."""
+class _Recomputation:
+    """Recomputation of a step, after changes of the program."""
 
     trace: Trace
     device: str
     step: RecordedStep
     found: RecomputeOptions
-    allocator: AllocatorChoice
-    capacity_bytes: int | None
-    limit: int | None
-    """Highest requested bytes with which the step fits."""
+    limits: _Limits
 
-    def report(self, chosen: _Candidate, front: list[_Candidate]) -> AutoPlan:
-        plan = make_plan(self.trace, self.device, self.step, self.found, chosen.choice, None).plan
-        changes = (*chosen.changes, *self.allocator.changes)
-        notes = tuple(change.note for change in changes)
-        if changes:
-            names = ", ".join(change.name for change in changes)
-            notes = (f"The prediction includes changes that memtrace.apply does not carry out: {names}.", *notes)
-        predicted = StepCost(chosen.peak_bytes, self._step_ns(chosen))
-        return AutoPlan(
-            plan=replace(plan, predicted=predicted, assumptions=(*plan.assumptions, *notes)),
-            changes=changes,
-            capacity_bytes=self.capacity_bytes,
-            unused_bytes=self.allocator.unused_bytes,
-            fits=self._fits(chosen),
-            front=tuple(self._option(each) for each in front),
-        )
+    def candidates(self, level_changes: tuple[LevelChange, ...]) -> Iterator[_Candidate]:
+        """Yield what is reached with nothing recomputed, at the lowest peak, at the capacity, and between."""
+        model = self.found.model
+        for change in level_changes:
+            model = model.with_fixed_changes(change.positions, change.bytes)
+        changes = tuple(change.change for change in level_changes)
+        nothing = np.zeros(model.num_options, bool)
+        highest = model.replay(nothing).peak_bytes
+        yield self._candidate(Choice(nothing, highest, 0, is_optimal=True), changes)
+        lowest = minimize_peak(model, max_seconds=SOLVER_SECONDS)
+        yield self._candidate(lowest, changes)
+        for target in self.limits.targets(lowest.peak_bytes, highest):
+            choice = minimize_cost(model, target, max_seconds=SOLVER_SECONDS)
+            if choice is not None:
+                yield self._candidate(choice, changes)
 
-    def _option(self, candidate: _Candidate) -> AutoOption:
-        options = np.flatnonzero(candidate.choice.chosen).tolist()
-        return AutoOption(
-            candidate.peak_bytes,
-            self._step_ns(candidate),
-            len({self.found.options[number].module for number in options}),
-            tuple(change.name for change in (*candidate.changes, *self.allocator.changes)),
-            self._fits(candidate),
-        )
+    def _candidate(self, choice: Choice, changes: tuple[ProgramChange, ...]) -> _Candidate:
+        plan = make_plan(self.trace, self.device, self.step, self.found, choice, None).plan
+        added = sum(change.cost_ns or 0 for change in changes)
+        step_ns = None if plan.predicted.step_ns is None else plan.predicted.step_ns + added
+        predicted = replace(plan.predicted, step_ns=step_ns)
+        return _Candidate(replace(plan, predicted=predicted), choice.cost_ns + added, changes)
 
-    def _fits(self, candidate: _Candidate) -> bool | None:
-        return None if self.limit is None else candidate.peak_bytes <= self.limit
 
-    def _step_ns(self, candidate: _Candidate) -> int | None:
-        return None if self.step.cost.step_ns is None else self.step.cost.step_ns + candidate.cost_ns
+def _candidates_of(planner: Planner, limits: _Limits) -> Iterator[_Candidate]:
+    """Yield the plans of another planner."""
+    lowest = planner(None)
+    peaks = limits.targets(lowest.predicted.peak_bytes, lowest.recorded.peak_bytes)
+    for plan in (lowest, *map(planner, peaks)):
+        recorded_ns, predicted_ns = plan.recorded.step_ns, plan.predicted.step_ns
+        yield _Candidate(plan, 0 if recorded_ns is None or predicted_ns is None else predicted_ns - recorded_ns)
+
+
+def _choose(candidates: list[_Candidate], limits: _Limits) -> _Candidate:
+    """Return the cheapest plan that fits, or the one of the lowest peak; of several the one with the fewest changes."""
+    fitting = [each for each in candidates if limits.fits(each)]
+    if fitting:
+        return min(fitting, key=lambda each: (each.cost_ns, len(each.changes), each.peak_bytes))
+    return min(candidates, key=lambda each: (each.peak_bytes, each.cost_ns, len(each.changes)))
+
+
+def _report(chosen: _Candidate, front: list[_Candidate], limits: _Limits) -> AutoPlan:
+    changes = (*chosen.changes, *limits.allocator.changes)
+    notes = tuple(change.note for change in changes)
+    if changes:
+        names = ", ".join(change.name for change in changes)
+        notes = (f"The prediction includes changes that memtrace.apply does not carry out: {names}.", *notes)
+    return AutoPlan(
+        plan=replace(chosen.plan, assumptions=(*chosen.plan.assumptions, *notes)),
+        changes=changes,
+        capacity_bytes=limits.capacity_bytes,
+        unused_bytes=limits.allocator.unused_bytes,
+        fits=limits.fits(chosen),
+        front=tuple(
+            AutoOption(
+                each.peak_bytes,
+                each.plan.predicted.step_ns,
+                each.plan.actions,
+                tuple(change.name for change in (*each.changes, *limits.allocator.changes)),
+                limits.fits(each),
+            )
+            for each in front
+        ),
+    )

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memtrace
-from memtrace import Trace
+from memtrace import Plan, Trace
 from memtrace.analysis.blocks import CATEGORY, blocks
 from memtrace.planning import plan_auto
+from memtrace.planning.actions import Offload, OffloadedTensor
 from memtrace.planning.auto_changes import OPTIMIZER_IN_BACKWARD, optimizer_in_backward, shard_optimizer_state
 from memtrace.planning.pareto import pareto_front
+from memtrace.planning.plan import StepCost
 from memtrace.planning.recompute import recompute_options
 from memtrace.planning.recorded_step import choose_step
 from tests.programs.planned import PROGRAMS, train
@@ -152,6 +154,20 @@ def test_a_plan_without_need_changes_nothing(gpt: Trace) -> None:
     assert result.fits
     assert result.plan.actions == ()
     assert result.changes == ()
+
+
+def test_plans_of_other_planners_compete(gpt: Trace) -> None:
+    recorded = choose_step(gpt, "cpu").cost
+    cheaper = StepCost(recorded.peak_bytes // 2, (recorded.step_ns or 0) + 1)
+    action = Offload((OffloadedTensor("blocks.0", 0, 1 << 20),))
+    result = plan_auto(
+        gpt,
+        capacity_bytes=recorded.peak_bytes * 2 // 3,
+        only_applicable=True,
+        other_planners=[lambda _: Plan("cpu", (action,), recorded, cheaper)],
+    )
+    assert result.plan.actions == (action,)
+    assert result.plan.predicted == cheaper
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=12))
