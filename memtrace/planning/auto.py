@@ -204,7 +204,7 @@ def _choose(candidates: list[_Candidate], limits: _Limits) -> _Candidate:
     """Return the cheapest plan that fits, or the one of the lowest peak; of several the one with the fewest changes."""
     fitting = [each for each in candidates if limits.fits(each)]
     if fitting:
-        return min(fitting, key=lambda each: (each.cost_ns, len(each.changes), each.peak_bytes))
+        return min(fitting, key=lambda each: (each.cost_ns, len(each.changes), len(each.plan.actions), each.peak_bytes))
     return min(candidates, key=lambda each: (each.peak_bytes, each.cost_ns, len(each.changes)))
 
 

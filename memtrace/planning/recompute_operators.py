@@ -76,20 +76,21 @@ def option_costs(
     operators, num_operators = _repeated_operators(trace, found, calls)
     if duration_ns is None:
         return [OptionCost(module, tuple(calls), saved_bytes, sum(each.output_bytes for each in operators))]
-    repeated_ns = duration_ns * _repeated_share(trace, found, calls) + CHECKPOINT_CALL_NS * len(calls)
-    whole = OptionCost(module, tuple(calls), saved_bytes, round(repeated_ns))
+    repeated_ns, checkpoint_ns = duration_ns * _repeated_share(trace, found, calls), CHECKPOINT_CALL_NS * len(calls)
+    whole = OptionCost(module, tuple(calls), saved_bytes, round(repeated_ns) + checkpoint_ns)
     options, kept = [whole], list[_Operator]()
     worthwhile = [each for each in operators if each.duration_ns >= MIN_OPERATOR_SHARE * duration_ns]
     worthwhile.sort(key=lambda each: -each.duration_ns / max(each.output_bytes, 1))
     for operator in worthwhile[:MAX_KEPT_OPERATORS] if selective and len(operators) > 1 else ():
         kept.append(operator)
         kept_bytes = sum(each.output_bytes for each in kept)
-        cost = repeated_ns - sum(each.duration_ns for each in kept) + 2 * DISPATCH_MODE_NS * num_operators
+        remaining_ns = max(repeated_ns - sum(each.duration_ns for each in kept), 0)
+        cost = round(remaining_ns) + checkpoint_ns + 2 * DISPATCH_MODE_NS * num_operators
         if kept_bytes < saved_bytes and cost < whole.cost_ns:
             names = tuple(trace.name(each.name) or "" for each in kept)
             numbers = tuple(each.name for each in kept)
             saves = saved_bytes - kept_bytes
-            options.append(OptionCost(module, tuple(calls), saves, max(round(cost), 0), numbers, names))
+            options.append(OptionCost(module, tuple(calls), saves, cost, numbers, names))
     return options
 
 
