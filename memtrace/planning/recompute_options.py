@@ -281,12 +281,12 @@ def _releases(recorded: _Step, costs: list[OptionCost], holds: Array) -> tuple[A
         for call in cost.calls:
             of_call.setdefault(call, []).append(option)
     saved = found.graph.saved
-    hold, call = nested_pairs(found.calls, found.graph.nodes.position[saved.node[holds]])
+    hold, hold_call = nested_pairs(found.calls, found.graph.nodes.position[saved.node[holds]])
     block = saved.block[holds][hold]
-    own = table.alloc_event[block] >= found.calls.first_row[call]
+    own = table.alloc_event[block] >= found.calls.first_row[hold_call]
     pairs = _Columns(np.int64, np.int64)
-    order = np.argsort(call, kind="stable")
-    edges = np.searchsorted(call[order], np.arange(len(found.calls) + 1))
+    order = np.argsort(hold_call, kind="stable")
+    edges = np.searchsorted(hold_call[order], np.arange(len(found.calls) + 1))
     for number, options in of_call.items():
         inside = order[edges[number] : edges[number + 1]]
         for each in options:
