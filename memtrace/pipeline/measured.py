@@ -11,12 +11,12 @@ import numpy as np
 from memtrace.analysis.attribution import rows_at
 from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
 from memtrace.analysis.peak import requested_bytes
+from memtrace.analysis.rank_clocks import clock_shift_ns
 from memtrace.analysis.ranks import find_missing_ranks, fullest_device_peak
 from memtrace.format.arrays import Array
 from memtrace.pipeline.memory_rules import KeptOutputs
 from memtrace.pipeline.recorded import (
     RankActions,
-    clock_shift_ns,
     last_complete_step,
     recorded_actions,
     running_in_flight,

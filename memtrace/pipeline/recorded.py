@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 
 from memtrace.analysis.attribution import SPAN, rows_at
+from memtrace.analysis.rank_clocks import clock_shift_ns
 from memtrace.errors import MemtraceError, TraceError
 from memtrace.format.arrays import Array
 from memtrace.format.manifest import Manifest
@@ -111,18 +112,6 @@ def torch_steps(trace: Trace) -> Array:
     start = spans["start_ns"][ranges]
     steps = np.stack([start, start + spans["duration_ns"][ranges]], axis=1)
     return steps[np.argsort(start, kind="stable")]
-
-
-def clock_shift_ns(manifest: Manifest, reference: Manifest) -> int:
-    """What to add to the times of one rank to get times of the reference rank.
-
-    The offset measured during recording, else the difference of the wall clocks, or 0 where these are unknown.
-    """
-    offsets = [each.clock.offset_ns if each.clock else None for each in (manifest, reference)]
-    if offsets[0] is not None and offsets[1] is not None:
-        return int(offsets[0]) - int(offsets[1])
-    begins = [each.t0_epoch_ns for each in (manifest, reference)]
-    return int(begins[0]) - int(begins[1]) if begins[0] is not None and begins[1] is not None else 0
 
 
 def _actions_of_rank(trace: Trace, number: int, reference: Manifest) -> RankActions | None:
