@@ -24,7 +24,7 @@ from memtrace.planning.recompute_options import find_options
 from memtrace.planning.recorded_step import choose_step
 from tests.programs.planned import PROGRAMS, PlannedProgram, Training, train
 
-STEPS = 3
+STEPS = 5
 
 
 @dataclass(frozen=True)
