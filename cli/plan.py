@@ -8,13 +8,15 @@ import click
 from memtrace.cli import LazyGroup
 
 PLANS: dict[str, tuple[str, str]] = {
-    "allocator": ("memtrace.cli.plan_allocator", "Predict reserved memory under other CUDA allocator settings."),
-    "pipeline": ("memtrace.cli.plan_pipeline", "Compare pipeline schedules and partitions of the model."),
+    "auto": ("memtrace.cli.plan_auto", "Mix changes so that a step fits a capacity."),
+    "recompute": ("memtrace.cli.plan_recompute", "Choose the modules to recompute in backward."),
     "spill": (
         "memtrace.cli.plan_spill",
         "Cut the model into shards that fit a memory budget; schedule several models.",
     ),
     "whatif": ("memtrace.cli.plan_whatif", "Predict a step with another batch, precision, optimizer or sharding."),
+    "allocator": ("memtrace.cli.plan_allocator", "Predict reserved memory under other CUDA allocator settings."),
+    "pipeline": ("memtrace.cli.plan_pipeline", "Compare pipeline schedules and partitions of the model."),
     "show": ("memtrace.cli.plan_show", "Print a plan."),
     "diff": ("memtrace.cli.plan_diff", "Compare two plans."),
 }

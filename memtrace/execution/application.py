@@ -15,7 +15,10 @@ from memtrace.planning.plan import Plan, PlanAction, read_plan
 if TYPE_CHECKING:
     import torch
 
-_APPLIERS: Final[dict[str, str]] = {"spill": "memtrace.execution.spill"}
+_APPLIERS: Final[dict[str, str]] = {
+    "recompute": "memtrace.execution.recompute",
+    "spill": "memtrace.execution.spill",
+}
 """For each kind of action the module that carries it out, with a function
 ``apply_action(action, target: Target) -> AbstractContextManager``."""
 

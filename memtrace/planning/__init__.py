@@ -1,6 +1,6 @@
 """Plans: what would change in a training program, and what that is predicted to give.
 
-Attributes are imported on first use, so that reading a plan does not import the planners.
+Attributes are imported on first use: reading a plan does not import the planners.
 """
 
 from __future__ import annotations
@@ -9,16 +9,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from memtrace.planning.auto import AutoOption, AutoPlan, plan_auto
     from memtrace.planning.plan import Plan, PlanAction, StepCost, read_plan, write_plan
+    from memtrace.planning.recompute import RecomputedModule, RecomputePlan, plan_recompute
     from memtrace.planning.spill import SpillPlan, plan_spill
     from memtrace.planning.whatif import WhatIf, plan_whatif
 
 __all__ = [
+    "AutoOption",
+    "AutoPlan",
     "Plan",
     "PlanAction",
+    "RecomputePlan",
+    "RecomputedModule",
     "SpillPlan",
     "StepCost",
     "WhatIf",
+    "plan_auto",
+    "plan_recompute",
     "plan_spill",
     "plan_whatif",
     "read_plan",
@@ -26,11 +34,17 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AutoOption": "memtrace.planning.auto",
+    "AutoPlan": "memtrace.planning.auto",
     "Plan": "memtrace.planning.plan",
     "PlanAction": "memtrace.planning.plan",
+    "RecomputePlan": "memtrace.planning.recompute",
+    "RecomputedModule": "memtrace.planning.recompute",
     "SpillPlan": "memtrace.planning.spill",
     "StepCost": "memtrace.planning.plan",
     "WhatIf": "memtrace.planning.whatif",
+    "plan_auto": "memtrace.planning.auto",
+    "plan_recompute": "memtrace.planning.recompute",
     "plan_spill": "memtrace.planning.spill",
     "plan_whatif": "memtrace.planning.whatif",
     "read_plan": "memtrace.planning.plan",

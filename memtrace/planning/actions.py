@@ -17,11 +17,14 @@ class Recompute:
 
     modules: tuple[str, ...]
     """Qualified names, as the trace has them."""
+    kept_operators: tuple[str, ...] = ()
+    """Operators whose outputs are kept instead of computed again (selective recomputation), such as ``aten::addmm``."""
     kind: Literal["recompute"] = "recompute"
 
     def describe(self) -> str:
         """Return the action as one line of text."""
-        return f"Recompute {_list_names(self.modules)} in backward."
+        kept = f", except the outputs of {', '.join(self.kept_operators)}" if self.kept_operators else ""
+        return f"Recompute {_list_names(self.modules)} in backward{kept}."
 
     def module_names(self) -> tuple[str, ...]:
         """Return the names of the modules that the action changes."""
