@@ -15,7 +15,9 @@ from memtrace.planning.plan import Plan, PlanAction, read_plan
 if TYPE_CHECKING:
     import torch
 
-_APPLIERS: Final[dict[str, str]] = {}
+_APPLIERS: Final[dict[str, str]] = {
+    "offload": "memtrace.execution.offload",
+}
 """For each kind of action the module that carries it out, with a function
 ``apply_action(action, target: Target) -> AbstractContextManager``."""
 
