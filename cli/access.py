@@ -50,6 +50,11 @@ def command(
     the host and back within one. Intervals on a GPU are measured there if TRACE was recorded with device_time=True,
     otherwise between the launches on the host. Bandwidths are those of a TITAN Xp (6.4 GB/s) unless --bandwidths, or
     --d2h and --h2d, are given.
+
+    \b
+    Examples:
+      memtrace doctor --bandwidth --json > bandwidths.json
+      memtrace access run.memtrace --bandwidths bandwidths.json
     """
     costs = _copy_bandwidths(bandwidths, d2h_gb_per_s, h2d_gb_per_s)
     trace = selection.open_rank()

@@ -58,6 +58,10 @@ def command(
 
     Every rank is checked. The exit code is 0 if all limits hold, 1 if a limit is exceeded or cannot be checked, and 2
     if the trace or a limit cannot be read.
+
+    \b
+    Example:
+      memtrace check run.memtrace --max-peak 20GiB --max-growth 0
     """
     from memtrace.analysis.check import check_limits, read_limits
 

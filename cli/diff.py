@@ -42,6 +42,10 @@ def command(
     Shows how memory changed from trace BEFORE to trace AFTER, by category, module and allocation site: what is live at
     the peak, and what a median step allocates. Allocation sites whose line numbers moved are matched; addresses are
     ignored.
+
+    \b
+    Example:
+      memtrace diff before.memtrace after.memtrace
     """
     from memtrace.analysis.diff import compare_traces
 

@@ -36,7 +36,13 @@ _CUDA_EVENTS: Final = {
 @click.option("--rebuild", is_flag=True, help="Build the native observer anew, even if that has failed before.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
 def command(as_json: bool, bandwidth: bool, rebuild: bool) -> None:
-    """Check the installation on this machine and list what is missing."""
+    """Check the installation on this machine and list what is missing.
+
+    \b
+    Examples:
+      memtrace doctor
+      memtrace doctor --bandwidth
+    """
     report = DoctorReport(examine_environment(rebuild=rebuild), measure_bandwidths() if bandwidth else None)
     if as_json:
         print_json(report)

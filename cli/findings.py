@@ -42,6 +42,11 @@ def command(selection: Selection, min_bytes: int | None, as_json: bool, as_csv: 
     Findings are leaks, retained autograd graphs, unused or redundant allocations, and blocks that are allocated too
     early or freed too late. Each fix is applied to the recorded timeline to compute the new peak. Fixes that change a
     single line are listed first.
+
+    \b
+    Examples:
+      memtrace findings run.memtrace
+      memtrace findings run.memtrace --from-step 900 --to-step 910
     """
     from memtrace.analysis.findings import find_wasted_memory
 

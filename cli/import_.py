@@ -18,6 +18,10 @@ def command(files: tuple[Path, ...], output: Path, overwrite: bool) -> None:
     The files can be CUDA memory snapshots, Chrome traces of torch.profiler and memory timelines. Several files are the
     ranks of one job: the rank of a file is the one that the file states, otherwise the one in its name (rank3),
     otherwise its position among FILES.
+
+    \b
+    Example:
+      memtrace import rank0.pickle rank1.pickle -o job.memtrace
     """
     from memtrace.readers import read_job
     from memtrace.readers.import_job import write_trace

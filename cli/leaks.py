@@ -35,7 +35,12 @@ CSV_COLUMNS: Final = ("site", "category", "bytes_per_step", "num_growing_steps",
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV, one row per leak.")
 def command(selection: Selection, min_steps: int, capacity: int | None, as_json: bool, as_csv: bool) -> None:
-    """Find memory of TRACE that grows from step to step, and the lines that allocate it."""
+    """Find memory of TRACE that grows from step to step, and the lines that allocate it.
+
+    \b
+    Example:
+      memtrace leaks run.memtrace --capacity 16GiB
+    """
     trace = selection.open_rank()
     result = find_leaks(trace, min_growing_steps=min_steps, capacity_bytes=capacity)
     if as_json:

@@ -54,6 +54,10 @@ def command(
 
     TRACE contains the ranks of a pipeline-parallel job. Actions of torch.distributed.pipelining are recorded
     automatically; other programs mark them with rec.stage(...) and rec.microbatch(...).
+
+    \b
+    Example:
+      memtrace pipeline job.memtrace --capacity 16GiB
     """
     from memtrace.pipeline.measured import measure_pipeline
     from memtrace.pipeline.recorded import recorded_actions, recorded_schedule

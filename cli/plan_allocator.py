@@ -52,6 +52,11 @@ def command(selection: Selection, texts: tuple[str, ...], sweep: bool, capacity:
     Replays the requests of TRACE in a model of the CUDA caching allocator. The replay under the recorded settings is
     compared with the recording; predictions are made only if it is exact. For a trace without CUDA memory, the command
     estimates what a GPU would reserve for the same requests.
+
+    \b
+    Examples:
+      memtrace plan allocator snapshot.pickle --capacity 24GiB
+      memtrace plan allocator run.memtrace --setting max_split_size_mb:64 --sweep
     """
     from memtrace.allocator.settings import AllocatorSettings
 

@@ -20,7 +20,12 @@ RESULT: Final = PlanDifference
 @click.argument("other", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON; unknown values are null.")
 def command(plan: Path, other: Path, as_json: bool) -> None:
-    """Compare PLAN with OTHER: what only one of them changes, and the costs that they predict."""
+    """Compare PLAN with OTHER: what only one of them changes, and the costs that they predict.
+
+    \b
+    Example:
+      memtrace plan diff plan.json other.json
+    """
     difference = compare_plans(read_plan(plan), read_plan(other))
     if as_json:
         print_json(difference)

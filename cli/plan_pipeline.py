@@ -101,6 +101,11 @@ def command(
     schedule gets its best partition into stages and is simulated. Schedules that fit the capacity come first.
 
     Give --stages and --microbatches, or --workers and --batch to search for them.
+
+    \b
+    Examples:
+      memtrace plan pipeline single.memtrace --stages 4 --microbatches 8
+      memtrace plan pipeline single.memtrace --workers 32 --batch 512
     """
     selection = None if trace is None else Selection((trace,), rank, from_step, to_step)
     _check_options(workers is not None, stages, microbatches, options["data_parallel"], batch, sizes)

@@ -18,7 +18,12 @@ RESULT: Final = Plan
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON; unknown values are null.")
 def command(plan: Path, as_json: bool) -> None:
-    """Print PLAN, a file that another plan command wrote with -o."""
+    """Print PLAN, a file that another plan command wrote with -o.
+
+    \b
+    Example:
+      memtrace plan show plan.json
+    """
     found = read_plan(plan)
     if as_json:
         print_json(found)

@@ -27,6 +27,11 @@ def command(selection: Selection, as_json: bool) -> None:
 
     TRACE is the trace of a job with several ranks. Several traces, or memory files of other tools, are compared as the
     ranks of one job. The result names the rank to inspect first.
+
+    \b
+    Examples:
+      memtrace ranks job.memtrace
+      memtrace ranks snapshots/*.pickle
     """
     trace = selection.open()
     with working(f"comparing {len(trace.ranks)} ranks"):

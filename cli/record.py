@@ -7,8 +7,10 @@ import os
 import runpy
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 @click.command("record", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("-o", "--output", default="run.memtrace", show_default=True, help="Folder of the trace to write.")
 @click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module name, as in python -m.")
+@click.option("-c", "is_code", is_flag=True, help="PROGRAM is Python code, as in python -c.")
 @click.option("--stacks/--no-stacks", default=True, show_default=True,
               help="Record the Python call stack of allocations.")  # fmt: skip
 @click.option("--accesses/--no-accesses", default=True, show_default=True,
@@ -44,15 +47,21 @@ if TYPE_CHECKING:
 def command(
     output: str,
     is_module: bool,
+    is_code: bool,
     plan_file: Path | None,
     losses_file: Path | None,
     program: str,
     arguments: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Run PROGRAM (a script, or with -m a module) with ARGUMENTS, and record its memory.
+    """Run PROGRAM (a script, with -m a module, or with -c code) with ARGUMENTS, and record its memory.
 
     Put memtrace's options before PROGRAM and the program's own options after it. The exit code is that of PROGRAM.
+
+    \b
+    Examples:
+      memtrace record train.py --epochs 1
+      memtrace record -o run.memtrace --last-steps 20 -m package.train
     """
     from memtrace.errors import MemtraceError
     from memtrace.execution.detected_model import apply_to_detected_model
@@ -60,19 +69,22 @@ def command(
     from memtrace.planning.plan import read_plan
     from memtrace.recording.session import record
 
-    if not is_module and not Path(program).is_file():
-        raise MemtraceError(f"{program}: no such file; pass a Python script, or -m and a module name")
+    if is_module and is_code:
+        raise click.UsageError("-m and -c exclude each other.")
+    is_script = not is_module and not is_code
+    if is_script and not Path(program).is_file():
+        raise MemtraceError(f"{program}: no such file; pass a Python script, -m and a module name, or -c and code")
+    run = _choose_runner(program, is_module, is_code)
     plan = read_plan(plan_file) if plan_file is not None else None
-    sys.argv = [program, *arguments]
-    sys.path.insert(0, str(Path.cwd()) if is_module else str(Path(program).resolve().parent))
+    sys.argv = ["-c" if is_code else program, *arguments]
+    sys.path.insert(0, str(Path(program).resolve().parent if is_script else Path.cwd()))
     recording, folder = record(output, **options), Path.cwd()
     with recording, contextlib.ExitStack() as around_program:
         if losses_file is not None:
             around_program.enter_context(write_losses(losses_file.absolute()))
         if plan is not None:
             around_program.enter_context(apply_to_detected_model(plan))
-        # As python does, the script gets an absolute __file__, which stays valid when it changes the working directory.
-        exit_code = _run_program(program if is_module else str(Path(program).absolute()), is_module, recording)
+        exit_code = _run_program(run, recording)
     _print_result(recording.path, folder)
     if isinstance(exit_code, str):  # as the interpreter does for sys.exit("message")
         click.echo(exit_code, err=True)
@@ -80,23 +92,38 @@ def command(
     sys.exit(exit_code)
 
 
-def _run_program(program: str, is_module: bool, recording: Recording) -> Any:
+def _choose_runner(program: str, is_module: bool, is_code: bool) -> Callable[[], object]:
+    """Return the function that runs the program as ``python`` would."""
+    if is_module:
+        return partial(runpy.run_module, program, run_name="__main__", alter_sys=True)
+    if is_code:
+        return partial(_run_code, program)
+    # As python does, the script gets an absolute __file__, which stays valid when it changes the working directory.
+    return partial(runpy.run_path, str(Path(program).absolute()), run_name="__main__")
+
+
+def _run_code(code: str) -> None:
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        exec(compile(code, "<string>", "exec"), sys.modules["__main__"].__dict__)
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _run_program(run: Callable[[], object], recording: Recording) -> Any:
     """Run the program and return its exit code, which is whatever it passed to ``sys.exit``."""
     try:
-        if is_module:
-            runpy.run_module(program, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(program, run_name="__main__")
+        run()
     except SystemExit as exit_request:
         return exit_request.code
     except BaseException as error:
         recording.report_exception(error, f"{type(error).__name__} ended the program")
-        traceback.print_exception(type(error), error, _program_frames(error.__traceback__, program))
+        traceback.print_exception(type(error), error, _program_frames(error.__traceback__))
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 
-def _program_frames(frames: TracebackType | None, program: str) -> TracebackType | None:
+def _program_frames(frames: TracebackType | None) -> TracebackType | None:
     """The traceback without its first frames, which belong to memtrace and runpy."""
     frame = frames
     while frame is not None:

@@ -28,13 +28,20 @@ def command(selection: Selection, output: str, predict: str | None) -> None:
     """Write an HTML page with figures and tables of TRACE. The page is a single file that works offline.
 
     TRACE is a *.memtrace folder or a memory file of another tool; several are the ranks of one job.
+
+    \b
+    Examples:
+      memtrace report run.memtrace -o report.html
+      memtrace report snapshot.pickle
     """
+    folder = Path(output).parent
+    if not folder.is_dir():
+        raise MemtraceError(f"{output}: the folder {folder} does not exist. Create it, or pass another path with -o.")
     trace = selection.open()
     prediction = None if predict is None else _predict_pipeline(trace, predict)
     from memtrace.dashboards import report
 
     try:
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
         with working(f"writing {output}"):
             page = report(trace, output, prediction=prediction)
     except OSError as error:

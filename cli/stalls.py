@@ -37,6 +37,11 @@ def command(selection: Selection, synthetic: str | None, cached: str | None, as_
     Given three recordings, the stall is broken down into fetching (from storage) and preprocessing (decoding,
     augmenting): TRACE, recorded with an empty cache, --cached and --synthetic. Recordings with device_time=True are
     measured on the GPU, where a wait is the time without work; others on the host.
+
+    \b
+    Examples:
+      memtrace stalls run.memtrace
+      memtrace stalls cold.memtrace --cached hot.memtrace --synthetic ram.memtrace
     """
     from memtrace.analysis.stalls import measure_stalls
 

@@ -37,7 +37,12 @@ _SOURCES: Final = {
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV, one row per step.")
 def command(selection: Selection, from_events: bool, as_json: bool, as_csv: bool) -> None:
-    """Detect the training steps of TRACE and measure how much they vary."""
+    """Detect the training steps of TRACE and measure how much they vary.
+
+    \b
+    Example:
+      memtrace steps run.memtrace
+    """
     trace = selection.open_rank()
     result = analyze_steps(trace, from_events=from_events)
     if as_json:

@@ -48,6 +48,11 @@ def command(selection: Selection, as_json: bool) -> None:
     """Summarize TRACE on one screen: peak memory, its allocation sites and modules, steps, and the best fix.
 
     TRACE is a *.memtrace folder or a memory file of another tool; several are the ranks of one job.
+
+    \b
+    Examples:
+      memtrace summary run.memtrace
+      memtrace summary rank0.pickle rank1.pickle
     """
     trace = selection.open()
     with working(f"analyzing {selection.name}"):

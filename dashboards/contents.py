@@ -8,6 +8,7 @@ from memtrace.dashboards import (
     access,
     allocator,
     allocator_state,
+    explorer,
     findings,
     growth,
     lifetimes,
@@ -45,6 +46,13 @@ DEVICE_SECTIONS: Final = (
         timeline.timeline_figure,
         "The trace has no allocations on this device.",
         height=460,
+    ),
+    Section(
+        "live",
+        "Blocks at any instant",
+        "Blocks that are live at one instant: click the figure above to choose it. Group them, search them, and click "
+        "one to see its call stack, or list what was allocated in the visible range of the figure.",
+        explorer.explorer_section,
     ),
     Section(
         "modules",

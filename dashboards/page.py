@@ -12,7 +12,7 @@ from markupsafe import Markup
 from memtrace.dashboards import overview, pipeline
 from memtrace.dashboards.contents import DEVICE_SECTIONS, GLOSSARY
 from memtrace.dashboards.palette import CATEGORY_COLORS, THEMES, plotly_template
-from memtrace.dashboards.sections import Section, Table
+from memtrace.dashboards.sections import Explorer, Section, Table
 from memtrace.dashboards.text import name_text
 
 from memtrace import __version__
@@ -46,12 +46,14 @@ class Panel:
     figure: Markup | None
     """JSON of the plotly figure."""
     table: Table | None
+    explorer: Markup | None
+    """JSON of the data of the explorer."""
     note: str
 
     @property
     def has_content(self) -> bool:
-        """Whether the section has a figure or a table."""
-        return self.figure is not None or self.table is not None
+        """Whether the section has a figure, a table or the explorer."""
+        return self.figure is not None or self.table is not None or self.explorer is not None
 
 
 def report(trace: Trace, output: str | Path, *, prediction: PipelinePrediction | None = None) -> Path:
@@ -122,13 +124,14 @@ def _render_panel(section: Section, *arguments: Any) -> Panel:
     """Render a section; the arguments are those of its build function."""
     content = section.build(*arguments)
     table = content if isinstance(content, Table) else None
-    figure, note = None, ""
-    if content is not None and table is None:
+    explorer = _json(content.data) if isinstance(content, Explorer) else None
+    figure, note = None, content.note if isinstance(content, Explorer) else ""
+    if content is not None and table is None and explorer is None:
         note = (content.layout.meta or {}).get("note", "")
         content.layout.template = None
         figure = _script_safe(content.to_json())
     return Panel(section.anchor, section.title, section.explanation, section.absent, section.columns, section.height,
-                 figure, table, note)  # fmt: skip
+                 figure, table, explorer, note)  # fmt: skip
 
 
 def _json(value: Any) -> Markup:
@@ -159,6 +162,6 @@ def _inline_sources(environment: Environment) -> dict[str, Markup]:
     )
     return {
         "style": Markup(variables + swatches + source("report.css")),
-        "script": Markup(source("timeline.js") + source("report.js")),
+        "script": Markup("".join(map(source, ("timeline.js", "explorer.js", "report.js")))),
         "plotly": Markup(get_plotlyjs()),
     }

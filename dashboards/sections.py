@@ -6,7 +6,7 @@ To extend the page, write a build function in a module of its own and add a :cla
 - a plotly ``Figure`` (colors from :mod:`memtrace.dashboards.palette`, no template, names passed through
   :func:`memtrace.dashboards.text.figure_text`, arrays as NumPy arrays); the page prints ``layout.meta["note"]``, if
   any, below the figure: it states which part of the data the figure shows;
-- a :class:`Table`;
+- a :class:`Table`, or an :class:`Explorer`;
 - or None where the trace lacks the data.
 
 A build function computes nothing: it draws what :mod:`memtrace.analysis` returns.
@@ -58,8 +58,18 @@ class Table:
         return any(row.detail for row in self.rows)
 
 
+@dataclass(frozen=True, slots=True)
+class Explorer:
+    """The explorer of blocks; see :mod:`memtrace.dashboards.explorer`."""
+
+    data: dict[str, Any]
+    """What ``templates/explorer.js`` reads."""
+    note: str = ""
+    """Which blocks the explorer has."""
+
+
 Build = Callable[..., Any]
-"""``(single-rank trace, device) -> plotly Figure | Table | None``; plotly ships no types, hence Any.
+"""``(single-rank trace, device) -> plotly Figure | Table | Explorer | None``; plotly ships no types, hence Any.
 
 Sections of a whole job get the trace of all ranks, and sections of a prediction get the prediction.
 """

@@ -11,6 +11,8 @@ _BYTE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _TIME_UNITS: Final = ((10**9, "s"), (10**6, "ms"), (10**3, "µs"))
 _BINARY: Final = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+MIN_PLAIN_BYTES: Final = 1 << 20
+"""Smallest number of bytes that can be written without a unit: ``20`` is more likely a forgotten unit than 20 bytes."""
 _SIZE: Final = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[A-Za-z]*)")
 
 
@@ -74,14 +76,18 @@ def parse_bytes(text: str) -> int:
     """Parse a size: ``24GiB``, ``24G`` (the same), ``24GB`` (decimal) or ``25769803776``.
 
     Raises:
-        ValueError: ``text`` is not a size, or negative.
+        ValueError: ``text`` is not a size, negative, or a number below ``MIN_PLAIN_BYTES`` without a unit.
     """
     match = _SIZE.fullmatch(text.strip())
     unit = match["unit"].upper() if match else ""
     factor = _DECIMAL.get(unit, _BINARY.get(unit.removesuffix("IB")))
     if match is None or factor is None:
         raise ValueError(f"invalid size {text!r}: write 24GiB, 24GB or 25769803776")
-    return int(float(match["number"]) * factor)
+    num_bytes = int(float(match["number"]) * factor)
+    if not unit and 0 < num_bytes < MIN_PLAIN_BYTES:
+        number = match["number"]
+        raise ValueError(f"invalid size {text!r}: add a unit, such as {number}GiB, {number}MiB or {number}B")
+    return num_bytes
 
 
 def _scaled(value: float, divisor: int, unit: str) -> str:

@@ -42,13 +42,21 @@ def test_counts_have_a_noun_in_the_right_number() -> None:
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("24GiB", 24 << 30), ("24g", 24 << 30), ("24GB", 24 * 10**9), (" 1.5 MiB ", 3 << 19), ("0", 0), ("512 B", 512)],
+    [
+        ("24GiB", 24 << 30),
+        ("24g", 24 << 30),
+        ("24GB", 24 * 10**9),
+        (" 1.5 MiB ", 3 << 19),
+        ("0", 0),
+        ("512 B", 512),
+        (str(1 << 20), 1 << 20),
+    ],
 )
 def test_sizes_are_parsed_in_binary_and_decimal_units(text: str, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "much", "-1", "1 XiB", "1e9", "nan"])
+@pytest.mark.parametrize("text", ["", "much", "-1", "1 XiB", "1e9", "nan", "20", "1048575"])
 def test_text_that_is_not_a_size_is_an_error_that_names_it(text: str) -> None:
     with pytest.raises(ValueError, match="invalid size"):
         parse_bytes(text)

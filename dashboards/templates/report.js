@@ -9,6 +9,7 @@
     modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
   };
   const drawn = new Map(); // figure element -> { timeline: its controller, or null }
+  const explorers = new Map(); // element of an explorer -> its controller; null: being made
 
   const storedTheme = () => { try { return localStorage.getItem("memtrace-theme"); } catch { return null; } };
   const storeTheme = (name) => { try { localStorage.setItem("memtrace-theme", name); } catch { /* browsers may refuse storage for file:// */ } };
@@ -29,6 +30,7 @@
       await Plotly.react(figure, setInkColor(figure.data), { ...figure.layout, template: themes[theme].template }, config);
       state.timeline?.redraw();
     }
+    for (const explorer of explorers.values()) explorer?.redraw();
   }
 
   async function draw(figure) {
@@ -44,11 +46,30 @@
     await Plotly.newPlot(figure, setInkColor(data), layout, config);
     if (meta.kind === "timeline") {
       state.timeline = await memtraceTimeline(figure, meta, () => themes[theme].colors);
-      state.timeline.onZoom((range) => zoomOthers(figure, range));
+      state.timeline.onZoom((range) => {
+        if (range !== undefined) zoomOthers(figure, range);
+        explorerBeside(figure)?.showRange();
+      });
+      state.timeline.onClick((row) => explorerBeside(figure)?.showInstant(row));
+      explorerBeside(figure)?.follow(state.timeline);
     } else if (meta.ns_per_unit) {
       figure.memtraceNsPerUnit = meta.ns_per_unit;
     }
     figure.dataset.drawn = "true";
+  }
+
+  // The explorer of the view of a figure, once it has been drawn.
+  const explorerBeside = (figure) => explorers.get(figure.closest(".view").querySelector(".explorer"));
+
+  async function explore(root) {
+    if (explorers.has(root)) return;
+    explorers.set(root, null);
+    const data = JSON.parse(document.getElementById(root.dataset.explorer).textContent);
+    const explorer = await memtraceExplorer(root, data, () => themes[theme].colors);
+    explorers.set(root, explorer);
+    const timeline = root.closest(".view").querySelector(".figure[data-drawn]");
+    if (timeline && drawn.get(timeline)?.timeline) explorer.follow(drawn.get(timeline).timeline);
+    root.dataset.drawn = "true";
   }
 
   function zoomOthers(timeline, range) { // range in nanoseconds; null: the whole recording
@@ -59,15 +80,16 @@
     }
   }
 
+  const show = (element) => (element.classList.contains("explorer") ? explore(element) : draw(element));
   const observer = new IntersectionObserver((entries) => {
-    for (const entry of entries) if (entry.isIntersecting) { observer.unobserve(entry.target); draw(entry.target); }
+    for (const entry of entries) if (entry.isIntersecting) { observer.unobserve(entry.target); show(entry.target); }
   }, { rootMargin: "600px" });
 
-  const visibleFigures = () => [...document.querySelectorAll(".figure")].filter((figure) => !figure.closest("[hidden]"));
+  const visibleFigures = () => [...document.querySelectorAll(".figure, .explorer")].filter((figure) => !figure.closest("[hidden]"));
 
   function selectView(id) {
     for (const view of document.querySelectorAll(".view")) view.hidden = view.id !== `view-${id}`;
-    for (const figure of visibleFigures()) if (!drawn.has(figure)) observer.observe(figure);
+    for (const figure of visibleFigures()) observer.observe(figure);
   }
 
   function toggleRow(button) {
@@ -86,7 +108,7 @@
     applyTheme();
   });
   document.getElementById("view")?.addEventListener("change", (event) => selectView(event.target.value));
-  addEventListener("beforeprint", () => visibleFigures().forEach(draw));
+  addEventListener("beforeprint", () => visibleFigures().forEach(show));
   applyTheme();
   for (const figure of visibleFigures()) observer.observe(figure);
 })();

@@ -75,7 +75,7 @@ async function memtraceTimeline(figure, meta, colors) {
   for (let i = 0; i < count; i++) top[i] = Math.max(total[i], curve.allocated?.[i] ?? 0, curve.reserved?.[i] ?? 0);
 
   let byEvent = false, fitHeight = false, zoomed = null; // zoomed: the window in units of x; null: the whole recording
-  let notifyZoom = () => {};
+  let notifyZoom = () => {}, notifyClick = () => {}, marked = null; // marked: place of the marked instant on the curve
   const usPerUnit = meta.ns_per_unit / 1000;
   const source = () => (byEvent ? curve.event : curve.time_us);
   const scale = () => (byEvent ? 1 : usPerUnit);
@@ -130,6 +130,12 @@ async function memtraceTimeline(figure, meta, colors) {
     };
   }
 
+  function instantMark() { // a line at the instant whose blocks the explorer shows
+    if (marked === null) return [];
+    const x = source()[marked] / scale();
+    return [{ type: "line", xref: "x", yref: "paper", x0: x, x1: x, y0: 0.12, y1: 1, line: { width: 1.5, color: colors().ink } }];
+  }
+
   function peakMark(window) {
     const x = byEvent ? meta.peak.event : meta.peak.time_ns / meta.ns_per_unit;
     if (x < window[0] || x > window[1]) return [];
@@ -163,7 +169,7 @@ async function memtraceTimeline(figure, meta, colors) {
       "xaxis.unifiedhovertitle.text": byEvent ? "event %{x:,.0f}" : `%{x:,.4~f} ${meta.time_unit}`,
       "xaxis.title.text": byEvent ? "event number" : `time since the start of the recording (${meta.time_unit})`,
       "yaxis.range": heights(places),
-      shapes: drawnBands.shapes,
+      shapes: [...drawnBands.shapes, ...instantMark()],
       annotations: [...drawnBands.annotations, ...peakMark(window)],
     });
   }
@@ -177,6 +183,7 @@ async function memtraceTimeline(figure, meta, colors) {
     }
     zoomed = window;
     if (!byEvent) notifyZoom(zoomed?.map((x) => x * meta.ns_per_unit) ?? null);
+    else notifyZoom(undefined);
     return redraw();
   }
 
@@ -199,6 +206,11 @@ async function memtraceTimeline(figure, meta, colors) {
     if (change["xaxis.autorange"]) zoom(null);
     else if ("xaxis.range[0]" in change) zoom([change["xaxis.range[0]"], change["xaxis.range[1]"]]);
     else if (change.width || change.height || change.autosize) redraw();
+  });
+
+  figure.on("plotly_click", ({ points: [point] }) => {
+    const place = Math.max(0, memtraceLowerBound(source(), point.x * scale() + 1e-6) - 1);
+    notifyClick(curve.event[place]);
   });
 
   const tools = figure.parentElement.querySelector(".tools");
@@ -242,5 +254,14 @@ async function memtraceTimeline(figure, meta, colors) {
   press(byTime, true);
   press(byNumber, false);
   await redraw();
-  return { redraw, zoom, onZoom: (listener) => { notifyZoom = listener; }, curve, total };
+  const placeOfRow = (row) => Math.max(0, memtraceLowerBound(curve.event, row + 1) - 1);
+  return {
+    redraw, zoom, curve, total,
+    onZoom: (listener) => { notifyZoom = listener; },
+    onClick: (listener) => { notifyClick = listener; },
+    mark: (row) => { marked = placeOfRow(row); return redraw(); },
+    timeAt: (row) => curve.time_us[placeOfRow(row)],
+    bytesAt: (row) => total[placeOfRow(row)],
+    visibleRows: () => (zoomed ?? full()).map((x) => (byEvent ? x : curve.event[placeAt(x * usPerUnit)])),
+  };
 }

@@ -66,8 +66,11 @@ def _program_paths(package_folders: tuple[str, ...]) -> Iterator[str]:
     main = sys.modules.get("__main__")
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     name = getattr(spec, "name", "") or ""
+    if sys.argv[:1] == ["-c"]:  # python -c, or memtrace record -c
+        yield "<string>"
+        return
     if file is None:
-        yield "<string>" if sys.argv[:1] == ["-c"] else "<stdin>"
+        yield "<stdin>"
         return
     if name.partition(".")[0] == "memtrace" or Path(file).name == "memtrace":
         # `memtrace record` runs the program: its name is the first argument.

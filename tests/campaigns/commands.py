@@ -31,7 +31,7 @@ OTHER, OUT = "OTHER", "OUT"
 _PLAN = ("plan", "pipeline", TRACE, "--stages", "2", "--microbatches", "2")
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("summary", TRACE), ("summary", TRACE, "--json"), ("summary", TRACE, "--from-step", "1", "--to-step", "2"),
-    ("report", TRACE, "-o", OUT), ("findings", TRACE), ("findings", TRACE, "--csv", "--min-bytes", "1"), ("steps", TRACE),
+    ("report", TRACE, "-o", OUT), ("findings", TRACE), ("findings", TRACE, "--csv", "--min-bytes", "1B"), ("steps", TRACE),
     ("steps", TRACE, "--from-events", "--json"), ("access", TRACE), ("access", TRACE, "--csv", "--min-bytes", "0"),
     ("leaks", TRACE), ("leaks", TRACE, "--csv", "--capacity", "1GiB"), ("diff", TRACE, OTHER), ("diff", OTHER, TRACE, "--csv"),
     ("check", TRACE, "--max-peak", "1GiB", "--max-growth", "0"), ("stalls", TRACE), ("stalls", TRACE, "--csv"), ("ranks", TRACE),

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from memtrace.cli import COMMANDS
+from click.testing import CliRunner
+from memtrace.cli import COMMANDS, cli
 from memtrace.cli.output import shorten_site
+from memtrace.cli.plan import PLANS
 
 from tests.cli.conftest import SCRIPT
 from tests.cli.runner import run_memtrace
@@ -38,6 +40,17 @@ def test_the_one_line_help_of_a_command_is_an_imperative_sentence(command: str) 
     first_word = text.split()[0]
     assert first_word[0].isupper() and not first_word.endswith("s") and text.endswith(".")
     assert len(text) + len("  findings  ") <= 80
+
+
+@pytest.mark.parametrize(
+    "words", [*([name] for name in COMMANDS if name != "plan"), *(["plan", name] for name in PLANS)]
+)
+def test_the_help_of_a_command_has_an_example_of_it(words: list[str]) -> None:
+    text = CliRunner().invoke(cli, [*words, "--help"], prog_name="memtrace", terminal_width=80).output
+    examples = re.findall(r"^  Examples?:\n((?:    .+\n)+)", text, re.MULTILINE)
+    assert len(examples) == 1, text
+    assert f"    memtrace {' '.join(words)} " in f"{examples[0]} " or f"    memtrace {' '.join(words)}\n" in examples[0]
+    assert max(map(len, examples[0].splitlines())) <= 80
 
 
 def test_summary_shows_the_peak_and_its_allocation_sites_in_80_columns(recorded_trace: Path) -> None:
@@ -85,6 +98,17 @@ def test_record_runs_a_module(tmp_path: Path) -> None:
     result = run_memtrace("record", "-o", tmp_path / "run.memtrace", "-m", "package", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "module ran" in result.stdout
+
+
+def test_record_runs_code_as_python_does(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch\nclass Net(torch.nn.Linear): ...\nkept = torch.ones(100_000)\n"
+        "print(sys.argv, __name__, Net.__module__)\nsys.exit(7)"
+    )
+    result = run_memtrace("record", "-o", tmp_path / "run.memtrace", "-c", code, "--flag")
+    assert result.returncode == 7
+    assert "['-c', '--flag'] __main__ __main__" in result.stdout
+    assert "<string>:3 <module>" in run_memtrace("summary", tmp_path / "run.memtrace").stdout
 
 
 def test_doctor_names_the_observer() -> None:
@@ -152,7 +176,10 @@ def test_a_damaged_trace_is_an_error_message_and_exit_code_2(
         (("report", "/nowhere"), "/nowhere"),
         (("record", "/nowhere.py"), "/nowhere.py"),
         (("summary", "--nope", "x"), "No such option '--nope'"),
-        (("sumary", "x"), "No such command 'sumary'"),
+        (("sumary", "x"), "No such command 'sumary'. Did you mean summary?"),
+        (("plan", "alocator"), "Did you mean allocator?"),
+        (("record", "-m", "-c", "x"), "-m and -c exclude each other"),
+        (("check", "x", "--max-peak", "20"), "add a unit, such as 20GiB"),
         (("summary",), "Missing argument 'TRACE...'"),
         (("summary", "x", "--from-step", "5", "--to-step", "2"), "--from-step 5 is greater than --to-step 2"),
         (("leaks", "x", "--capacity", "many"), "invalid size 'many'"),
@@ -166,13 +193,15 @@ def test_wrong_arguments_are_an_error_message_and_exit_code_2(arguments: tuple[s
     assert "Traceback" not in result.stderr
 
 
-def test_a_page_that_cannot_be_written_is_an_error_message_and_exit_code_2(
+def test_a_page_in_a_folder_that_does_not_exist_is_an_error_message_and_exit_code_2(
     recorded_trace: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    result = run_memtrace("report", recorded_trace, "-o", tmp_path / "file" / "report.html")
-    assert result.returncode == 2
-    assert "cannot write the page" in result.stderr and "Traceback" not in result.stderr
+    for folder in (tmp_path / "file", tmp_path / "missing"):
+        result = run_memtrace("report", recorded_trace, "-o", folder / "report.html")
+        assert result.returncode == 2
+        assert f"the folder {folder} does not exist" in result.stderr and "Traceback" not in result.stderr
+    assert not (tmp_path / "missing").exists()
 
 
 def test_files_and_folders_that_are_not_traces_are_named(tmp_path: Path) -> None:

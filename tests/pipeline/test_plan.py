@@ -198,7 +198,7 @@ def test_the_terminal_output_explains_the_assumptions_of_some_schedules(tmp_path
     text = " ".join(run(*common, "--schedule", "zb-h2", "--schedule", "interleaved", "--schedule", "1f1b").split())
     assert "Each worker begins its next step when its own work is done: zb-h2." in text
     assert "Too many partitions to try all; a better one may exist: interleaved" in text
-    full = run(*common, "--schedule", "interleaved", "--schedule", "1f1b", "--capacity", 10)
+    full = run(*common, "--schedule", "interleaved", "--schedule", "1f1b", "--capacity", "10B")
     rows = {line.split()[0]: " ".join(line.split()) for line in full.splitlines() if line.strip()}
     assert " unknown " in rows["interleaved"] and " no " in rows["1f1b"]
     alone = run(*common, "--schedule", "1f1b")
