@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
+from memtrace.cli.bandwidths import selects_bandwidths
 from memtrace.cli.output import console, escape, plain_table, print_json
 from memtrace.cli.quantities import BYTES_OR_ZERO
 from memtrace.cli.tabular import print_csv
 
 from memtrace.analysis.access import AccessAnalysis, analyze_access
-from memtrace.analysis.bandwidth import TITAN_XP, CopyBandwidths, bandwidths_from_json, bandwidths_from_rates
+from memtrace.analysis.bandwidth import TITAN_XP, CopyBandwidths
 from memtrace.analysis.thresholds import MIN_SWAP_BYTES
-from memtrace.errors import MemtraceError
 from memtrace.format.schema import NO_BLOCKS
 from memtrace.units import UNKNOWN, format_bytes, format_count, format_duration
 
@@ -32,33 +30,28 @@ CSV_COLUMNS: Final = ("site", "category", "bytes", "num_intervals", "median_ns",
 
 @click.command("access")
 @selects_traces
-@click.option("--bandwidths", type=click.Path(), metavar="FILE",
-              help="Bandwidths of this machine: the output of memtrace doctor --bandwidth --json.")  # fmt: skip
-@click.option("--d2h", "d2h_gb_per_s", type=float, metavar="GB/s", help="Device-to-host bandwidth; requires --h2d.")
-@click.option("--h2d", "h2d_gb_per_s", type=float, metavar="GB/s", help="Host-to-device bandwidth; requires --d2h.")
+@selects_bandwidths
 @click.option("--min-bytes", type=BYTES_OR_ZERO, default=MIN_SWAP_BYTES, metavar="SIZE",
               help="Smallest block to swap; default: 1MiB.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV, one row per swap candidate.")
 def command(
-    selection: Selection, bandwidths: str | None, d2h_gb_per_s: float | None, h2d_gb_per_s: float | None,
-    min_bytes: int, as_json: bool, as_csv: bool,
-) -> None:  # fmt: skip
+    selection: Selection, bandwidths: CopyBandwidths | None, min_bytes: int, as_json: bool, as_csv: bool
+) -> None:
     """Show the access intervals of TRACE and the swap candidates.
 
     An access interval is the time between two accesses of a block. A block is a swap candidate if it can be copied to
     the host and back within one. Intervals on a GPU are measured there if TRACE was recorded with device_time=True,
-    otherwise between the launches on the host. Bandwidths are those of a TITAN Xp (6.4 GB/s) unless --bandwidths, or
-    --d2h and --h2d, are given.
+    otherwise between the launches on the host. Bandwidths are those of a TITAN Xp (6.4 GB/s) unless --bandwidth,
+    --card, or --d2h and --h2d are given.
 
     \b
     Examples:
       memtrace doctor --bandwidth --json > bandwidths.json
       memtrace access run.memtrace --bandwidths bandwidths.json
     """
-    costs = _copy_bandwidths(bandwidths, d2h_gb_per_s, h2d_gb_per_s)
     trace = selection.open_rank()
-    result = analyze_access(trace, costs, min_bytes=min_bytes)
+    result = analyze_access(trace, bandwidths or TITAN_XP, min_bytes=min_bytes)
     if as_json:
         print_json(result)
     elif as_csv:
@@ -67,25 +60,6 @@ def command(
         console().print(f"[bold]{escape(selection.name)}[/]: access intervals unavailable: {NO_BLOCKS}")
     else:
         _print(console(), selection.name, result)
-
-
-def _copy_bandwidths(file: str | None, d2h_gb_per_s: float | None, h2d_gb_per_s: float | None) -> CopyBandwidths:
-    if file is not None and (d2h_gb_per_s is not None or h2d_gb_per_s is not None):
-        raise click.UsageError("--bandwidths cannot be combined with --d2h and --h2d.")
-    if (d2h_gb_per_s is None) != (h2d_gb_per_s is None):
-        raise click.UsageError("--d2h and --h2d must be given together.")
-    if d2h_gb_per_s is not None and h2d_gb_per_s is not None:
-        return bandwidths_from_rates(d2h_gb_per_s, h2d_gb_per_s)
-    if file is None:
-        return TITAN_XP
-    try:
-        return bandwidths_from_json(json.loads(Path(file).read_text(encoding="utf-8")))
-    except OSError as error:
-        raise MemtraceError(f"{file}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise MemtraceError(f"{file}: not JSON ({error}). Write it with: memtrace doctor --bandwidth --json") from error
-    except MemtraceError as error:
-        raise MemtraceError(f"{file}: {error}") from error
 
 
 def _print(out: Console, name: str, result: AccessAnalysis) -> None:

@@ -184,6 +184,8 @@ class _Hooks:
             )
 
     def _unpack(self, saved: _Saved) -> torch.Tensor:
+        if type(saved.storage) is OffloadedStorage:
+            saved.storage.fetch()  # before the copies that are not due yet
         self._storages.node_reads(saved.node)
         tensor, storage = saved.tensor, saved.storage
         # With these hooks, autograd leaves this check to us.

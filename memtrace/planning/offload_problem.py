@@ -107,7 +107,10 @@ def _piece_times(trace: Trace, step: RecordedStep, begin: Array) -> Array:
     time = trace.columns("events", "time_ns")["time_ns"]
     at = time[np.minimum(begin, len(time) - 1)] - step.start_ns
     # Times of different threads can be out of order.
-    return np.concatenate([np.maximum.accumulate(np.clip(at, 0, step.duration_ns)), [step.duration_ns]])
+    rising = np.concatenate([np.maximum.accumulate(np.clip(at, 0, step.duration_ns)), [step.duration_ns]])
+    # The step was chosen for its peak. Its time can be unusual, and the prediction is about the median step.
+    scale = 1.0 if not step.cost.step_ns or not step.duration_ns else step.cost.step_ns / step.duration_ns
+    return rising * scale
 
 
 def _piece_peaks(trace: Trace, device: str, step: RecordedStep, begin: Array) -> Array:

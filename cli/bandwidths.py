@@ -1,0 +1,57 @@
+"""Options that give the bandwidths of copies between device and host."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+from memtrace.analysis.bandwidth import CopyBandwidths, bandwidths_from_json, bandwidths_from_rates, bandwidths_of_card
+from memtrace.errors import MemtraceError
+
+
+def selects_bandwidths(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a command: bandwidths from a file, rates or the name of a card, passed as ``bandwidths`` (or None)."""
+
+    @click.option("--bandwidth", "bandwidth_file", type=click.Path(), metavar="FILE",
+                  help="Bandwidths of a machine: the output of memtrace doctor --bandwidth --json.")  # fmt: skip
+    @click.option("--card", metavar="NAME", help='Published bandwidths of a card, e.g. "TITAN Xp", P100 or A100.')
+    @click.option("--d2h", "d2h_gb_per_s", type=float, metavar="GB/s", help="Device-to-host bandwidth; requires --h2d.")
+    @click.option("--h2d", "h2d_gb_per_s", type=float, metavar="GB/s", help="Host-to-device bandwidth; requires --d2h.")
+    @wraps(command)
+    def with_bandwidths(
+        bandwidth_file: str | None,
+        card: str | None,
+        d2h_gb_per_s: float | None,
+        h2d_gb_per_s: float | None,
+        **options: Any,
+    ) -> Any:
+        if (d2h_gb_per_s is None) != (h2d_gb_per_s is None):
+            raise click.UsageError("--d2h and --h2d must be given together.")
+        if sum(value is not None for value in (bandwidth_file, card, d2h_gb_per_s)) > 1:
+            raise click.UsageError("give only one of --bandwidth, --card, and --d2h with --h2d.")
+        bandwidths = None
+        if d2h_gb_per_s is not None and h2d_gb_per_s is not None:
+            bandwidths = bandwidths_from_rates(d2h_gb_per_s, h2d_gb_per_s)
+        elif card is not None:
+            bandwidths = bandwidths_of_card(card)
+        elif bandwidth_file is not None:
+            bandwidths = _read_bandwidths(bandwidth_file)
+        return command(bandwidths=bandwidths, **options)
+
+    return with_bandwidths
+
+
+def _read_bandwidths(file: str) -> CopyBandwidths:
+    try:
+        return bandwidths_from_json(json.loads(Path(file).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise MemtraceError(f"{file}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise MemtraceError(f"{file}: not JSON ({error}). Write it with: memtrace doctor --bandwidth --json") from error
+    except MemtraceError as error:
+        raise MemtraceError(f"{file}: {error}") from error
