@@ -69,9 +69,10 @@ class OffloadedStorage(SavedStorage):
 
     def leave(self) -> None:
         """Wait for the copy to host memory, and drop the storage."""
+        # Without the lock, for which the thread that copies waits when an earlier copy has ended.
+        self._copy_out.wait()
         with self._host.lock:
             if self._source is not None and self._restored is None:
-                self._copy_out.wait()
                 self._drop_references()
 
     def fetch(self) -> None:
@@ -84,13 +85,13 @@ class OffloadedStorage(SavedStorage):
 
     def restore(self) -> torch.UntypedStorage:
         """Return the storage, after the copy back."""
-        with self._host.lock:
-            self.fetch()
-            if self._copy_in is not None:
-                self._copy_in.wait()
-                self._copy_in = None
-            assert self._restored is not None
-            return self._restored
+        self.fetch()
+        copy_in = self._copy_in
+        if copy_in is not None:
+            copy_in.wait()
+            self._copy_in = None
+        assert self._restored is not None
+        return self._restored
 
     def _drop_references(self) -> None:
         for tensor in self._witnesses:
