@@ -113,16 +113,21 @@ class MappedFileCopies:
     ) -> Future[None]:
         # A forked child has none of the threads.
         if not self._is_closed and os.getpid() == self._process:
-            return executor.submit(_copy, to, source, buffer, storage)
+            return executor.submit(_copy, to, source, buffer, [storage])
         future: Future[None] = Future()
-        _copy(to, source, buffer, storage)
+        _copy(to, source, buffer, [storage])
         future.set_result(None)
         return future
 
 
-def _copy(to: int, source: int, buffer: MappedBuffer, storage: torch.UntypedStorage) -> None:
-    """Copy between a buffer and a storage, which both live until the copy has ended; releases the interpreter lock."""
+def _copy(to: int, source: int, buffer: MappedBuffer, storage: list[torch.UntypedStorage]) -> None:
+    """Copy between a buffer and the storage in a list, without the interpreter lock.
+
+    Both live until the copy has ended. The storage is dropped before anybody learns of the end, so that whoever waited
+    for it finds the memory free.
+    """
     ctypes.memmove(to, source, buffer.num_bytes)
+    storage.clear()
 
 
 class _PinnedBuffer:

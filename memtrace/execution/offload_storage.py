@@ -37,12 +37,13 @@ class OffloadedStorage(SavedStorage):
         self._source: torch.UntypedStorage | None = storage
         self._restored: torch.UntypedStorage | None = None
         self._copy_in: Copy | None = None
+        self._copy_out: Copy | None = None
         self._buffer = host.copies.allocate(self.num_bytes)
         reference = weakref.ref(self)  # the copy must not keep the storage of a graph that is dropped
         self._copy_out = host.copies.copy_out(storage, self._buffer, lambda: _leave_if_alive(reference))
 
     def __del__(self) -> None:
-        if hasattr(self, "_copy_out"):
+        if getattr(self, "_copy_out", None) is not None:
             self._host.copies.give_back(self._buffer)
 
     @property
@@ -56,21 +57,23 @@ class OffloadedStorage(SavedStorage):
             self._last_node = max(self._last_node, node)
             self._host.expect_prefetch(self.begins_back_at - self._first_node)
             self._witnesses.append(tensor)
-            if self._source is None:
+            if self.has_left() and self._restored is None:
                 self._drop_references()
 
     def has_left(self) -> bool:
         """Return whether the storage is no longer held here; drop it if its copy has ended."""
         with self._host.lock:
-            if self._source is not None and self._restored is None and self._copy_out.done():
-                self._copy_out.wait()
+            copy_out = self._copy_out  # None: the copy ended before its start returned
+            if self._source is not None and self._restored is None and copy_out is not None and copy_out.done():
+                copy_out.wait()
                 self._drop_references()
             return self._source is None or self._restored is not None
 
     def leave(self) -> None:
         """Wait for the copy to host memory, and drop the storage."""
         # Without the lock, for which the thread that copies waits when an earlier copy has ended.
-        self._copy_out.wait()
+        if self._copy_out is not None:
+            self._copy_out.wait()
         with self._host.lock:
             if self._source is not None and self._restored is None:
                 self._drop_references()
