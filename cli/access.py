@@ -48,7 +48,7 @@ def command(
     \b
     Examples:
       memtrace doctor --bandwidth --json > bandwidths.json
-      memtrace access run.memtrace --bandwidths bandwidths.json
+      memtrace access run.memtrace --bandwidth bandwidths.json
     """
     trace = selection.open_rank()
     result = analyze_access(trace, bandwidths or TITAN_XP, min_bytes=min_bytes)

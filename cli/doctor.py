@@ -32,7 +32,9 @@ _CUDA_EVENTS: Final = {
 
 
 @click.command("doctor")
-@click.option("--bandwidth", is_flag=True, help="Also measure the copies of an offload between device and host (takes seconds).")
+@click.option(
+    "--bandwidth", is_flag=True, help="Also measure the copies of an offload between device and host (takes seconds)."
+)
 @click.option("--rebuild", is_flag=True, help="Build the native observer anew, even if that has failed before.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
 def command(as_json: bool, bandwidth: bool, rebuild: bool) -> None:

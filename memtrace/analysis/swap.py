@@ -150,7 +150,9 @@ def swapped_at_peak(trace: Trace, rows: Array, costs: CopyBandwidths, *, with_la
         size = table.size[intervals.block[of_device]]
         begin_ns = intervals.start_ns[of_device]
         before = _Copies(size, time_ns - begin_ns, costs.d2h, with_latency=with_latency)
-        after = _Copies(size, begin_ns + intervals.duration_ns[of_device] - time_ns, costs.h2d, with_latency=with_latency)
+        after = _Copies(
+            size, begin_ns + intervals.duration_ns[of_device] - time_ns, costs.h2d, with_latency=with_latency
+        )
         for position in np.argsort(-size, kind="stable").tolist():
             if before.has_room(position) and after.has_room(position):
                 before.add(position)

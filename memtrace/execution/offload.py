@@ -22,7 +22,7 @@ from memtrace.planning.actions import Offload, OffloadedTensor
 from memtrace.recording.plain_access import module_members, walk_modules
 from memtrace.recording.untraced import never_compiled
 
-_next_node: Final[Any] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+_next_node: Final[Any] = torch._C._autograd._get_sequence_nr
 
 
 def apply_action(action: Offload, target: Target) -> AbstractContextManager[None]:
@@ -200,7 +200,7 @@ class _Hooks:
             return tensor
         with torch.no_grad():
             restored = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            return restored.set_(storage.restore(), *saved.geometry)  # type: ignore[call-overload,no-any-return]
+            return restored.set_(storage.restore(), *saved.geometry)
 
     def _addresses_of_state(self) -> frozenset[int]:
         """Return the addresses of the storages of parameters and buffers, which are not offloaded."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 
 from memtrace.analysis.bandwidth import COPY_SIZES, CopyBandwidths, fit_copy_cost
 from memtrace.errors import MemtraceError
-from memtrace.execution.offload_copies import host_copies
+from memtrace.execution.offload_copies import Copy, host_copies
 from memtrace.format.arrays import Array
 
 _COPIES_PER_SIZE = 7
@@ -33,12 +34,13 @@ def measure_bandwidths(device: str | None = None) -> CopyBandwidths:
         for num_bytes in COPY_SIZES:
             content = torch.empty(num_bytes, dtype=torch.uint8, device=place).fill_(1).untyped_storage()
             buffer = copies.allocate(num_bytes)
-            out_ns, in_ns = [], []
-            for _ in range(_COPIES_PER_SIZE):
-                out_ns.append(_time_ns(place, lambda: copies.copy_out(content, buffer, _do_nothing).wait()))
-                # Like an offload, the copy back goes to new memory.
-                in_ns.append(_time_ns(place, lambda: copies.copy_in(buffer, num_bytes)[1].wait()))
-            times_ns.append((min(out_ns), min(in_ns)))
+            copy_out = partial(copies.copy_out, content, buffer, _do_nothing)
+            # Like an offload, the copy back goes to new memory.
+            copy_in = partial(copies.copy_in, buffer, num_bytes)
+            rounds = [
+                (_time_ns(place, copy_out), _time_ns(place, partial(_second, copy_in))) for _ in range(_COPIES_PER_SIZE)
+            ]
+            times_ns.append((min(out_ns for out_ns, _ in rounds), min(in_ns for _, in_ns in rounds)))
             copies.give_back(buffer)
     except (OSError, RuntimeError) as error:
         raise MemtraceError(f"copies of {place} cannot be measured: {error}") from error
@@ -49,12 +51,16 @@ def measure_bandwidths(device: str | None = None) -> CopyBandwidths:
     return CopyBandwidths(fit_copy_cost(measured[:, 0]), fit_copy_cost(measured[:, 1]), f"measured, {name}")
 
 
-def _time_ns(device: torch.device, copy: Callable[[], None]) -> int:
+def _time_ns(device: torch.device, start: Callable[[], Copy]) -> int:
     start_ns = time.perf_counter_ns()
-    copy()
+    start().wait()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter_ns() - start_ns
+
+
+def _second(start: Callable[[], tuple[torch.UntypedStorage, Copy]]) -> Copy:
+    return start()[1]
 
 
 def _do_nothing() -> None:

@@ -141,7 +141,7 @@ class _StreamCopy:
         self._event = event
 
     def done(self) -> bool:
-        return bool(self._event.query())
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
@@ -152,7 +152,8 @@ class PinnedMemoryCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._out: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._in: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._free: defaultdict[int, deque[_PinnedBuffer]] = defaultdict(deque)
 
     def allocate(self, num_bytes: int) -> _PinnedBuffer:

@@ -20,7 +20,7 @@ class SavedStorage:
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         # While this reference lives, no other storage gets the same address.
-        self.reference = StorageWeakRef(storage)
+        self.reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.num_bytes = storage.nbytes()
 
 

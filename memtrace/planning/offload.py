@@ -25,7 +25,7 @@ from memtrace.trace import Trace
 from memtrace.units import format_bytes, format_duration
 
 MIN_OFFLOAD_BYTES = 64 << 10
-"""Smallest tensor that is offloaded: for less, the latency of a copy and the work for each tensor outweigh its bytes."""
+"""Smallest tensor to offload: for less, the latency of a copy and the work for each tensor outweigh its bytes."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ def _name_tensors(model: _Model, schedule: OffloadSchedule) -> tuple[OffloadedTe
     """Return the tensors as a plan names them. The same name in several calls has the distances that hold for all."""
     problem, candidates = model.problem, model.candidates
     deadline = _deadlines(problem, schedule)
-    waits, prefetches = {}, {}
+    waits: dict[int, int | None] = {}
+    prefetches: dict[int, int] = {}
     for position, tensor in enumerate(schedule.tensor.tolist()):
         name = int(candidates.name[tensor])
         wait = None
@@ -135,7 +136,9 @@ def _deadlines(problem: OffloadProblem, schedule: OffloadSchedule) -> Array:
 
 
 def _assumptions(trace: Trace, device: str, model: _Model, schedule: OffloadSchedule) -> tuple[str, ...]:
-    held = "A tensor leaves memory when its copy has ended and the module call that uses it last in forward has returned."
+    held = (
+        "A tensor leaves memory when its copy has ended and the module call that uses it last in forward has returned."
+    )
     costs = model.bandwidths
     if costs is None:
         return (

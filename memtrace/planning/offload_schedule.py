@@ -175,7 +175,7 @@ def _latest_starts(problem: OffloadProblem, early: _Simulation) -> Array:
 
     Source: Capuchin (ASPLOS 2020): the copy begins at the last access before SwapInStart, one copy at a time.
     """
-    latest = early.fetch.copy()
+    latest: Array = early.fetch.copy()
     pieces = np.flatnonzero(problem.prefetch_pieces())
     if not len(pieces):
         return latest

@@ -123,7 +123,7 @@ def _cover(problem: OffloadProblem, limit_bytes: int, bandwidths: CopyBandwidths
 
 
 def _scores(problem: OffloadProblem, bandwidths: CopyBandwidths | None) -> Array:
-    """Return a number for each group, the highest for the one to offload first: its free time, for each byte of a stall.
+    """Return a number for each group, the highest for the one to offload first: free time, or less than 0 for a stall.
 
     Source: Capuchin (ASPLOS 2020), candidates in the order of their free time FT.
     """
