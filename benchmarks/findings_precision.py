@@ -12,23 +12,20 @@ torch.profiler counts in a run without memtrace.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import re
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
-
-import torch
+from typing import Final
 
 import memtrace
+from memtrace.analysis import find_device_waste
 from memtrace.units import format_bytes, format_share
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.programs.edits import Edit, EditedProgram, read_programs
+from tests.programs.ground_truth import profile_peak, run_in_child, run_program
 
 NUM_FINDINGS: Final = 3
 MAX_ERROR_OF_SAVING: Final = 0.05
@@ -77,19 +74,8 @@ class Judgement:
         return abs(error) <= tolerance or (self.claim.is_upper_bound and self.measured_bytes > 0 and error <= tolerance)
 
 
-def run_program(source: str, path: Path) -> dict[str, Any]:
-    """Run a script; its variables live until the caller drops the result."""
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    namespace: dict[str, Any] = {"__name__": "__main__", "__file__": str(path)}
-    exec(compile(source, str(path), "exec"), namespace)
-    return namespace
-
-
 def record_program(source: str, path: Path) -> Answer:
     """Record a script and return its findings on the CPU."""
-    from memtrace.analysis import find_device_waste
-
     with tempfile.TemporaryDirectory() as folder:
         with memtrace.record(Path(folder) / "run.memtrace"):
             namespace = run_program(source, path)
@@ -114,40 +100,6 @@ def _line(site: str | None, path: Path) -> int:
     return int(match[1]) if match else 0
 
 
-def profile_peak(source: str, path: Path) -> int:
-    """Return the peak of the bytes that torch.profiler counts while a script runs."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        namespace = run_program(source, path)
-    events = profiler.profiler.kineto_results.events()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    namespace.clear()
-    live = peak = 0
-    for _, num_bytes in changes:
-        live += num_bytes
-        peak = max(peak, live)
-    return peak
-
-
-def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of a function that runs in a forked process, so that programs do not influence each other."""
-    receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
-
-    def run(sender: Connection) -> None:
-        sender.send(function(*arguments))
-
-    child = multiprocessing.get_context("fork").Process(target=run, args=(sender,))
-    child.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    except EOFError:
-        raise SystemExit(f"{arguments[-1]}: the program failed, see above") from None
-    finally:
-        child.join()
-
-
 def judge(program: EditedProgram, answer: Answer, peak_after: dict[Edit, int]) -> list[Judgement]:
     """Return the first findings of a program, compared with its edited variants."""
     judgements = []
@@ -168,51 +120,79 @@ def _matters(edit: Edit, answer: Answer, peak_after: dict[Edit, int]) -> bool:
     return edit.is_planted and answer.peak_bytes - peak_after[edit] >= MIN_SAVED_SHARE * answer.peak_bytes
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What one program contributes to the totals."""
+
+    program: EditedProgram
+    judgements: list[Judgement]
+    num_planted: int
+    num_missed: int
+    has_equal_peak: bool
+    """Whether torch.profiler counts the same peak."""
+    has_bad_bound: bool
+    """Whether the lower bound is above the peak of the program or of one of its variants."""
+
+
+def examine(program: EditedProgram) -> Outcome:
+    """Record a program and its edited variants, print one row for it and one per finding, and return the outcome."""
+    answer: Answer = run_in_child(record_program, program.source, program.path)
+    profiled = run_in_child(profile_peak, program.source, program.path)
+    edited = {
+        edit: run_in_child(record_program, program.apply(edit), program.path).peak_bytes for edit in program.edits
+    }
+    bound, fixed = answer.lower_bound_bytes or 0, answer.peak_if_all_fixed_bytes or answer.peak_bytes
+    print(
+        f"{program.name:32} peak {format_bytes(answer.peak_bytes):>9}  "
+        f"profiler {profiled / answer.peak_bytes - 1:+8.3%}  "
+        f"bound {format_bytes(bound):>9}  all fixed {format_bytes(fixed):>9}"
+    )
+    judgements = judge(program, answer, edited)
+    for judgement in judgements:
+        claim, measured = judgement.claim, judgement.measured_bytes
+        print(
+            f"    {'true ' if judgement.is_true else 'FALSE'} {claim.pattern:32} line {claim.line:3}"
+            f"  predicted {format_bytes(claim.saved_bytes):>9}"
+            f"  measured {'no edit' if measured is None else format_bytes(measured):>9}"
+        )
+    missed = missed_edits(program, answer, edited)
+    for edit in missed:
+        saved = format_bytes(answer.peak_bytes - edited[edit])
+        print(f"    MISSED {edit.pattern} {edit.site_text}: the edit saves {saved}")
+    sys.stdout.flush()
+    return Outcome(
+        program=program,
+        judgements=judgements,
+        num_planted=sum(_matters(edit, answer, edited) for edit in program.edits),
+        num_missed=len(missed),
+        has_equal_peak=profiled == answer.peak_bytes,
+        has_bad_bound=bound > min([answer.peak_bytes, fixed, *edited.values()]),
+    )
+
+
+def print_totals(title: str, outcomes: list[Outcome]) -> None:
+    """Print the totals of some programs."""
+    judgements = [judgement for outcome in outcomes for judgement in outcome.judgements]
+    num_true = sum(judgement.is_true for judgement in judgements)
+    num_planted, num_missed = (sum(getattr(o, name) for o in outcomes) for name in ("num_planted", "num_missed"))
+    print(f"\n{title}: {len(outcomes)} programs, {len(judgements)} findings among the first three")
+    print(f"true: {num_true} of {len(judgements)} ({format_share(num_true, max(len(judgements), 1))})")
+    print(f"planted defects found: {num_planted - num_missed} of {num_planted}")
+    print(f"peaks equal to torch.profiler's: {sum(o.has_equal_peak for o in outcomes)} of {len(outcomes)}")
+    print(f"lower bounds above a peak: {sum(o.has_bad_bound for o in outcomes)}")
+
+
 def main() -> None:
     """Print one row per program and finding, then the totals."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("programs", nargs="*", help="names of programs; default: all")
     names = set(parser.parse_args().programs)
-    judgements: list[Judgement] = []
-    num_planted = num_missed = num_equal_peaks = num_bad_bounds = num_programs = 0
-    for program in read_programs():
-        if names and program.name not in names:
-            continue
-        num_programs += 1
-        answer: Answer = in_child(record_program, program.source, program.path)
-        profiled = in_child(profile_peak, program.source, program.path)
-        edited = {
-            edit: in_child(record_program, program.apply(edit), program.path).peak_bytes for edit in program.edits
-        }
-        num_equal_peaks += profiled == answer.peak_bytes
-        bound, fixed = answer.lower_bound_bytes or 0, answer.peak_if_all_fixed_bytes or answer.peak_bytes
-        num_bad_bounds += bound > min([answer.peak_bytes, fixed, *edited.values()])
-        print(
-            f"{program.name:32} peak {format_bytes(answer.peak_bytes):>9}  "
-            f"profiler {profiled / answer.peak_bytes - 1:+8.3%}  "
-            f"bound {format_bytes(bound):>9}  all fixed {format_bytes(fixed):>9}"
-        )
-        for judgement in judge(program, answer, edited):
-            judgements.append(judgement)
-            claim, measured = judgement.claim, judgement.measured_bytes
-            print(
-                f"    {'true ' if judgement.is_true else 'FALSE'} {claim.pattern:32} line {claim.line:3}"
-                f"  predicted {format_bytes(claim.saved_bytes):>9}"
-                f"  measured {'no edit' if measured is None else format_bytes(measured):>9}"
-            )
-        planted = [edit for edit in program.edits if _matters(edit, answer, edited)]
-        missed = missed_edits(program, answer, edited)
-        for edit in missed:
-            saved = format_bytes(answer.peak_bytes - edited[edit])
-            print(f"    MISSED {edit.pattern} {edit.site_text}: the edit saves {saved}")
-        num_planted += len(planted)
-        num_missed += len(missed)
-    num_true = sum(judgement.is_true for judgement in judgements)
-    print(f"\n{num_programs} programs, {len(judgements)} findings among the first three")
-    print(f"true: {num_true} of {len(judgements)} ({format_share(num_true, max(len(judgements), 1))})")
-    print(f"planted defects found: {num_planted - num_missed} of {num_planted}")
-    print(f"peaks equal to torch.profiler's: {num_equal_peaks} of {num_programs}")
-    print(f"lower bounds above a peak: {num_bad_bounds}")
+    outcomes = [examine(program) for program in read_programs() if not names or program.name in names]
+    recipes = [outcome for outcome in outcomes if outcome.program.is_recipe]
+    if recipes and len(recipes) < len(outcomes):
+        print_totals("Programs made for one pattern", [outcome for outcome in outcomes if outcome not in recipes])
+        print_totals("Training recipes", recipes)
+    print_totals("All programs", outcomes)
 
 
 if __name__ == "__main__":

@@ -32,15 +32,16 @@ from memtrace.pipeline.schedules.registry import parse_schedule_choice
 
 RUN = Path(__file__).parent.parent / "examples" / "pipeline" / "run.py"
 SCHEDULES = (
-    "torch:gpipe", "torch:1f1b", "torch:interleaved", "gpipe", "1f1b", "interleaved", "chimera", "chimera:f=2",
-    "gems", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v",
+    "torch:gpipe", "torch:1f1b", "torch:interleaved", "gpipe", "1f1b", "pipedream", "pipedream-2bw",
+    "pipedream-2bw:update_every=4", "interleaved", "chimera", "chimera:f=2", "gems", "zb-h1", "zb-h2",
+    "zb-v", "dualpipe", "dualpipe-v",
 )  # fmt: skip
 
 
 def record_schedules(
     folder: Path, arguments: argparse.Namespace, schedules: list[str], first_layers: list[int] | None = None
 ) -> Any:
-    """Run and record ``schedules``; returns the gradient differences that run.py prints."""
+    """Run and record ``schedules``; returns the differences that run.py prints."""
     command = [sys.executable, str(RUN), "--workers", str(arguments.workers), "--record", str(folder)]
     command += ["--microbatches", str(arguments.microbatches), "--blocks", str(arguments.blocks)]
     command += [word for schedule in schedules for word in ("--schedule", schedule)]
@@ -74,21 +75,21 @@ def compare_planned(
     return predict_recorded_pipeline(trace, costs, schedule=table, first_layers=first_layers or equal).comparison
 
 
-def print_schedules(folder: Path, arguments: argparse.Namespace, gradients: Any) -> None:
-    """Print the prediction error of every schedule, and whether micro-batches in flight and gradients are right."""
+def print_schedules(folder: Path, arguments: argparse.Namespace, differences: Any) -> None:
+    """Print the prediction error of every schedule, and whether micro-batches in flight and results are right."""
     costs = measure_layer_costs(memtrace.load(folder / "single.memtrace"))
     print(
-        f"{'schedule':18} {'measured peaks (MiB)':32} {'predicted peaks (MiB)':32} {'error':>6}  {'in flight':28} "
-        "gradient difference"
+        f"{'schedule':28} {'measured peaks (MiB)':32} {'predicted peaks (MiB)':32} {'error':>6}  {'in flight':28} "
+        "difference of results"
     )
     for schedule in arguments.schedule:
         comparison = compare_planned(load_recorded(folder, schedule), costs, schedule, arguments)
-        ranks = gradients[file_name(schedule)]
-        difference = max(rank["largest_difference"] / rank["largest_gradient"] for rank in ranks)
+        ranks = differences[file_name(schedule)]
+        difference = max(rank["largest_difference"] / rank["largest_value"] for rank in ranks)
         same = all(worker.measured_in_flight == worker.predicted_in_flight for worker in comparison.workers)
         in_flight = " ".join(str(worker.measured_in_flight) for worker in comparison.workers)
         print(
-            f"{schedule:18} {mebibytes(worker.measured_peak_bytes for worker in comparison.workers):32} "
+            f"{schedule:28} {mebibytes(worker.measured_peak_bytes for worker in comparison.workers):32} "
             f"{mebibytes(worker.predicted_peak_bytes for worker in comparison.workers):32} "
             f"{100 * (comparison.largest_error or 0):5.1f}%  "
             f"{in_flight + (' as predicted' if same else ' NOT AS PREDICTED'):28} {difference:.1e}"

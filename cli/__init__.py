@@ -33,6 +33,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "ranks": ("memtrace.cli.ranks", "Compare the ranks of a distributed job."),
     "pipeline": ("memtrace.cli.pipeline", "Show the stages and bubbles of a recorded pipeline."),
     "plan": ("memtrace.cli.plan", "Plan changes, predict their effect, and prove it."),
+    "export": ("memtrace.cli.export", "Write a trace for Perfetto, pprof, speedscope, memory_viz or as CSV."),
     "import": ("memtrace.cli.import_", "Convert memory files of other tools to a trace."),
     "doctor": ("memtrace.cli.doctor", "Check the installation and list what is missing."),
 }

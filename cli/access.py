@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.bandwidths import selects_bandwidths
+from memtrace.cli.bandwidths import takes_bandwidths
 from memtrace.cli.output import console, escape, plain_table, print_json
 from memtrace.cli.quantities import BYTES_OR_ZERO
 from memtrace.cli.tabular import print_csv
@@ -30,7 +30,7 @@ CSV_COLUMNS: Final = ("site", "category", "bytes", "num_intervals", "median_ns",
 
 @click.command("access")
 @selects_traces
-@selects_bandwidths
+@takes_bandwidths
 @click.option("--min-bytes", type=BYTES_OR_ZERO, default=MIN_SWAP_BYTES, metavar="SIZE",
               help="Smallest block to swap; default: 1MiB.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")

@@ -14,7 +14,7 @@ from memtrace.analysis.bandwidth import CopyBandwidths, bandwidths_from_json, ba
 from memtrace.errors import MemtraceError
 
 
-def selects_bandwidths(command: Callable[..., Any]) -> Callable[..., Any]:
+def takes_bandwidths(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a command: bandwidths from a file, rates or the name of a card, passed as ``bandwidths`` (or None)."""
 
     @click.option("--bandwidth", "bandwidth_file", type=click.Path(), metavar="FILE",

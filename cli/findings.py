@@ -99,7 +99,7 @@ def _print_findings(out: Console, title: str, findings: list[Finding]) -> None:
                 f"{'up to ' if row.is_upper_bound else ''}{format_bytes(row.saved_bytes)}",
                 format_bytes(row.peak_if_fixed_bytes),
                 f"{row.num_blocks:,}",
-                escape(f"{row.site or UNKNOWN}{f' [{row.module}]' if row.module else ''} ({_spaced(row.category)})"),
+                escape(f"{_place(row)}{f' [{row.module}]' if row.module else ''} ({_spaced(row.category)})"),
             )
         out.print(table)
     if len(findings) > MAX_ROWS:
@@ -117,6 +117,12 @@ def _print_rest(out: Console, waste: DeviceWaste) -> None:
             f"\n{format_count(len(off_peak), 'finding')} of up to {format_bytes(max(off_peak))} would not lower the "
             "peak; --json and --csv list them."
         )
+
+
+def _place(finding: Finding) -> str:
+    """Return the allocation site, or why it is unknown."""
+    reason = f": {finding.no_stack_reason}" if finding.no_stack_reason else ""
+    return finding.site or f"{UNKNOWN}{reason}"
 
 
 def _spaced(category: str) -> str:

@@ -60,7 +60,7 @@ def command(
       memtrace pipeline job.memtrace --capacity 16GiB
     """
     from memtrace.pipeline.measured import measure_pipeline
-    from memtrace.pipeline.recorded import recorded_actions, recorded_schedule
+    from memtrace.pipeline.recorded_versions import recorded_schedule_with_updates
 
     if predict is None and (schedule or partition or layers):
         raise MemtraceError("--schedule, --partition and --layer need --predict TRACE, the trace to predict from.")
@@ -75,7 +75,7 @@ def command(
     _print_stages(out, measured)
     _print_workers(out, measured, predicted)
     if show_schedule:
-        out.print("\n" + str(recorded_schedule(recorded_actions(trace))), soft_wrap=True, markup=False)
+        out.print("\n" + str(recorded_schedule_with_updates(trace)), soft_wrap=True, markup=False)
 
 
 def _predict(
@@ -150,6 +150,12 @@ def _state_bytes(stage: MeasuredStage) -> int | None:
 def _print_workers(out: Console, measured: MeasuredPipeline, predicted: PipelineComparison | None) -> None:
     out.print("\n[bold]Pipeline workers[/]")
     out.print(_worker_table(measured, predicted))
+    if any(worker.gradient_sync_ns is not None for worker in measured.workers):
+        out.print(
+            "Gradient sync: from the launch of all-reduces to the first use of a reduced gradient. Exposed: the part "
+            "after the last action of the rank.",
+            style="dim",
+        )
     imbalance = UNKNOWN if measured.imbalance is None else f"{measured.imbalance:.2f}"
     out.print(f"\nImbalance (highest peak / mean peak): {imbalance}")
     if predicted is not None:
@@ -165,16 +171,21 @@ def _worker_table(measured: MeasuredPipeline, predicted: PipelineComparison | No
     has_capacity = any(worker.headroom_bytes is not None for worker in measured.workers)
     headers = ["rank", "stages", "peak", *(["headroom"] if has_capacity else [])]
     headers += ["predicted", "of measured"] if comparisons else []
-    table = plain_table(*headers, "in flight", "bubbles")
+    has_versions = any((worker.weight_versions or 0) > 1 for worker in measured.workers)
+    headers += ["weight versions"] if has_versions else []
+    has_sync = any(worker.gradient_sync_ns is not None for worker in measured.workers)
+    table = plain_table(*headers, "in flight", "bubbles", *(["gradient sync", "exposed"] if has_sync else []))
     for worker in measured.workers:
         cells = [str(worker.rank), " ".join(map(str, worker.stages)), format_bytes(worker.peak_bytes)]
         cells += [format_bytes(worker.headroom_bytes)] if has_capacity else []
         comparison = comparisons.get(worker.rank)
+        versions = [str(worker.weight_versions or UNKNOWN)] if has_versions else []
         in_flight = str(worker.in_flight_peak)
         if comparison is not None:
             share = format_share(comparison.predicted_peak_bytes, worker.peak_bytes)
             cells += [format_bytes(comparison.predicted_peak_bytes), share]
             if comparison.predicted_in_flight != worker.in_flight_peak:
                 in_flight += f" (predicted {comparison.predicted_in_flight})"
-        table.add_row(*cells, in_flight, format_share(worker.bubble_ratio))
+        sync = [format_duration(worker.gradient_sync_ns), format_duration(worker.exposed_sync_ns)] if has_sync else []
+        table.add_row(*cells, *versions, in_flight, format_share(worker.bubble_ratio), *sync)
     return table

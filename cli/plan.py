@@ -11,6 +11,10 @@ PLANS: dict[str, tuple[str, str]] = {
     "allocator": ("memtrace.cli.plan_allocator", "Predict reserved memory under other CUDA allocator settings."),
     "pipeline": ("memtrace.cli.plan_pipeline", "Compare pipeline schedules and partitions of the model."),
     "offload": ("memtrace.cli.plan_offload", "Choose saved tensors that wait in host memory until backward."),
+    "spill": (
+        "memtrace.cli.plan_spill",
+        "Cut the model into shards that fit a memory budget; schedule several models.",
+    ),
     "show": ("memtrace.cli.plan_show", "Print a plan."),
     "diff": ("memtrace.cli.plan_diff", "Compare two plans."),
 }

@@ -129,6 +129,11 @@ def _capacity_line(capacity: CapacityEstimate) -> str:
     if capacity.stated_bytes is not None:
         return f"Capacity: {format_bytes(capacity.stated_bytes)}, from --capacity."
     if capacity.low_bytes is None or capacity.high_bytes is None:
+        if capacity.device_bytes is not None:
+            return (
+                f"Capacity: less than {format_bytes(capacity.device_bytes)}, the memory of the device: contexts and "
+                "other processes need a part. Pass --capacity to see which settings fit."
+            )
         return "Capacity: unknown. Pass --capacity to see which settings fit."
     estimate = ""
     if capacity.estimate_bytes is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-from memtrace.cli.bandwidths import selects_bandwidths
+from memtrace.cli.bandwidths import takes_bandwidths
 from memtrace.cli.output import escape, plain_table
 from memtrace.cli.plan_output import PlanRequest, makes_plan, show_plan
 from memtrace.cli.quantities import BYTES
@@ -30,7 +30,7 @@ MAX_ROWS: Final = 20
 @click.option("--target-peak", type=BYTES, metavar="SIZE",
               help="Highest peak allowed, e.g. 2GiB; default: the lowest that offloading can reach.")  # fmt: skip
 @click.option("--device", help="Device to plan for; default: the first GPU, or cpu.")
-@selects_bandwidths
+@takes_bandwidths
 def command(
     request: PlanRequest, target_peak: int | None, device: str | None, bandwidths: CopyBandwidths | None
 ) -> None:

@@ -15,8 +15,9 @@ from memtrace.categories import CATEGORY_LABELS
 from memtrace.errors import TraceError
 from memtrace.pipeline.measured import MeasuredPipeline, measure_pipeline, rank_memories
 from memtrace.pipeline.recorded import recorded_actions, step_interval_ns
+from memtrace.pipeline.recorded_syncs import gradient_syncs
 from memtrace.pipeline.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action
-from memtrace.units import choose_byte_unit, choose_time_unit, format_bytes, format_share
+from memtrace.units import choose_byte_unit, choose_time_unit, format_bytes, format_count, format_share
 
 if TYPE_CHECKING:
     from memtrace.pipeline.prediction import PipelinePrediction
@@ -36,6 +37,7 @@ KINDS: Final = (
     (INPUT_BACKWARD, "input backward", "#d55e00"),
     (WEIGHT_BACKWARD, "weight backward", "#cc79a7"),
 )
+SYNC_COLOR: Final = "#009e73"
 BUBBLE_COLOR: Final = "#8c929933"
 LINE_COLORS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c9299", "#f0e442")
 _LEGEND_ABOVE: Final = {"orientation": "h", "y": 1.02, "yanchor": "bottom"}
@@ -48,6 +50,17 @@ class ScheduleBar:
     row: int
     """Rank or worker."""
     action: Action
+    start_ns: float
+    end_ns: float
+
+
+@dataclass(frozen=True)
+class SyncBar:
+    """The gradient synchronization of one stage in a schedule figure."""
+
+    rank: int
+    stage: int | None
+    num_reductions: int
     start_ns: float
     end_ns: float
 
@@ -72,7 +85,43 @@ def recorded_schedule_figure(trace: Trace, device: str = "") -> go.Figure | None
         for rank in ranks[:MAX_WORKERS]
         for i in np.flatnonzero(rank.step == measured.step)
     ]
-    return _schedule_figure(bars, "rank", num_hidden=len(ranks) - MAX_WORKERS)
+    figure = _schedule_figure(bars, "rank", num_hidden=len(ranks) - MAX_WORKERS)
+    syncs = [
+        SyncBar(rank.rank, sync.stage, sync.num_reductions, sync.start_ns - begin, sync.end_ns - begin)
+        for rank in ranks[:MAX_WORKERS]
+        for sync in gradient_syncs(trace.rank(rank.rank), rank)
+        if sync.step == measured.step
+    ]
+    return _add_syncs(figure, syncs, max(bar.end_ns for bar in bars))
+
+
+def _add_syncs(figure: go.Figure, syncs: list[SyncBar], end_ns: float) -> go.Figure:
+    """Add a narrow bar below the actions for every gradient synchronization."""
+    if not syncs:
+        return figure
+    divisor, unit = choose_time_unit(end_ns)
+    start = np.array([sync.start_ns for sync in syncs]) / divisor
+    return figure.add_trace(
+        go.Bar(
+            y=[f"rank {sync.rank}" for sync in syncs],
+            base=start,
+            x=np.array([sync.end_ns for sync in syncs]) / divisor - start,
+            orientation="h",
+            name="gradient synchronization",
+            width=0.12,
+            offset=0.28,
+            marker={"color": SYNC_COLOR, "line": {"width": 0}},
+            customdata=[
+                f"{'unknown stage' if sync.stage is None else f'stage {sync.stage}'}, "
+                f"{format_count(sync.num_reductions, 'all-reduce')}"
+                for sync in syncs
+            ],
+            hovertemplate=(
+                f"gradient synchronization: %{{customdata}}<br>%{{x:.3g}} {unit} until a reduced gradient is used, "
+                f"starts at %{{base:.3g}} {unit}"
+            ),
+        )
+    )
 
 
 def simulated_schedule_figure(prediction: PipelinePrediction) -> go.Figure:
@@ -240,7 +289,8 @@ SECTIONS: Final = (
         "pipeline",
         "Pipeline schedule",
         "The last complete step of the pipeline. Each bar is the forward or backward of one micro-batch, numbered if "
-        "there is room; gray areas are bubbles, in which the rank is idle. All ranks share one clock.",
+        "there is room; gray areas are bubbles, in which the rank is idle. Narrow green bars are all-reduces of "
+        "gradients, from their launch to the first use of a reduced gradient. All ranks share one clock.",
         recorded_schedule_figure,
     ),
     Section(

@@ -40,7 +40,8 @@ ALLOWED = {
     "memtrace.allocator": BASE | {"memtrace.trace", "memtrace.analysis"},
     "memtrace.pipeline": BASE | {"memtrace.trace", "memtrace.analysis"},
     "memtrace.planning": BASE | {"memtrace.trace", "memtrace.analysis", "memtrace.allocator", "memtrace.pipeline"},
-    "memtrace.execution": BASE | {"memtrace.trace", "memtrace.planning", "memtrace.recording"},
+    "memtrace.execution": BASE | {"memtrace.trace", "memtrace.analysis", "memtrace.planning", "memtrace.recording"},
+    "memtrace.exporters": BASE | {"memtrace.trace", "memtrace.analysis"},
     "memtrace.dashboards": BASE
     | {f"memtrace.{name}" for name in ("trace", "analysis", "allocator", "pipeline", "planning")},
     "memtrace.cli": BASE
@@ -48,7 +49,7 @@ ALLOWED = {
         f"memtrace.{name}"
         for name in (
             *("trace", "readers", "recording", "analysis", "allocator", "pipeline", "planning", "execution"),
-            "dashboards",
+            *("exporters", "dashboards"),
         )
     },
 }

@@ -76,6 +76,7 @@ def test_json_output_matches_its_schema(name: str, words: list[str], gpt_trace: 
         "diff": [str(gpt_trace), str(gpt_trace)],
         "doctor": [],
         "plan-show": [str(plan)],
+        "plan-spill": [str(gpt_trace), "--budget", "1GiB"],
         "plan-diff": [str(plan), str(plan)],
         "plan-pipeline": [str(gpt_trace), "--stages", "2", "--microbatches", "4"],
     }.get(name, [str(gpt_trace)])

@@ -6,8 +6,12 @@
     optimizer.step()                                                # gradients are in .grad of worker.parameters()
 
 The executor is minimal: stages are modules, messages are matched by tag, and the gradients of a stage that several
-workers hold are all-reduced as soon as its last backward is done. Schedules without a flush (PipeDream) run as one
-batch: the weights are not updated within a step, so there is only one version of them.
+workers hold are all-reduced as soon as its last backward is done.
+
+Schedules without a flush (PipeDream, PipeDream-2BW) update every stage within the step, with an optimizer that the
+executor makes for it, and keep the weight versions that micro-batches in flight use (``weights.StageWeights``). Which
+version a micro-batch uses, and when a stage is updated, is defined in ``memtrace.pipeline.schedules.weight_versions``.
+The step drains the pipeline at its end; versions and batches continue in the next step.
 """
 
 from __future__ import annotations
@@ -20,14 +24,17 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from weights import StageWeights
 
 from memtrace.pipeline.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action
-from memtrace.pipeline.schedules.schedule import Schedule
+from memtrace.pipeline.schedules.schedule import STASH, TWO_BUFFERED, Schedule
 from memtrace.pipeline.schedules.validation import validate_schedule
+from memtrace.pipeline.schedules.weight_versions import microbatches_per_update, version_changes, version_used
 from memtrace.pipeline.simulation.all_reduce import last_backward_actions, stage_holders
 
 Key = tuple[int, int, int]
 """(stage, micro-batch, half); half is 0 for a whole micro-batch."""
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass
@@ -37,6 +44,8 @@ class _SavedForward:
     received: torch.Tensor | None
     """The received input, whose gradient is sent back; None on the first stage."""
     output: torch.Tensor
+    version: int
+    """The weight version that the forward used; 0 with a flush."""
     gradient: torch.Tensor | None = None
     """Gradient of the output; saved between input backward and weight backward."""
 
@@ -49,6 +58,7 @@ class Worker:
         make_stage: builds a stage by its number, with the same weights in every process.
         loss: loss of an output of the last stage and a target, a mean over samples.
         message_shape: shape of a stage's output for a whole micro-batch, samples first, by the number of the stage.
+        make_optimizer: makes the optimizer of the parameters of one stage; needed for schedules without a flush only.
         mark: called with the action about to run; the returned context is entered when its message has arrived and
             exited when its computation has ended.
     """
@@ -59,6 +69,8 @@ class Worker:
         make_stage: Callable[[int], nn.Module],
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         message_shape: Callable[[int], tuple[int, ...]],
+        *,
+        make_optimizer: MakeOptimizer | None = None,
         mark: Callable[[Action], AbstractContextManager[object]] = lambda action: nullcontext(),
     ) -> None:
         self.schedule, self.rank = validate_schedule(schedule), dist.get_rank()
@@ -88,6 +100,28 @@ class Worker:
         }
         self._last = {number: stage for stage, number in last.items()}
         self._idle_stages = [stage for _, stage in self.copies if stage not in last]
+        self._updates_after = version_changes(schedule, self.rank).is_update
+        self._num_steps = 0
+        self.weights: dict[int, StageWeights] = {}
+        self.optimizers: list[torch.optim.Optimizer] = []
+        if schedule.asynchronous:
+            self._make_weights(make_optimizer)
+
+    def _make_weights(self, make_optimizer: MakeOptimizer | None) -> None:
+        """Make the optimizers and weight versions of a schedule without a flush."""
+        every = microbatches_per_update(self.schedule)
+        if make_optimizer is None:
+            raise ValueError(f"{self.schedule.name} updates the weights within a step; pass make_optimizer")
+        if self.schedule.num_microbatches % every:
+            raise ValueError(
+                f"{self.schedule.num_microbatches} micro-batches are not a whole number of batches of {every}; change "
+                "the number of micro-batches or update_every"
+            )
+        for (_, stage), module in self.copies.items():
+            optimizer = make_optimizer(list(module.parameters()))
+            self.optimizers.append(optimizer)
+            is_double_buffered = self.schedule.update == TWO_BUFFERED
+            self.weights[stage] = StageWeights(module, optimizer, is_double_buffered=is_double_buffered)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of all copies on this worker."""
@@ -102,7 +136,7 @@ class Worker:
             targets: the targets of a micro-batch by its number.
 
         Returns:
-            The losses that this worker computed, each divided by the number of micro-batches.
+            The losses that this worker computed, each divided by the number of micro-batches per update.
         """
         losses: list[float] = []
         reductions: list[dist.Work] = []
@@ -110,7 +144,7 @@ class Worker:
             if action.kind == FORWARD:
                 losses += self._forward(action, inputs, targets)
             else:
-                self._backward(action)
+                self._backward(action, is_updating=self._updates_after[number])
             if number in self._last:
                 reductions += self._reduce(self._last[number])
         # A copy that no micro-batch passed through has no gradients, but the other workers wait for its all-reduce.
@@ -121,6 +155,7 @@ class Worker:
         for sending in self._sending:
             sending.result()
         self._sending.clear()
+        self._num_steps += 1
         return losses
 
     def close(self) -> None:
@@ -142,40 +177,64 @@ class Worker:
         inputs: Callable[[int], torch.Tensor],
         targets: Callable[[int], torch.Tensor],
     ) -> list[float]:
-        module = self.copies[action.pipeline, action.stage]
-        parts = self._parts(action)
-        share = 1 / (self.schedule.num_microbatches * len(parts))
+        parts, version = self._parts(action), self._version(action)
+        share = 1 / (microbatches_per_update(self.schedule) * len(parts))
         losses = []
         for key in parts:
             received = None if action.stage == 0 else self._receive(action, key, gradient=False).requires_grad_()
             with self._mark(action):
                 value = self._part(inputs(action.microbatch), key, len(parts)) if received is None else received
-                output = module(value)
+                output = self._run_forward(action, version, value)
                 if action.stage == self.schedule.num_stages - 1:
                     target = self._part(targets(action.microbatch), key, len(parts))
                     output = self._loss(output, target) * share
                     losses.append(output.item())
             if action.stage < self.schedule.num_stages - 1:
                 self._send(action, key, output.detach(), gradient=False)
-            self._saved[key] = _SavedForward(received, output)
+            self._saved[key] = _SavedForward(received, output, version)
         return losses
+
+    def _version(self, action: Action) -> int:
+        """The weight version that the micro-batch of a forward uses; 0 with a flush."""
+        if not self.schedule.asynchronous:
+            return 0
+        if self.schedule.update == STASH:
+            return self.weights[action.stage].newest
+        microbatch = self._num_steps * self.schedule.num_microbatches + action.microbatch
+        return version_used(microbatch, microbatches_per_update(self.schedule))
+
+    def _run_forward(self, action: Action, version: int, value: torch.Tensor) -> torch.Tensor:
+        if self.weights:
+            return self.weights[action.stage].run(version, value)
+        output: torch.Tensor = self.copies[action.pipeline, action.stage](value)
+        return output
 
     @staticmethod
     def _part(batch: torch.Tensor, key: Key, num_parts: int) -> torch.Tensor:
         return batch if num_parts == 1 else batch.chunk(2)[key[2]]
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action, *, is_updating: bool) -> None:
+        version = 0
         for key in self._parts(action):
-            saved = self._saved[key]
-            last = action.stage == self.schedule.num_stages - 1
-            if action.kind != WEIGHT_BACKWARD and not last:
-                saved.gradient = self._receive(action, key, gradient=True)
-            with self._mark(action):
-                gradient = self._run_backward(action, saved)
-            if gradient is not None:
-                self._send(action, key, gradient, gradient=True)
-            if action.kind != INPUT_BACKWARD:
-                del self._saved[key]
+            version = self._backward_part(action, key)
+            if self.weights and action.kind != INPUT_BACKWARD:
+                self.weights[action.stage].release(version)
+        if is_updating:
+            self.weights[action.stage].update(version)
+
+    def _backward_part(self, action: Action, key: Key) -> int:
+        """Run the backward of one part of a micro-batch; returns the weight version of its forward."""
+        saved = self._saved[key]
+        last = action.stage == self.schedule.num_stages - 1
+        if action.kind != WEIGHT_BACKWARD and not last:
+            saved.gradient = self._receive(action, key, gradient=True)
+        with self._mark(action):
+            gradient = self._run_backward(action, saved)
+        if gradient is not None:
+            self._send(action, key, gradient, gradient=True)
+        if action.kind != INPUT_BACKWARD:
+            del self._saved[key]
+        return saved.version
 
     def _run_backward(self, action: Action, saved: _SavedForward) -> torch.Tensor | None:
         """Run a backward and return the gradient to send back; None where there is none."""
@@ -183,13 +242,20 @@ class Worker:
             torch.autograd.backward([saved.output], [saved.gradient])
             return saved.received.grad if saved.received is not None else None
         if action.kind == WEIGHT_BACKWARD:
-            parameters = list(self.copies[action.pipeline, action.stage].parameters())
-            torch.autograd.backward([saved.output], [saved.gradient], inputs=parameters)
+            torch.autograd.backward(
+                [saved.output], [saved.gradient], inputs=self._differentiated(action, saved.version)
+            )
             return None
         if saved.received is None:
             return None
         # The weight backward needs the graph and frees it.
         return torch.autograd.grad([saved.output], [saved.received], [saved.gradient], retain_graph=True)[0]
+
+    def _differentiated(self, action: Action, version: int) -> list[torch.Tensor]:
+        """The tensors that the weight gradients of an action belong to."""
+        if self.weights:
+            return self.weights[action.stage].parameters(version)
+        return list(self.copies[action.pipeline, action.stage].parameters())
 
     # -- messages --------------------------------------------------------------------------------------------
 

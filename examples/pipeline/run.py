@@ -1,11 +1,12 @@
-"""Train a small GPT with pipeline schedules in several processes, and compare its gradients with those of one process.
+"""Train a small GPT with pipeline schedules in several processes, and compare the result with that of one process.
 
     python examples/pipeline/run.py --schedule chimera --schedule zb-h1 --workers 4 --microbatches 8
     python examples/pipeline/run.py --table my-schedule.txt --record out/pipeline
 
 The script starts its own processes (gloo, on this machine) and prints the largest difference of the gradients of the
-last step as JSON. With --record every rank records each schedule to FOLDER/NAME.memtrace; one process that trains the
-whole model on one micro-batch per step is recorded to FOLDER/single.memtrace.
+last step as JSON; of schedules without a flush (PipeDream, PipeDream-2BW) that of the weights after all steps. With
+--record every rank records each schedule to FOLDER/NAME.memtrace; one process that trains the whole model on one
+micro-batch per step is recorded to FOLDER/single.memtrace.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).parent))
 from executor import Worker
 from layers import Sizes, make_layer, make_layers, samples
+from reference import make_optimizer, train_with_flush, train_without_flush
 from torch_stages import TorchWorker
 
 import memtrace
@@ -60,7 +61,7 @@ def train(rank: int, arguments: argparse.Namespace, port: int, results: Any) -> 
 
 
 def train_schedule(name: str, schedule: Schedule, arguments: argparse.Namespace) -> dict[str, float]:
-    """Train some steps with this rank's row, then compare its gradients with those of the whole model."""
+    """Train some steps with this rank's row, then compare the result with that of the whole model."""
     sizes = arguments.sizes
     bounds = [*first_layers_of(schedule, arguments), sizes.num_layers]
 
@@ -74,32 +75,47 @@ def train_schedule(name: str, schedule: Schedule, arguments: argparse.Namespace)
         worker = TorchWorker(schedule, make_stage, loss, return_outputs=arguments.return_outputs)
     else:
         shape = (arguments.batch, sizes.sequence, sizes.width)
-        worker = Worker(schedule, make_stage, loss, lambda stage: shape, lambda action: mark(recording, action))
-    optimizer = torch.optim.AdamW(worker.parameters(), lr=1e-3, foreach=False)
+        worker = Worker(schedule, make_stage, loss, lambda stage: shape, make_optimizer=make_optimizer,
+                        mark=lambda action: mark(recording, action))  # fmt: skip
+    # Without a flush the executor updates the weights within its step, with optimizers of its own.
+    optimizers = [] if schedule.asynchronous else [make_optimizer(list(worker.parameters()))]
     if arguments.record:
-        recording = memtrace.record(arguments.record / f"{name}.memtrace", optimizer=optimizer)
+        recording = memtrace.record(
+            arguments.record / f"{name}.memtrace", optimizer=[*optimizers, *getattr(worker, "optimizers", [])]
+        )
     with recording:
         for step in range(arguments.steps):
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
             losses = worker.step(
                 lambda m, step=step: samples(step, m, arguments.batch, sizes)[:, :-1],
                 lambda m, step=step: samples(step, m, arguments.batch, sizes)[:, 1:],
             )
-            if step < arguments.steps - 1:
+            for optimizer in optimizers:
                 optimizer.step()
     worker.close()
-    expected = reference(arguments, schedule.num_microbatches)
+    return {"loss": sum(losses)} | compare(worker, schedule, bounds, arguments)
+
+
+def compare(
+    worker: Worker | TorchWorker, schedule: Schedule, bounds: list[int], arguments: argparse.Namespace
+) -> dict[str, float]:
+    """The largest difference between this rank and the whole model, and the largest of the compared numbers.
+
+    Compares the gradients of the last step; without a flush the weights.
+    """
+    if schedule.asynchronous:
+        layers = train_without_flush(arguments, schedule, bounds, loss)
+    else:
+        layers = train_with_flush(arguments, schedule.num_microbatches, loss)
     difference = scale = 0.0
     for (_, stage), copy in worker.copies.items():
-        whole = [p for layer in expected[bounds[stage] : bounds[stage + 1]] for p in layer.parameters()]
-        for parameter, expected_parameter in zip(copy.parameters(), whole, strict=True):
-            difference = max(difference, float((parameter.grad - expected_parameter.grad).abs().max()))
-            scale = max(scale, float(expected_parameter.grad.abs().max()))
-    return {
-        "loss": sum(losses),
-        "largest_difference": difference,
-        "largest_gradient": scale,
-    }
+        whole = [parameter for layer in layers[bounds[stage] : bounds[stage + 1]] for parameter in layer.parameters()]
+        for parameter, expected in zip(copy.parameters(), whole, strict=True):
+            value, correct = (p if schedule.asynchronous else p.grad for p in (parameter, expected))
+            difference = max(difference, float((value - correct).abs().max()))
+            scale = max(scale, float(correct.abs().max()))
+    return {"largest_difference": difference, "largest_value": scale}
 
 
 def mark(recording: Any, action: Action) -> AbstractContextManager[object]:
@@ -128,26 +144,11 @@ def first_layers_of(schedule: Schedule, arguments: argparse.Namespace) -> list[i
     return [stage * arguments.sizes.num_layers // schedule.num_stages for stage in range(schedule.num_stages)]
 
 
-def reference(arguments: argparse.Namespace, num_microbatches: int) -> Sequence[nn.Module]:
-    """Train the whole model in this process; returns its layers with the gradients of the last step."""
-    layers = make_layers(arguments.sizes)
-    model = nn.Sequential(*layers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    for step in range(arguments.steps):
-        optimizer.zero_grad()
-        for m in range(num_microbatches):
-            text = samples(step, m, arguments.batch, arguments.sizes)
-            (loss(model(text[:, :-1]), text[:, 1:]) / num_microbatches).backward()
-        if step < arguments.steps - 1:
-            optimizer.step()
-    return layers
-
-
 def record_single(arguments: argparse.Namespace, path: Path) -> None:
     """Record one process that trains the whole model on one micro-batch per step."""
     torch.set_num_threads(1)
     model = nn.Sequential(*make_layers(arguments.sizes))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    optimizer = make_optimizer(list(model.parameters()))
     with memtrace.record(path, model=model, optimizer=optimizer):
         for step in range(4):
             text = samples(step, 0, arguments.batch, arguments.sizes)
@@ -204,10 +205,10 @@ def main() -> None:
     with mp.Manager() as manager:
         results = manager.dict()
         mp.spawn(train, (arguments, free_port(), results), nprocs=arguments.workers)
-        gradients = {name: [results[rank, name] for rank in range(arguments.workers)] for name in names}
+        differences = {name: [results[rank, name] for rank in range(arguments.workers)] for name in names}
     if arguments.record:
         record_single(arguments, arguments.record / "single.memtrace")
-    print(json.dumps(gradients, indent=1))
+    print(json.dumps(differences, indent=1))
 
 
 if __name__ == "__main__":

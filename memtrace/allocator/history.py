@@ -151,7 +151,7 @@ class AllocatorHistory:
 def check_plausible(history: AllocatorHistory) -> None:
     """Raise TraceError where no device can have a size or an address of the history."""
     for what, sizes, smallest in (
-        ("an entry", history.size, 0),
+        ("an entry", history.size[history.kind != OOM], 0),  # a wrong shape asks for any size
         ("a segment", history.segments.size, 1),
         ("a block", history.blocks.size, -1),
         ("a request", history.blocks.requested, 0),

@@ -38,6 +38,8 @@ class CapacityEstimate:
     """Largest such capacity; None: the device refused no request."""
     estimate_bytes: int | None
     """Bytes held plus bytes that the driver reported free when a request failed; None: none failed."""
+    device_bytes: int | None
+    """Memory of the device, of which contexts and other processes need a part; None: not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +190,7 @@ def _assemble(
             low_bytes=low,
             high_bytes=high,
             estimate_bytes=bounds.estimate_bytes if bounds else None,
+            device_bytes=workload.total_bytes,
         ),
         failed_request_bytes=failed_request_bytes,
         predictions=predictions,

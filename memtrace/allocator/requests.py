@@ -202,7 +202,7 @@ def _read_requests(device: str, events: dict[str, Any]) -> RequestHistory:
     """
     kind, block = events["kind"], events["block_id"]
     size = np.where(events["size"] >= 0, events["size"], events["allocated_size"])
-    births = np.flatnonzero(((kind == ALLOC) | (kind == BASELINE) | (kind == LIVE)) & (size > 0))
+    births = np.flatnonzero(((kind == ALLOC) | (kind == BASELINE) | (kind == LIVE)) & (size > 0) & (block >= 0))
     allocs, older = births[kind[births] == ALLOC], births[kind[births] != ALLOC]
     order = np.concatenate([older, allocs])
     number = np.full(int(block.max(initial=-1)) + 1, -1, np.int64)

@@ -6,6 +6,8 @@ The cost model and the published values are those of "Pinpointing the Memory Beh
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,6 +18,7 @@ from memtrace.format.arrays import Array
 
 COPY_SIZES: Final = tuple(1 << power for power in range(12, 27, 2))
 """Sizes of the measured copies, bytes: 4 KiB to 64 MiB."""
+_COPIES_PER_SIZE: Final = 7
 
 
 @dataclass(frozen=True)
@@ -127,3 +130,16 @@ def fit_copy_cost(times_ns: Array) -> CopyCost:
     if intercept < 0:
         intercept, slope = 0.0, float((times_ns / sizes).mean())
     return CopyCost(float(intercept), float(slope))
+
+
+def best_copy_times(copy: Callable[[int], None]) -> Array:
+    """Return the shortest time of a copy of each of ``COPY_SIZES``, in nanoseconds."""
+    best_ns = []
+    for num_bytes in COPY_SIZES:
+        times_ns = []
+        for _ in range(_COPIES_PER_SIZE):
+            start_ns = time.perf_counter_ns()
+            copy(num_bytes)
+            times_ns.append(time.perf_counter_ns() - start_ns)
+        best_ns.append(min(times_ns))
+    return np.array(best_ns, np.float64)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 CATEGORY = {name: np.int8(code) for code, name in enumerate(CATEGORIES)}
+PERSISTENT = (CATEGORY["parameter"], CATEGORY["optimizer_state"])
+"""Categories of memory that stays allocated throughout training."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +86,9 @@ def _compute_blocks(trace: Trace) -> Blocks:
     kind, block, time = events["kind"], events["block_id"], events["time_ns"]
     rows, origins = trace.cached(_find_rows), _find_origins(trace)
     count = len(rows.begin)
-    # In a damaged trace an access can have no block.
-    is_read = (kind == KIND["read"]) & (block >= 0)
-    is_write = (kind == KIND["write"]) & (block >= 0)
-    reads, writes, accesses = np.flatnonzero(is_read), np.flatnonzero(is_write), np.flatnonzero(is_read | is_write)
+    reads = np.flatnonzero(kind == KIND["read"])
+    writes = np.flatnonzero(kind == KIND["write"])
+    accesses = np.flatnonzero((kind == KIND["read"]) | (kind == KIND["write"]))
 
     def at(event_rows: Array, column: str) -> Array:
         return np.where(event_rows >= 0, events[column][event_rows], events[column].dtype.type(-1))
@@ -298,6 +299,12 @@ def _read_phases(trace: Trace, keyframe: _Keyframe) -> tuple[Array, Array] | Non
     in_forward[events["block_id"][reads[phase == PHASE["forward"]]]] = True
     in_backward[events["block_id"][reads[(phase == PHASE["backward"]) & ~recompute]]] = True
     return in_forward, in_backward
+
+
+def allocating_op(trace: Trace, block: Array) -> Array:
+    """Return the operator call that allocated each block; -1: unknown."""
+    alloc_event = blocks(trace).alloc_event[block]
+    return np.where(alloc_event >= 0, trace.columns("events", "op_id")["op_id"][alloc_event], -1)
 
 
 def blocks_table(trace: Trace) -> pd.DataFrame:

@@ -147,7 +147,7 @@ def _compared_steps(before: Trace, after: Trace) -> tuple[Array, Array]:
     shared = np.intersect1d(step_rows(before).number, step_rows(after).number)
     if len(shared) and not (has_warm_up(before) and has_warm_up(after)):
         return shared, shared
-    return steps_after_warm_up(before), steps_after_warm_up(after)
+    return np.unique(steps_after_warm_up(before)), np.unique(steps_after_warm_up(after))
 
 
 def _live_at_peak(trace: Trace) -> _Totals:

@@ -8,36 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from memtrace.analysis import dead_graphs, patterns, training_patterns
 from memtrace.analysis import pattern_catalog as catalog
-from memtrace.analysis import patterns, training_patterns
 from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.attribution import step_rows
 from memtrace.analysis.block_accesses import has_accesses, runs_compiled_kernels
 from memtrace.analysis.block_groups import largest_module
-from memtrace.analysis.blocks import CATEGORY, blocks
+from memtrace.analysis.block_signatures import row_codes
+from memtrace.analysis.blocks import CATEGORY, PERSISTENT, blocks
 from memtrace.analysis.counterfactual import (
     IdleIntervals,
     compute_peak_lower_bound,
     max_simultaneous_bytes,
     peak_without_intervals,
 )
+from memtrace.analysis.in_place import can_write_in_place
+from memtrace.analysis.missing_stacks import missing_stack_reasons
 from memtrace.analysis.pattern_catalog import ALL_PATTERNS, WastePattern
 from memtrace.analysis.peak import find_peak
+from memtrace.analysis.thresholds import MAX_REPLAYS, MIN_FINDING_SHARE, MIN_STEPS_FOR_LEAKS
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES, NO_BLOCKS
 from memtrace.trace import Trace
 
 if TYPE_CHECKING:
     import pandas as pd
-
-MAX_REPLAYS: Final = 25
-"""Most findings of one pattern that are replayed: those that waste most at the peak."""
-MIN_PEAK_SHARE: Final = 0.01
-"""Findings that waste or save less than this share of the peak are left out, unless ``min_bytes`` is given."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,8 @@ class Finding:
     """Whether moving, changing or deleting a line is enough to fix it."""
     advice: str
     """What to change in the program."""
+    no_stack_reason: str | None
+    """Why its largest blocks have no call stack; None: they have one."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def findings_table(trace: Trace) -> pd.DataFrame:
 
 
 def _min_bytes(trace: Trace, device: str, min_bytes: int | None) -> int:
-    return int(MIN_PEAK_SHARE * find_peak(trace, device).requested.bytes) if min_bytes is None else min_bytes
+    return int(MIN_FINDING_SHARE * find_peak(trace, device).requested.bytes) if min_bytes is None else min_bytes
 
 
 def _find_device_waste(trace: Trace, device: str, min_bytes: int) -> DeviceWaste:
@@ -180,9 +181,9 @@ def _skipped_patterns(trace: Trace) -> Iterator[SkippedPatterns]:
         yield SkippedPatterns(
             tuple(pattern.name for pattern in ALL_PATTERNS if pattern.pattern_class != "leak"), reason
         )
-    if len(step_rows(trace).number) < training_patterns.MIN_STEPS_FOR_LEAKS:
+    if len(step_rows(trace).number) < MIN_STEPS_FOR_LEAKS:
         names = tuple(pattern.name for pattern in ALL_PATTERNS if pattern.pattern_class == "leak")
-        yield SkippedPatterns(names, f"at least {training_patterns.MIN_STEPS_FOR_LEAKS} steps are needed")
+        yield SkippedPatterns(names, f"at least {MIN_STEPS_FOR_LEAKS} steps are needed")
 
 
 def _unknown_accesses(trace: Trace) -> str | None:
@@ -215,32 +216,39 @@ def _ranking(finding: Finding) -> tuple[bool, bool, int, float]:
 def _detect_patterns(trace: Trace, candidates: Array) -> list[tuple[WastePattern, IdleIntervals]]:
     """Return the intervals of each pattern; blocks of a special case are not reported under the general pattern too."""
     leaked = training_patterns.find_leaked_blocks(trace, candidates)
-    of_graph = training_patterns.is_held_by_graph(trace, leaked.block)
+    of_graph = dead_graphs.is_held_by_graph(trace, leaked.block)
     leaks = [(catalog.RETAINED_GRAPH, leaked.select(of_graph)), (catalog.LEAK, leaked.select(~of_graph))]
     if _unknown_accesses(trace) is not None:
         return leaks
+    carried = training_patterns.find_graphs_across_steps(trace, candidates)
+    candidates = _without(trace, candidates, carried.block)
+    accumulated = training_patterns.find_accumulated_results(trace, candidates)
     gradients = training_patterns.find_idle_gradients(trace, candidates)
     candidates = _without(trace, candidates, np.concatenate([gradients.block, leaked.block]))
     unused = patterns.find_unused_allocations(trace, candidates)
     candidates = _without(trace, candidates, unused.block)
     is_gradient = blocks(trace).category[candidates] == CATEGORY["gradient"]
-    is_of_dead_graph = training_patterns.is_held_by_dead_graph(trace, candidates) & ~is_gradient
-    is_forward_only = training_patterns.is_made_without_backward(trace, candidates) & ~is_gradient
+    is_of_dead_graph = dead_graphs.is_held_by_dead_graph(trace, candidates) & ~is_gradient
+    is_forward_only = dead_graphs.is_made_without_backward(trace, candidates) & ~is_gradient
     of_dead_graph = candidates[is_of_dead_graph]
-    is_persistent = np.isin(blocks(trace).category[candidates], training_patterns.PERSISTENT)
+    is_persistent = np.isin(blocks(trace).category[candidates], PERSISTENT)
     # A variable that holds an output of such a forward holds its graph too: dropping it would save more than the block.
     others = patterns.blocks_that_are_read(trace, candidates[~(is_persistent | is_forward_only | is_of_dead_graph)])
-    dead = patterns.find_late_deallocations(trace, of_dead_graph)
+    dead = dead_graphs.until_variables_drop(trace, patterns.find_late_deallocations(trace, of_dead_graph))
     # The graph of the last step is not a leak yet, but the fix of the earlier ones fixes it too.
-    stack = blocks(trace).stack
-    is_retained = np.isin(stack[dead.block], stack[leaks[0][1].block])
+    stack, origin = blocks(trace).stack, row_codes(blocks(trace).stack, blocks(trace).op_name)
+    is_retained = np.isin(origin[dead.block], origin[leaks[0][1].block])
     leaks[0] = (catalog.RETAINED_GRAPH, IdleIntervals.concatenate([leaks[0][1], dead.select(is_retained)]))
-    late = patterns.find_late_deallocations(trace, others)
-    late_gradient = blocks(trace).category[late.block] == CATEGORY["gradient"]
+    others = others[~np.isin(stack[others], stack[leaked.block])]
+    late = patterns.select_droppable(trace, patterns.find_late_deallocations(trace, others))
+    late_gradient = training_patterns.is_applied_gradient(trace, late.block)
     redundant, donors = patterns.find_redundant_allocations(trace, candidates)
     copied = training_patterns.is_copy_of_donor(trace, redundant.block, donors)
+    in_place = can_write_in_place(trace, redundant.block)
     return [
         *leaks,
+        (catalog.GRAPH_ACROSS_STEPS, carried),
+        (catalog.ACCUMULATED_RESULTS, accumulated),
         (catalog.GRADIENTS_THROUGH_FORWARD, gradients),
         (catalog.UNUSED_ALLOCATION, unused),
         (catalog.FORWARD_WITHOUT_BACKWARD, dead.select(~is_retained)),
@@ -248,7 +256,7 @@ def _detect_patterns(trace: Trace, candidates: Array) -> list[tuple[WastePattern
         (catalog.LATE_DEALLOCATION, late.select(~late_gradient)),
         (catalog.EARLY_ALLOCATION, patterns.find_early_allocations(trace, candidates)),
         (catalog.DOUBLE_COPY, redundant.select(copied)),
-        (catalog.REDUNDANT_ALLOCATION, redundant.select(~copied)),
+        (catalog.REDUNDANT_ALLOCATION, redundant.select(in_place & ~copied)),
         (catalog.TEMPORARY_IDLENESS, patterns.find_temporary_idleness(trace, _offloadable(trace, candidates))),
         (catalog.DEAD_WRITE, patterns.find_dead_writes(trace, candidates)),
     ]
@@ -281,6 +289,8 @@ def _group_by_site(
     category = columns.category[intervals.block]
     if pattern.is_reported_by_line:
         category = np.zeros(len(intervals), np.int8)
+    if pattern is catalog.FORWARD_WITHOUT_BACKWARD:
+        return _by_bytes_at_peak(trace, device, intervals, _members_by_graph(trace, intervals))
     key = columns.stack[intervals.block].astype(np.int64) * len(CATEGORIES) + category
     order = np.argsort(key, kind="stable")
     keys, first = np.unique(key[order], return_index=True)
@@ -289,11 +299,28 @@ def _group_by_site(
         stack, category = divmod(stack_and_category, len(CATEGORIES))
         # Several call stacks can share an allocation site.
         groups.setdefault((allocation_site(trace, stack), category), []).append(members)
-    peak_row = find_peak(trace, device).requested.event
-    bytes_at_peak = columns.size[intervals.block] * ((intervals.begin <= peak_row) & (intervals.end > peak_row))
     merged = [(site, np.concatenate(members)) for (site, _), members in groups.items()]
-    merged.sort(key=lambda group: -int(bytes_at_peak[group[1]].sum()))
-    return [(site, intervals.select(members)) for site, members in merged]
+    return _by_bytes_at_peak(trace, device, intervals, merged)
+
+
+def _members_by_graph(trace: Trace, intervals: IdleIntervals) -> list[tuple[str | None, Array]]:
+    """Return the positions of the intervals whose graphs one line of the program runs, by that line."""
+    sites = dead_graphs.sites_of_dead_graphs(trace, intervals.block)
+    members: dict[str | None, list[int]] = {}
+    for position, site in enumerate(sites):
+        members.setdefault(site, []).append(position)
+    return [(site, np.array(positions)) for site, positions in members.items()]
+
+
+def _by_bytes_at_peak(
+    trace: Trace, device: str, intervals: IdleIntervals, groups: list[tuple[str | None, Array]]
+) -> list[tuple[str | None, IdleIntervals]]:
+    """Return the intervals of each group of positions, those that waste most at the peak first."""
+    peak_row = find_peak(trace, device).requested.event
+    size = blocks(trace).size[intervals.block]
+    bytes_at_peak = size * ((intervals.begin <= peak_row) & (intervals.end > peak_row))
+    ordered = sorted(groups, key=lambda group: -int(bytes_at_peak[group[1]].sum()))
+    return [(site, intervals.select(members)) for site, members in ordered]
 
 
 def _main_site(trace: Trace, pattern: WastePattern, intervals: IdleIntervals) -> str | None:
@@ -354,4 +381,14 @@ def _evaluate(
         is_upper_bound=pattern.is_upper_bound,
         is_single_line_fix=pattern.is_single_line_fix,
         advice=pattern.advice,
+        no_stack_reason=_no_stack_reason(trace, intervals.block) if site is None else None,
     )
+
+
+def _no_stack_reason(trace: Trace, block: Array) -> str | None:
+    """Return why most bytes of some blocks have no call stack; None: all have one."""
+    nameless = np.unique(block[blocks(trace).stack[block] < 0])
+    if not len(nameless):
+        return None
+    reasons, index = missing_stack_reasons(trace, nameless)
+    return reasons[int(np.bincount(index, weights=blocks(trace).size[nameless]).argmax())]

@@ -10,15 +10,10 @@ from memtrace.analysis.findings import Finding, find_device_waste
 from memtrace.analysis.growth import measure_growth
 from memtrace.analysis.peak import find_peak, peak_by_category
 from memtrace.analysis.steps import step_columns
+from memtrace.analysis.thresholds import MIN_CATEGORY_SHARE, MIN_FINDING_SHARE, MIN_WAIT_SHARE
 from memtrace.trace import Trace
 from memtrace.units import UNKNOWN, format_bytes, format_count, format_share
 
-MIN_FINDING_SHARE: Final = 0.01
-"""Share of the peak that a single-line fix must save to be a hint."""
-MIN_CATEGORY_SHARE: Final = 0.1
-"""Share of the peak that a category must hold to be a hint."""
-MIN_WAIT_SHARE: Final = 0.1
-"""Share of the time of all steps that waiting for data must take to be a hint."""
 MAX_FINDINGS: Final = 3
 """Most single-line fixes per device among the hints."""
 MAX_CATEGORIES: Final = 3
@@ -141,8 +136,9 @@ def _single_line_fixes(trace: Trace) -> Iterator[Hint]:
 
 def _finding_hint(device: str, finding: Finding) -> Hint:
     wasted = f"{format_bytes(finding.wasted_bytes)} in {format_count(finding.num_blocks, 'block')}"
+    no_site = f"an {UNKNOWN} allocation site" + (f" ({finding.no_stack_reason})" if finding.no_stack_reason else "")
     return Hint(
-        what=f"{finding.pattern.capitalize()} at {finding.site or f'an {UNKNOWN} allocation site'}",
+        what=f"{finding.pattern.capitalize()} at {finding.site or no_site}",
         why=f"It wastes {wasted}; fixing it lowers the peak to {format_bytes(finding.peak_if_fixed_bytes)}.",
         change=finding.advice,
         saved_bytes=finding.saved_bytes,

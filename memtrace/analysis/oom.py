@@ -14,15 +14,14 @@ from memtrace.analysis.attribution import KIND, op_column
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.device_state import DeviceState, device_state_at, recorded_settings
 from memtrace.analysis.fragmentation import Fragmentation, measure_fragmentation
-from memtrace.analysis.outside_memory import CONTEXT_BYTES, OutsideMemory, outside_memory_at_failure
+from memtrace.analysis.outside_memory import OutsideMemory, outside_memory_at_failure
+from memtrace.analysis.thresholds import CONTEXT_BYTES, MIN_ROUNDING_SHARE
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 from memtrace.units import format_bytes
 
 MAX_HOLDERS: Final = 8
 """Most allocation sites listed for one out-of-memory error."""
-MIN_WASTE_SHARE: Final = 0.1
-"""Share of the requested bytes that rounding must add before it is worth reducing."""
 REDUCE_LIVE_MEMORY: Final = "Reduce live memory: the table lists the lines that allocated most of it."
 
 
@@ -165,7 +164,7 @@ def _advise(
             f"{format_bytes(room.free_elsewhere_bytes)} are reserved but unused on other streams, in private pools or "
             "in segments for other sizes, where this request cannot use them."
         )
-    if room.state.waste_bytes >= MIN_WASTE_SHARE * max(room.state.requested_bytes, 1):
+    if room.state.waste_bytes >= MIN_ROUNDING_SHARE * max(room.state.requested_bytes, 1):
         lower = " or lower roundup_power2_divisions" if settings.roundup_power2_divisions else ""
         advice.append(
             f"Combine many small tensors into few large ones{lower}: rounding takes "

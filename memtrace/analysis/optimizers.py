@@ -11,12 +11,12 @@ import numpy as np
 
 from memtrace.analysis.event_codes import KIND, PHASE
 from memtrace.analysis.operators import op_column
+from memtrace.analysis.thresholds import MIN_REPEATS_PER_STEP
 from memtrace.format.arrays import Array
 from memtrace.frames import Frame, is_optimizer_base_frame, is_optimizer_frame
 from memtrace.trace import Trace
 
 _OTHER, _UNKNOWN, _OPTIMIZER = 0, -1, 1
-_MIN_REPEATS_PER_STEP = 1.25
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _extend(name: Array, first: Array, last: Array, limit: Array, is_foreach: Ar
     kinds, number = np.unique(triple[inner], return_counts=True)
     # The first step also allocates the state of the optimizer; what occurs in fewer than half of the steps is ignored.
     frequent = number[2 * number >= len(first)]
-    min_repeats = _MIN_REPEATS_PER_STEP * len(first) * max(len(frequent), 1)
+    min_repeats = MIN_REPEATS_PER_STEP * len(first) * max(len(frequent), 1)
     is_periodic = is_foreach is None and bool(frequent.sum() >= min_repeats)
     if not is_periodic:
         triple, kinds = code, np.setdiff1d(code[inner if is_foreach is None else inner | is_foreach], [0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
@@ -11,9 +10,6 @@ from memtrace.format.arrays import Array
 from memtrace.format.schema import COUNTERS
 from memtrace.trace import Trace
 from memtrace.units import format_bytes
-
-CONTEXT_BYTES: Final = 1 << 30
-"""More than the context and the libraries of one process usually take on a GPU."""
 
 
 @dataclass(frozen=True)

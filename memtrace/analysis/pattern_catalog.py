@@ -36,6 +36,20 @@ RETAINED_GRAPH: Final = WastePattern(
     "Store loss.item() or loss.detach() instead of the loss, which keeps its whole autograd graph alive.",
     is_reported_once=True,
 )
+GRAPH_ACROSS_STEPS: Final = WastePattern(
+    "graph kept across steps",
+    "leak",
+    "Detach what a step passes to the next (hidden.detach()): backward runs through the graphs of all earlier steps.",
+    is_reported_once=True,
+)
+ACCUMULATED_RESULTS: Final = WastePattern(
+    "accumulated results",
+    "temporary idleness",
+    "Keep less of each step's result until the end (argmax, item(), a running sum), or move it to the host.",
+    is_single_line_fix=False,
+    is_upper_bound=True,
+    is_reported_by_line=True,
+)
 UNUSED_ALLOCATION: Final = WastePattern(
     "unused allocation",
     "unused allocation",
@@ -97,6 +111,7 @@ DEAD_WRITE: Final = WastePattern(
 ALL_PATTERNS: Final = (
     LEAK,
     RETAINED_GRAPH,
+    GRAPH_ACROSS_STEPS,
     UNUSED_ALLOCATION,
     LATE_DEALLOCATION,
     GRADIENTS_THROUGH_FORWARD,
@@ -106,5 +121,6 @@ ALL_PATTERNS: Final = (
     REDUNDANT_ALLOCATION,
     DOUBLE_COPY,
     TEMPORARY_IDLENESS,
+    ACCUMULATED_RESULTS,
     DEAD_WRITE,
 )

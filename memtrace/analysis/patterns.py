@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from memtrace.analysis.attribution import KIND, PHASE, phase_rows, step_rows
+from memtrace.analysis.attribution import KIND, PHASE, op_column, phase_rows, step_rows
 from memtrace.analysis.block_accesses import (
     find_initial_fills,
     group_accesses_by_block,
@@ -20,15 +20,13 @@ from memtrace.analysis.block_accesses import (
     operator_start_rows,
 )
 from memtrace.analysis.block_signatures import row_codes
-from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
+from memtrace.analysis.blocks import CATEGORY, Blocks, allocating_op, blocks
 from memtrace.analysis.counterfactual import END_OF_TRACE, IdleIntervals, free_rows
 from memtrace.analysis.held_arguments import find_release_rows
+from memtrace.analysis.statements import end_of_last_statement
+from memtrace.analysis.thresholds import MAX_OPS_OF_CALL, MIN_IDLE_SHARE
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
-
-MIN_IDLE_SHARE: Final = 0.1
-"""A block is idle if no operator touches it for this share of the operator calls of a step (of the whole trace where
-no steps are known)."""
 
 _OWNED: Final = tuple(CATEGORY[name] for name in ("parameter", "gradient", "optimizer_state", "input"))
 """Categories of memory that belongs to a module, an optimizer or a data loader."""
@@ -96,6 +94,64 @@ def find_late_deallocations(trace: Trace, candidates: Array) -> IdleIntervals:
     is_late &= ~is_freed | ~_is_held_by_torch(trace, np.minimum(end, last_row))
     is_late &= is_freed | _follows_late_blocks(trace, block, is_freed, is_late)
     return IdleIntervals(block[is_late], begin[is_late], end[is_late])
+
+
+def select_droppable(trace: Trace, late: IdleIntervals) -> IdleIntervals:
+    """Return those late deallocations whose last use the program can tell, from the end of its statement.
+
+    A block that is used in later steps than its own is an element of a data set or a buffer. The program knows its last
+    use only if all blocks of its allocation site and size are used for equally many steps, and not in the last step of
+    the trace, which may not be the last one of the program. What a graph frees after its backward has run is held by
+    the graph (``retain_graph=True``), not by a variable.
+    """
+    late = late.select(~_is_used_unpredictably(trace, late.block) & ~_is_freed_with_graph(trace, late.block))
+    begin = np.maximum(late.begin, end_of_last_statement(trace, late.block))
+    return IdleIntervals(late.block, begin, late.end).select(begin < late.end)
+
+
+def _is_used_unpredictably(trace: Trace, block: Array) -> Array:
+    """Return whether the number of steps for which blocks of each block's stack and size are used varies."""
+    columns, accesses, steps = blocks(trace), group_accesses_by_block(trace), step_rows(trace)
+    if not len(steps.number):
+        return np.zeros(len(block), bool)
+    used = np.flatnonzero(accesses.num_accesses(np.arange(len(columns))) > 0)
+    last_step = steps.of_rows(accesses.event[accesses.offset[used + 1] - 1])
+    num_steps = last_step - columns.step[used]
+    group = row_codes(columns.stack[used], columns.size[used])
+    lowest, highest = np.full(int(group.max(initial=0)) + 1, END_OF_TRACE), np.full(int(group.max(initial=0)) + 1, -1)
+    np.minimum.at(lowest, group, num_steps)
+    np.maximum.at(highest, group, num_steps)
+    is_unpredictable = np.zeros(len(columns), bool)
+    is_unpredictable[used] = (num_steps > 0) & ((lowest < highest)[group] | (last_step >= steps.number[-1]))
+    return np.asarray(is_unpredictable[block])
+
+
+def _is_freed_with_graph(trace: Trace, block: Array) -> Array:
+    """Return whether a graph holds each block longer than its backward needs it.
+
+    Backward uses the block last, and it is freed later together with memory that no variable can hold: results that
+    one operator of a call passes on to the next (those of ``log_softmax`` in ``cross_entropy``).
+    """
+    columns, accesses, kind = blocks(trace), group_accesses_by_block(trace), trace.columns("events", "kind")["kind"]
+    freed = np.flatnonzero((columns.free_event >= 0) & (accesses.num_accesses(np.arange(len(columns))) > 0))
+    last_op = accesses.op[accesses.offset[freed + 1] - 1]
+    freed = freed[op_column(trace, last_op, "phase") == PHASE["backward"]]
+    burst = np.cumsum(kind != KIND["free"])[columns.free_event[freed]]
+    of_graph = np.zeros(len(columns), bool)
+    of_graph[freed] = np.isin(burst, burst[_is_passed_on(trace)[freed]])
+    return np.asarray((of_graph & ~_is_held_by_torch(trace, np.maximum(columns.free_event, 0)))[block])
+
+
+def _is_passed_on(trace: Trace) -> Array:
+    """Return whether an operator that a line calls passes each block on to another one that the same call runs."""
+    accesses = group_accesses_by_block(trace)
+    made_by = allocating_op(trace, np.arange(len(blocks(trace))))[accesses.block]
+    is_next = (made_by >= 0) & accesses.is_read & (accesses.op > made_by) & (accesses.op <= made_by + MAX_OPS_OF_CALL)
+    read = np.flatnonzero(is_next)
+    stacks, names = (op_column(trace, accesses.op[read], column) for column in ("stack", "name"))
+    maker_stacks, maker_names = (op_column(trace, made_by[read], column) for column in ("stack", "name"))
+    is_passed = (stacks >= 0) & (stacks == maker_stacks) & (names != maker_names)
+    return block_mask(trace, accesses.block[read[is_passed]])
 
 
 def _is_held_by_torch(trace: Trace, free_row: Array) -> Array:

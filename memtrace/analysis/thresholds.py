@@ -1,4 +1,4 @@
-"""Thresholds of step detection, stability, leaks and swap candidates: value, unit and reason of each.
+"""Thresholds of step detection, stability, findings, leaks, hints and swap candidates: value, unit and reason of each.
 
 Shares are fractions from 0 to 1. The values were chosen on the eight programs of ``tests/programs/training.py``, the
 loops in ``tests/analysis/test_step_detection.py`` and recorded CUDA snapshots. Those tests fail when a value is moved
@@ -55,6 +55,10 @@ MAX_FIRST_STEP_RATIO: Final = 3
 LAST_STEP_RATIOS: Final = (0.5, 2)
 """Length of the events after the last boundary, in median steps, within which they count as the last step."""
 
+MIN_REPEATS_PER_STEP: Final = 1.25
+"""Occurrences of each frequent sequence of three operators in a call of ``Optimizer.step`` from which the optimizer is
+taken to update its parameters one after the other."""
+
 # -- detection from parameter updates ------------------------------------------------------------------------------
 
 MIN_PARAMETER_LIFETIME_SHARE: Final = 0.4
@@ -104,6 +108,25 @@ MIN_MATCHING_BYTES: Final = 0.99
 MIN_SHIFTED_AGREEMENT: Final = 0.5
 """Share of marked steps whose detected end must have the same offset for the offset to be reported."""
 
+# -- wasted memory ---------------------------------------------------------------------------------------------------
+
+MIN_STEPS_FOR_LEAKS: Final = WARM_UP_STEPS + MIN_STEPS_AFTER_WARM_UP
+"""Minimum number of steps for finding leaks: with fewer, they look like memory that is allocated once."""
+MIN_FINDING_SHARE: Final = 0.01
+"""Share of the peak that a finding must waste or save to be reported (unless ``min_bytes`` is given) or to be a
+hint."""
+MAX_REPLAYS: Final = 25
+"""Most findings of one pattern that are replayed: those that waste most at the peak."""
+MIN_IDLE_SHARE: Final = 0.1
+"""A block is idle if no operator touches it for this share of the operator calls of a step (of the whole trace where
+no steps are known)."""
+MAX_SILENT_NODES: Final = 16
+"""Most consecutive nodes of a graph that may run in backward without an operator of their own."""
+MIN_SHARE_OF_GRAPH: Final = 0.9
+"""Share of the bytes of a dead graph that the line must make which is reported for the graph."""
+MAX_OPS_OF_CALL: Final = 3
+"""Operator calls from an operator to the one that it passes its result on to, within one call of the program."""
+
 # -- leaks ---------------------------------------------------------------------------------------------------------
 
 MAX_LOST_SHARE: Final = 0.1
@@ -124,3 +147,14 @@ MAX_USUAL_LIFETIME_STEPS: Final = 1
 
 MIN_SWAP_BYTES: Final = 1 << 20
 """Smallest block worth swapping by default: below about 1 MiB the latency of a copy dominates its time."""
+
+# -- hints and explanations ----------------------------------------------------------------------------------------
+
+MIN_CATEGORY_SHARE: Final = 0.1
+"""Share of the peak that a category must hold to be a hint."""
+MIN_WAIT_SHARE: Final = 0.1
+"""Share of the time of all steps that waiting for data must take to be a hint."""
+MIN_ROUNDING_SHARE: Final = 0.1
+"""Share of the requested bytes that rounding must add before it is worth reducing."""
+CONTEXT_BYTES: Final = 1 << 30
+"""More than the context and the libraries of one process usually take on a GPU."""

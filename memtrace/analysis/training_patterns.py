@@ -6,18 +6,20 @@ which the trace holds additional evidence: steps, phases, or the sequence number
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from memtrace.analysis.attribution import KIND, PHASE, op_column, step_rows
+from memtrace.analysis.attribution import PHASE, op_column, step_rows
 from memtrace.analysis.block_accesses import (
     group_accesses_by_block,
     last_needed_rows,
     operator_end_rows,
     operator_start_rows,
 )
-from memtrace.analysis.blocks import CATEGORY, blocks
+from memtrace.analysis.block_signatures import row_codes
+from memtrace.analysis.blocks import CATEGORY, PERSISTENT, allocating_op, blocks
 from memtrace.analysis.counterfactual import END_OF_TRACE, IdleIntervals, free_rows
 from memtrace.analysis.leaks import (
     keeps_growing,
@@ -26,24 +28,19 @@ from memtrace.analysis.leaks import (
     step_end_lifetimes,
 )
 from memtrace.analysis.patterns import block_mask
-from memtrace.analysis.thresholds import MIN_STEPS_AFTER_WARM_UP, WARM_UP_STEPS
+from memtrace.analysis.thresholds import MIN_STEPS_FOR_LEAKS, WARM_UP_STEPS
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
-MIN_STEPS_FOR_LEAKS: Final = WARM_UP_STEPS + MIN_STEPS_AFTER_WARM_UP
-"""Minimum number of steps for finding leaks: with fewer, they look like memory that is allocated once."""
-PERSISTENT: Final = (CATEGORY["parameter"], CATEGORY["optimizer_state"])
-"""Categories of memory that stays allocated throughout training."""
-_MAX_SILENT_NODES: Final = 16
-"""Most consecutive nodes of a graph that may run in backward without an operator of their own."""
 _COPY_OPERATORS: Final = ("aten::_to_copy", "aten::clone", "aten::contiguous", "aten::copy_", "aten::to.")
 
 
 def find_leaked_blocks(trace: Trace, candidates: Array) -> IdleIntervals:
     """Return the intervals from the last use of leaked blocks to their free, or to the end of the trace.
 
-    A block is leaked if its call stack leaves blocks behind in step after step, if it is not used after the step that
-    follows its own, and if it is live when the last step ends. (It may be freed later: a list dies with its function.)
+    A block is leaked if its call stack and operator leave blocks behind in step after step, if it is not used after the
+    step that follows its own, and if it is live when the last step ends. (It may be freed later: a list dies with its
+    function.)
     Blocks of the warm-up steps are left out, because these allocate optimizer state and workspaces.
     """
     columns, accesses, steps = blocks(trace), group_accesses_by_block(trace), step_rows(trace)
@@ -62,22 +59,87 @@ def find_leaked_blocks(trace: Trace, candidates: Array) -> IdleIntervals:
     last_use[is_accessed] = last_needed_rows(trace, block[is_accessed])
     # Blocks that a later step uses, or that are used after the last step, are kept for a reason.
     is_done = (steps.of_rows(last_use) <= columns.step[block] + 1) & (last_use < steps.end_row[-1])
-    is_leaked = is_done & np.isin(columns.stack[block], _growing_stacks(trace, candidates))
+    is_leaked = is_done & _is_of_growing_origin(trace, candidates, block)
     return IdleIntervals(block[is_leaked], last_use[is_leaked], free_rows(columns, block[is_leaked]))
 
 
-def _growing_stacks(trace: Trace, candidates: Array) -> Array:
-    """Return the call stacks whose live bytes grow from step to step by the definition of ``keeps_growing``."""
+def find_graphs_across_steps(trace: Trace, candidates: Array) -> IdleIntervals:
+    """Return the intervals from the last use of a graph's blocks in their own step to their free, if the graph grows.
+
+    Backward of later steps uses them again, because the graph of each step is connected with those of all earlier ones.
+    """
+    block, later = _growing_blocks_used_later(trace, candidates)
+    accesses = group_accesses_by_block(trace)
+    is_forward = op_column(trace, accesses.op[later.access], "phase") != PHASE["backward"]
+    in_forward = block_mask(trace, accesses.block[later.access[is_forward]])[block]
+    made = op_column(trace, allocating_op(trace, block), "sequence_nr") >= 0
+    chosen = made & ~in_forward
+    begin, end = later.last_use[chosen], free_rows(blocks(trace), block[chosen])
+    return IdleIntervals(block[chosen], begin, end)
+
+
+def find_accumulated_results(trace: Trace, candidates: Array) -> IdleIntervals:
+    """Return the intervals from the last use of a result in its own step to its free, if it is used after all steps.
+
+    Blocks of one call stack are left behind in step after step, and no step uses them later: the loop collects results.
+    """
+    block, later = _growing_blocks_used_later(trace, candidates)
+    if not len(block):
+        return IdleIntervals.concatenate([])
+    accesses = group_accesses_by_block(trace)
+    is_in_loop = accesses.event[later.access] < step_rows(trace).end_row[-1]
+    in_loop = block_mask(trace, accesses.block[later.access[is_in_loop]])[block]
+    return IdleIntervals(block, later.last_use, free_rows(blocks(trace), block)).select(~in_loop)
+
+
+@dataclass(frozen=True)
+class _LaterUses:
+    """The uses of blocks in later steps than their own."""
+
+    access: Array
+    """All of these accesses (rows of ``group_accesses_by_block``)."""
+    last_use: Array
+    """The last row that needs each block before the first of these accesses."""
+
+
+def _growing_blocks_used_later(trace: Trace, candidates: Array) -> tuple[Array, _LaterUses]:
+    """Return the blocks of growing call stacks that are live when the last step ends and used in later steps."""
+    columns, accesses, steps = blocks(trace), group_accesses_by_block(trace), step_rows(trace)
+    none = np.zeros(0, np.int64)
+    if len(steps.number) < MIN_STEPS_FOR_LEAKS:
+        return none, _LaterUses(none, none)
+    is_kept = (columns.step[candidates] >= 0) & (free_rows(columns, candidates) >= steps.end_row[-1])
+    block = candidates[is_kept & ~np.isin(columns.category[candidates], PERSISTENT)]
+    block = block[_is_of_growing_origin(trace, candidates, block)]
+    mine = np.flatnonzero(block_mask(trace, block)[accesses.block])
+    step = steps.of_rows(accesses.event[mine])
+    step[accesses.event[mine] >= steps.end_row[-1]] = steps.number[-1] + 1
+    later = mine[step > columns.step[accesses.block[mine]]]
+    block, index = np.unique(accesses.block[later], return_index=True)
+    first = later[index]
+    has_earlier = first > accesses.offset[block]
+    block, first = block[has_earlier], first[has_earlier]
+    later = later[block_mask(trace, block)[accesses.block[later]]]
+    return block, _LaterUses(later, operator_end_rows(trace, accesses.event[first - 1]))
+
+
+def _is_of_growing_origin(trace: Trace, candidates: Array, block: Array) -> Array:
+    """Return whether live bytes of each block's origin grow from step to step by the definition of ``keeps_growing``.
+
+    An origin is a call stack and an operator. The bytes are those of ``candidates``, which include ``block``.
+    """
     columns, step_ends = blocks(trace), step_rows(trace).end_row[WARM_UP_STEPS:]
     lifetimes = step_end_lifetimes(trace, step_ends)
+    origin = row_codes(columns.stack, columns.op_name)
     first, end = lifetimes.first[candidates], lifetimes.end[candidates]
     outlives_step = end > first
-    block, first, end = candidates[outlives_step], first[outlives_step], end[outlives_step]
-    stacks, group = np.unique(columns.stack[block], return_inverse=True)
-    live = live_bytes_at_step_ends(group, columns.size[block], first, end, (len(stacks), len(step_ends)))
-    kept = kept_bytes_at_step_ends(group, columns.size[block], first, end, (len(stacks), len(step_ends)))
-    growing: Array = stacks[[keeps_growing(live[row]) or keeps_growing(kept[row]) for row in range(len(stacks))]]
-    return growing
+    kept_block, first, end = candidates[outlives_step], first[outlives_step], end[outlives_step]
+    origins, group = np.unique(origin[kept_block], return_inverse=True)
+    shape = (len(origins), len(step_ends))
+    live = live_bytes_at_step_ends(group, columns.size[kept_block], first, end, shape)
+    kept = kept_bytes_at_step_ends(group, columns.size[kept_block], first, end, shape)
+    growing = origins[[keeps_growing(live[row]) or keeps_growing(kept[row]) for row in range(len(origins))]]
+    return np.isin(origin[block], growing)
 
 
 def find_idle_gradients(trace: Trace, candidates: Array) -> IdleIntervals:
@@ -112,6 +174,14 @@ def find_idle_gradients(trace: Trace, candidates: Array) -> IdleIntervals:
     return IdleIntervals(block[last][is_idle], begin[is_idle], end[is_idle])
 
 
+def is_applied_gradient(trace: Trace, block: Array) -> Array:
+    """Return whether each block is a gradient that an optimizer uses last; every block must have an access."""
+    accesses = group_accesses_by_block(trace)
+    last_op = accesses.op[accesses.offset[block + 1] - 1]
+    by_optimizer = op_column(trace, last_op, "phase") == PHASE["optimizer"]
+    return np.asarray(by_optimizer & (blocks(trace).category[block] == CATEGORY["gradient"]))
+
+
 def _accumulation_rows(trace: Trace, gradient: Array, event: Array) -> Array:
     """Return from which row of events each gradient is needed again, given the first access of the next backward."""
     accesses, columns = group_accesses_by_block(trace), blocks(trace)
@@ -137,94 +207,10 @@ def _forward_rows_before(trace: Trace) -> Array:
     return np.concatenate([[0], np.cumsum(op_column(trace, op, "phase") == PHASE["forward"])])
 
 
-def is_held_by_graph(trace: Trace, block: Array) -> Array:
-    """Return whether an autograd graph may hold each block: it belongs to a forward through which no backward ran.
-
-    The block was made or read by an operator that autograd recorded. Once backward has run, the graph has released its
-    blocks, and what is still allocated is held by the program.
-    """
-    return _ran_only_forward(trace, _allocating_op(trace, block)) | _is_read_without_backward(trace, block)
-
-
-def _is_read_without_backward(trace: Trace, block: Array) -> Array:
-    """Return whether an operator that autograd recorded reads each block, and no backward ran through its node."""
-    accesses = group_accesses_by_block(trace)
-    mine = np.flatnonzero(accesses.is_read & block_mask(trace, block)[accesses.block])
-    readers = mine[_ran_only_forward(trace, accesses.op[mine])]
-    return block_mask(trace, accesses.block[readers])[block]
-
-
-def is_freed_with(trace: Trace, block: Array, others: Array) -> Array:
-    """Return whether each block is freed together with one of ``others``, without any event but frees in between.
-
-    An input that a graph saves is freed with the graph, unless a variable holds it.
-    """
-    columns, kind = blocks(trace), trace.columns("events", "kind")["kind"]
-    burst = np.cumsum(kind != KIND["free"])
-    free, other_free = columns.free_event[block], columns.free_event[others]
-    bursts = burst[other_free[other_free >= 0]]
-    return np.asarray((free >= 0) & np.isin(burst[np.maximum(free, 0)], bursts)) if len(burst) else free >= 0
-
-
-def is_made_without_backward(trace: Trace, block: Array) -> Array:
-    """Return whether autograd recorded the operator that made each block, and no backward ran through its node."""
-    return _ran_only_forward(trace, _allocating_op(trace, block))
-
-
-def is_held_by_dead_graph(trace: Trace, block: Array) -> Array:
-    """Return whether a graph through which no backward runs is all that holds each block.
-
-    These are its own blocks, except those that a backward reads (they were detached and saved by another graph), and
-    inputs that it saves, if they are freed together with its blocks.
-    """
-    accesses = group_accesses_by_block(trace)
-    mine = np.flatnonzero(accesses.is_read & block_mask(trace, block)[accesses.block])
-    in_backward = op_column(trace, accesses.op[mine], "phase") == PHASE["backward"]
-    is_read_by_backward = block_mask(trace, accesses.block[mine[in_backward]])[block]
-    is_own = is_made_without_backward(trace, block) & ~is_read_by_backward
-    is_input = _is_read_without_backward(trace, block) & ~is_read_by_backward & ~is_own
-    is_input &= ~np.isin(blocks(trace).category[block], PERSISTENT)
-    return np.asarray(is_own | (is_input & is_freed_with(trace, block, block[is_own])))
-
-
-def _ran_only_forward(trace: Trace, op: Array) -> Array:
-    """Return whether autograd recorded each operator call, and no backward ran through its node.
-
-    A node can run without an operator of its own (that of a sum, for example). It counts as run if the nearest nodes on
-    both sides were run by the same backward, which runs the later node first. If two backwards ran them, the later node
-    ran second.
-    """
-    node = op_column(trace, op, "sequence_nr").astype(np.int64)
-    ops = trace.columns("ops", "op_id", "phase", "sequence_nr")
-    backward = np.flatnonzero((ops["phase"] == PHASE["backward"]) & (ops["sequence_nr"] >= 0))
-    backward = backward[np.argsort(ops["op_id"][backward], kind="stable")]
-    run_nodes, first = np.unique(ops["sequence_nr"][backward], return_index=True)
-    # Sentinels on both sides: nodes that no backward encloses.
-    nodes = np.concatenate([[-END_OF_TRACE], run_nodes, [END_OF_TRACE]])
-    run_by = np.concatenate([[-1], ops["op_id"][backward[first]], [END_OF_TRACE]])
-    next_node = np.searchsorted(nodes, node, side="right")
-    in_one_backward = run_by[next_node] < run_by[next_node - 1]
-    ran_silently = in_one_backward & (nodes[next_node] - nodes[next_node - 1] <= _MAX_SILENT_NODES)
-    has_backward = (nodes[next_node - 1] == node) | ran_silently
-    return np.asarray(_is_recorded_forward(trace, op) & ~has_backward)
-
-
 def is_copy_of_donor(trace: Trace, taker: Array, donor: Array) -> Array:
     """Return whether each of ``taker`` is a copy, made by the operator that reads the matching ``donor`` last."""
     columns, accesses = blocks(trace), group_accesses_by_block(trace)
     names, index = np.unique(columns.op_name[taker], return_inverse=True)
     is_copy = np.array([(trace.name(int(name)) or "").startswith(_COPY_OPERATORS) for name in names], bool)
     last_reader = accesses.op[accesses.offset[donor + 1] - 1]
-    return np.asarray(is_copy[index] & (last_reader == _allocating_op(trace, taker)))
-
-
-def _allocating_op(trace: Trace, block: Array) -> Array:
-    """Return the operator call that allocated each block, -1 if it is unknown."""
-    alloc_event = blocks(trace).alloc_event[block]
-    return np.where(alloc_event >= 0, trace.columns("events", "op_id")["op_id"][alloc_event], -1)
-
-
-def _is_recorded_forward(trace: Trace, op: Array) -> Array:
-    """Return whether autograd recorded each operator call, outside of backward."""
-    is_recorded = op_column(trace, op, "sequence_nr") >= 0
-    return np.asarray(is_recorded & (op_column(trace, op, "phase") != PHASE["backward"]))
+    return np.asarray(is_copy[index] & (last_reader == allocating_op(trace, taker)))

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _APPLIERS: Final[dict[str, str]] = {
     "offload": "memtrace.execution.offload",
+    "spill": "memtrace.execution.spill",
 }
 """For each kind of action the module that carries it out, with a function
 ``apply_action(action, target: Target) -> AbstractContextManager``."""

@@ -195,9 +195,10 @@ def parse_manifest(content: Any, where: str) -> Manifest:
     if not isinstance(version, int):
         raise TraceError(f"{where} has no format_version. Copy the trace again from where it was recorded.")
     if version > FORMAT_VERSION:
+        writer = str(content.get("memtrace_version"))[:40]
         raise TraceError(
-            f"{where} has format version {version}, written by memtrace {content.get('memtrace_version')}; this "
-            f"memtrace reads version {FORMAT_VERSION}. Install a newer memtrace."
+            f"{where} has format version {version}, written by memtrace {writer}; this memtrace reads version "
+            f"{FORMAT_VERSION}. Install a newer memtrace."
         )
     if version < FORMAT_VERSION:
         raise TraceError(

@@ -15,7 +15,14 @@ from memtrace.errors import TraceError
 from memtrace.format.manifest import missing_parts, read_manifest
 from memtrace.format.regular_file import require_regular_file
 from memtrace.format.schema import MANIFEST_NAME, RANK_TABLES, TABLES, arrow_schema, find_column
-from memtrace.format.validation import SIZES, check_column, check_order, check_schema, check_sizes
+from memtrace.format.validation import (
+    SIZES,
+    check_accessed_blocks,
+    check_column,
+    check_order,
+    check_schema,
+    check_sizes,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -135,16 +142,24 @@ class PartFiles:
         def read(names: list[str]) -> pa.Table:
             try:
                 with pq.ParquetFile(file, metadata=footer) as part:
-                    return part.read(columns=names, use_threads=False)
+                    rows = part.read(columns=names, use_threads=False)
+                if names and rows.num_rows != footer.num_rows:
+                    raise ValueError(f"it has {rows.num_rows:,} rows instead of {footer.num_rows:,}")
+                return rows
             except Exception as error:
                 raise self._damaged(file, error) from error
+
+        def read_kinds() -> pa.ChunkedArray | None:
+            return read(["kind"])["kind"] if "kind" in present else None
 
         rows = read([name for name in columns if name in present])
         try:
             for name in rows.column_names:
                 check_column(find_column(table, name), rows.column(name))
             for name in present.intersection(columns, SIZES):
-                check_sizes(rows[name], lambda: read(["kind"])["kind"] if "kind" in present else None)
+                check_sizes(rows[name], read_kinds)
+            if table == "events" and "block_id" in rows.column_names:
+                check_accessed_blocks(rows["block_id"], read_kinds)
         except TraceError as error:
             raise self._foreign(file, error) from error
         schema = arrow_schema(table)

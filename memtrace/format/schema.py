@@ -11,6 +11,7 @@ disorder between threads.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
@@ -287,6 +288,7 @@ def batch_dtypes(table: str) -> dict[str, str]:
     return {column.name: _BATCH_DTYPES[column.dtype] for column in TABLES[table]}
 
 
+@functools.cache
 def arrow_schema(table: str) -> pa.Schema:
     """Return the Arrow schema of one of TABLES. ``text`` columns are dictionary-encoded strings."""
     import pyarrow as pa

@@ -160,6 +160,27 @@ def check_sizes(sizes: pa.ChunkedArray, read_kinds: Callable[[], pa.ChunkedArray
         raise TraceError(f"has {largest} as a size, which must be from 0 to {MAX_BYTES}")
 
 
+def check_accessed_blocks(block_ids: pa.ChunkedArray, read_kinds: Callable[[], pa.ChunkedArray | None]) -> None:
+    """Check that every access is an access to a block.
+
+    Args:
+        block_ids: the column ``block_id`` of some rows of ``events``.
+        read_kinds: reads the column ``kind`` of these rows.
+
+    Raises:
+        TraceError: an access has no block. The message follows the name of the file.
+    """
+    if not block_ids.null_count:
+        return
+    kinds = read_kinds()
+    if kinds is None:
+        return
+    is_access = arrays.codes([kinds], lambda kind: int(kind in ("read", "write"))) == 1
+    num_accesses = int(np.count_nonzero(is_access & (arrays.integers([block_ids], np.int64) < 0)))
+    if num_accesses:
+        raise TraceError(f"has {num_accesses:,} accesses without a block_id")
+
+
 def check_order(order_ns: int) -> int:
     """Return the largest time of all events before a part, as its keyframe has it; ValueError for an invalid time."""
     smallest = int(np.iinfo(np.int64).min)

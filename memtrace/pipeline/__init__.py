@@ -14,8 +14,11 @@ Modules:
 - ``memory_rules``: what a worker keeps in memory, and which action allocates and frees it.
 - ``simulation``: times and memory of a schedule; ``closed_forms`` has the formulas of the papers for the tests.
 - ``partition``: how to split a model into stages (uses ``layer_ranges`` and ``peak_moments``).
-- ``plan``, ``search``: rank schedules, and data-parallel degrees with them; ``plan_report`` is the printed result.
-- ``layer_costs``: layer costs from a trace (uses ``layer_passes`` and ``layer_state``).
-- ``recorded``, ``measured``: the actions, stages and workers of a recorded pipeline.
+- ``plan``, ``search``: rank schedules, and data-parallel degrees with them; ``plan_report`` is the printed result, and
+  ``plan_assumptions`` states what it rests on.
+- ``layer_costs``: layer costs from a trace (uses ``layer_passes`` and ``layer_state``); ``microbatch_costs``: costs of
+  other micro-batch sizes.
+- ``recorded``, ``measured``: the actions, stages and workers of a recorded pipeline; ``recorded_versions``: its weight
+  versions; ``recorded_syncs``: its gradient synchronization.
 - ``prediction``: a recorded pipeline predicted from a single-process trace.
 """

@@ -293,11 +293,15 @@ def partition_costs(layers: Sequence[LayerCosts], first_layers: Sequence[int]) -
     ]
 
 
-_PROPORTIONAL_TO_MICROBATCH: Final = (
+PROPORTIONAL_SECONDS: Final = ("forward_s", "backward_s", "weight_backward_s")
+"""Fields of ``LayerCosts`` that grow with the micro-batch: times."""
+PROPORTIONAL_BYTES: Final = (
     "activation_bytes", "weight_activation_bytes", "output_bytes", "unsaved_output_bytes", "unsaved_model_output_bytes",
     "model_output_bytes", "loss_bytes", "batch_bytes", "forward_temporary_bytes", "backward_temporary_bytes",
     "input_backward_temporary_bytes",
 )  # fmt: skip
+"""Fields of ``LayerCosts`` that grow with the micro-batch: bytes, without ``first_backward_temporary_bytes``, of which
+only a part grows."""
 
 
 def scale_microbatch(layers: Iterable[LayerCosts], factor: float) -> list[LayerCosts]:
@@ -307,10 +311,10 @@ def scale_microbatch(layers: Iterable[LayerCosts], factor: float) -> list[LayerC
 
 def _scale_layer(layer: LayerCosts, factor: float) -> LayerCosts:
     changes: dict[str, Any] = {}
-    for name in ("forward_s", "backward_s", "weight_backward_s"):
+    for name in PROPORTIONAL_SECONDS:
         value = getattr(layer, name)
         changes[name] = None if value is None else value * factor
-    for name in _PROPORTIONAL_TO_MICROBATCH:
+    for name in PROPORTIONAL_BYTES:
         value = getattr(layer, name)
         changes[name] = None if value is None else math.ceil(value * factor)
     # The gradients that the first backward pass allocates do not depend on the micro-batch.
@@ -326,6 +330,10 @@ class Network:
 
     latency_s: float = 0.0
     seconds_per_byte: float = 0.0
+    all_reduce_share: float = 0.0
+    """Share of a worker's speed (0 to 1) that an all-reduce in progress takes from the computation beside it."""
+    all_reduce_launch_s: float = 0.0
+    """Seconds of computation that a worker loses by launching an all-reduce before its computation is done."""
 
     def message_s(self, num_bytes: float) -> float:
         """Seconds to send ``num_bytes`` from one worker to another."""

@@ -11,12 +11,13 @@ import numpy as np
 from memtrace.analysis.attribution import rows_at
 from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
 from memtrace.analysis.peak import requested_bytes
+from memtrace.analysis.rank_clocks import clock_shift_ns
 from memtrace.analysis.ranks import find_missing_ranks, fullest_device_peak
 from memtrace.format.arrays import Array
 from memtrace.pipeline.memory_rules import KeptOutputs
 from memtrace.pipeline.recorded import (
     RankActions,
-    clock_shift_ns,
+    action_of_rows,
     last_complete_step,
     recorded_actions,
     running_in_flight,
@@ -24,6 +25,8 @@ from memtrace.pipeline.recorded import (
     torch_schedule,
     torch_steps,
 )
+from memtrace.pipeline.recorded_syncs import gradient_syncs, sync_time_ns
+from memtrace.pipeline.recorded_versions import count_weight_versions
 from memtrace.pipeline.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD
 from memtrace.trace import Trace
 
@@ -67,10 +70,18 @@ class MeasuredWorker:
     """Peak memory of the rank's fullest device, over the whole recording."""
     in_flight_peak: int
     """Peak number of (stage, micro-batch) pairs in flight."""
+    weight_versions: int | None
+    """Peak number of versions of the weights, which PipeDream and PipeDream-2BW keep; None where no parameters are
+    known."""
     bubble_ratio: float
     """Idle share of the last complete step, from the first action of any rank to the last one."""
     headroom_bytes: int | None
     """Capacity minus peak; None without a capacity."""
+    gradient_sync_ns: int | None
+    """Time of the last complete step from launching all-reduces of gradients to the first use of a reduced gradient;
+    None where no all-reduce of gradients was recorded."""
+    exposed_sync_ns: int | None
+    """The part of ``gradient_sync_ns`` after the rank's last action: the rank waits for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,14 +203,19 @@ def _measure_workers(trace: Trace, ranks: Sequence[RankActions], step: int) -> l
         top = fullest_device_peak(trace.rank(rank.rank))
         peak_bytes = top.requested.bytes if top is not None else 0
         busy = int((rank.end_ns - rank.start_ns)[rank.step == step].sum())
+        last_end = int(rank.end_ns[rank.step == step].max())
+        sync = sync_time_ns(gradient_syncs(trace.rank(rank.rank), rank), step, last_end)
         workers.append(
             MeasuredWorker(
                 rank=rank.rank,
                 stages=tuple(sorted({action.stage for action in rank.actions})),
                 peak_bytes=peak_bytes,
                 in_flight_peak=int(rank.in_flight().max(initial=0)),
+                weight_versions=count_weight_versions(trace.rank(rank.rank)) or None,
                 bubble_ratio=max(0.0, 1 - busy / (end - begin)) if end > begin else 0.0,
                 headroom_bytes=None,
+                gradient_sync_ns=None if sync is None else sync[0],
+                exposed_sync_ns=None if sync is None else sync[1],
             )
         )
     return workers
@@ -244,20 +260,13 @@ def _median(values: Array) -> int | None:
 def _kept_bytes(trace: Trace, rank: RankActions) -> Array:
     """For every forward the bytes allocated for it that are live when its backward begins; -1 without a backward."""
     of_rank = blocks(trace)
-    action_of = _action_of_rows(rank, of_rank.alloc_event)
+    action_of = action_of_rows(rank, of_rank.alloc_event)
     until = _backward_rows(rank)
     freed = np.where(of_rank.free_event < 0, _NEVER, of_rank.free_event)
     kept = (action_of >= 0) & (until[action_of] >= 0) & (freed >= until[action_of]) & ~_is_state(of_rank)
     # Exact in float64 up to 2**53 bytes.
     total = np.bincount(action_of[kept], weights=of_rank.size[kept], minlength=len(until)).astype(np.int64)
     return np.where(until >= 0, total, -1)
-
-
-def _action_of_rows(rank: RankActions, rows: Array) -> Array:
-    """The action that each row of events belongs to; -1: none."""
-    place = np.searchsorted(rank.end_row, rows, side="right")
-    inside = np.minimum(place, len(rank.end_row) - 1)
-    return np.where((rows >= 0) & (place < len(rank.end_row)) & (rows >= rank.first_row[inside]), inside, -1)
 
 
 def _backward_rows(rank: RankActions) -> Array:
@@ -322,7 +331,7 @@ def _bytes_per_copy(
 def _first_accessing_copy(trace: Trace, rank: RankActions, copy_of_action: Array, num_blocks: int) -> Array:
     """The stage copy whose action first reads or writes each block; -1: none."""
     block_id = trace.columns("events", "block_id")["block_id"]
-    action = _action_of_rows(rank, np.arange(len(block_id)))
+    action = action_of_rows(rank, np.arange(len(block_id)))
     accesses = np.flatnonzero((action >= 0) & (block_id >= 0))[::-1]
     copy = np.full(num_blocks, -1, np.int64)
     copy[block_id[accesses]] = copy_of_action[action[accesses]]

@@ -12,9 +12,10 @@ A worker keeps, for each stage that it holds:
 - per micro-batch between input backward and weight backward: the activations that weight gradients need;
 - during an action: its temporaries, the gradient of the stage's output, and in the first backward of a step the
   gradients as they are allocated;
-- without a flush: further versions of the parameters, as long as a micro-batch in flight began with them;
+- without a flush: further versions of the parameters (``schedules.weight_versions``), and during every update of the
+  weights the complete gradients and the temporaries of the optimizer;
 - under torch.distributed.pipelining: receive buffers, sent messages and model outputs (see ``MemoryModel``);
-- at the end of the step: merged outputs, then the temporaries of the optimizer.
+- at the end of a step with a flush: merged outputs, then the temporaries of the optimizer.
 
 Sources: GPipe (Huang et al., 2019), PipeDream-2BW (Narayanan et al., ICML 2021), Chimera (Li and Hoefler, SC 2021),
 Zero Bubble Pipeline Parallelism (Qi et al., ICLR 2024); torch/distributed/pipelining/{stage,schedules}.py.
@@ -31,7 +32,8 @@ import numpy.typing as npt
 
 from memtrace.pipeline.costs import StageCosts
 from memtrace.pipeline.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action
-from memtrace.pipeline.schedules.schedule import STASH, Schedule
+from memtrace.pipeline.schedules.schedule import Schedule
+from memtrace.pipeline.schedules.weight_versions import VersionChanges, resident_versions, version_changes
 
 Integers = npt.NDArray[np.int64]
 Level = Literal["activation", "weight", "temporary"]
@@ -49,12 +51,12 @@ class MemoryModel:
 
     fresh_gradients: bool = False
     """The first backward of a step allocates the gradients and the end of the step frees them (``zero_grad`` of
-    PyTorch); False: they are always allocated."""
+    PyTorch), without a flush every update; False: they are always allocated."""
     boundaries: bool = False
     """A stage keeps its received input and its output until its backward, and the gradient of its output during the
     backward. Under recomputation the input is kept in any case and the output is not."""
     optimizer_step: bool = False
-    """The temporaries of the optimizer at the end of the step count."""
+    """The temporaries of the optimizer count: at the end of the step, without a flush in every update."""
     receive_buffers: bool = False
     """Every stage has a buffer for each message of a step, the first and the last stage have the whole batch, and the
     last stage keeps the model outputs until the backward and the losses until the next step
@@ -142,8 +144,12 @@ class WorkerChanges:
     output_merge: Integers
     """``[stage, component]``: held when the step has ended and model outputs are merged."""
     optimizer_steps: Integers
-    """``[moment, stage, component]``: held during the optimizer step, while it updates the largest parameter of each
-    stage in turn."""
+    """``[moment, stage, component]``: held during the optimizer step at the end of the step, while it updates the
+    largest parameter of each stage in turn."""
+    updates: Integers
+    """The actions that an update of the weights of their stage follows; empty with a flush."""
+    during_updates: Integers
+    """``[update, component]``: what the update holds for its stage in addition to what is held after its action."""
 
 
 def component_bytes(costs: Sequence[StageCosts]) -> Integers:
@@ -191,15 +197,15 @@ def worker_changes(
     row = schedule.rows[worker]
     copies = {stage: len(pipelines) for (owner, stage), pipelines in schedule.replicas.items() if owner == worker}
     stages = tuple(sorted(copies))
-    actions = _ActionColumns(schedule, row)
+    actions, versions = _ActionColumns(schedule, row), version_changes(schedule, worker)
     at_start, at_end = (np.zeros((len(row), len(COMPONENTS)), dtype=np.int64) for _ in range(2))
     _keep_activations(at_start, at_end, actions, recompute)
     _keep_boundaries(at_start, at_end, actions, model, recompute)
-    _add_temporaries(at_start, at_end, actions, model)
+    _add_temporaries(at_start, at_end, actions)
+    _keep_gradients(at_start, at_end, versions, model)
     _keep_sent_messages(at_end, actions, model)
-    version_start, version_end = version_changes(schedule, worker)
-    at_start[:, _COLUMN["parameter"]] += WHOLE * version_start
-    at_end[:, _COLUMN["parameter"]] += WHOLE * version_end
+    at_start[:, _COLUMN["parameter"]] += WHOLE * np.array(versions.at_start, dtype=np.int64)
+    at_end[:, _COLUMN["parameter"]] += WHOLE * np.array(versions.at_end, dtype=np.int64)
     index = {stage: place for place, stage in enumerate(stages)}
     stage_of_action = np.array([index[action.stage] for action in row], dtype=np.int64)
     resident = _resident(schedule, copies, stages, model)
@@ -208,8 +214,18 @@ def worker_changes(
     final[:, [_COLUMN["sent_output"], _COLUMN["sent_input_gradient"]]] = 0
     merge = final.copy()
     merge[:, _COLUMN["merged_model_output"]] = final[:, _COLUMN["kept_model_output"]]
-    optimizer_steps = _optimizer_steps(final, [copies[stage] for stage in stages], model)
-    return WorkerChanges(stages, stage_of_action, resident, at_start, at_end, merge, optimizer_steps)
+    updates = np.flatnonzero(versions.is_update)
+    return WorkerChanges(
+        stages,
+        stage_of_action,
+        resident,
+        at_start,
+        at_end,
+        merge,
+        final[None] if schedule.asynchronous else _optimizer_steps(final, [copies[stage] for stage in stages], model),
+        updates,
+        _during_updates(len(updates), model),
+    )
 
 
 class _ActionColumns:
@@ -269,25 +285,27 @@ def _keep_boundaries(
     at_end[:, _COLUMN["kept_loss"]] += last_backward * model.receive_buffers
 
 
-def _add_temporaries(at_start: Integers, at_end: Integers, actions: _ActionColumns, model: MemoryModel) -> None:
-    """Temporaries live during their action; the first backward of a copy allocates its gradients."""
-    gradients = actions.backward + actions.weight_backward
-    allocates = np.zeros_like(gradients)
-    if model.fresh_gradients:
-        computing = np.flatnonzero(gradients)
-        copy = np.stack([actions.stage[computing], actions.pipeline[computing]], axis=1)
-        allocates[computing[np.unique(copy, axis=0, return_index=True)[1]]] = 1
+def _add_temporaries(at_start: Integers, at_end: Integers, actions: _ActionColumns) -> None:
+    """Temporaries live during their action."""
     during = {
         "forward_temporary": WHOLE * actions.forward,
         "input_backward_temporary": WHOLE * actions.input_backward,
         # Half a micro-batch needs half of the temporaries, but the gradients of the weights are whole.
-        "backward_temporary": gradients * actions.units,
-        "first_gradients": WHOLE * allocates,
+        "backward_temporary": (actions.backward + actions.weight_backward) * actions.units,
     }
     for name, counts in during.items():
         at_start[:, _COLUMN[name]] += counts
         at_end[:, _COLUMN[name]] -= counts
-    at_end[:, _COLUMN["gradient"]] += WHOLE * allocates
+
+
+def _keep_gradients(at_start: Integers, at_end: Integers, versions: VersionChanges, model: MemoryModel) -> None:
+    """The first backward of a batch allocates the gradients of its copy; an update without a flush frees them."""
+    if not model.fresh_gradients:
+        return
+    allocates = WHOLE * np.array(versions.begins_batch, dtype=np.int64)
+    at_start[:, _COLUMN["first_gradients"]] += allocates
+    at_end[:, _COLUMN["first_gradients"]] -= allocates
+    at_end[:, _COLUMN["gradient"]] += allocates - WHOLE * np.array(versions.is_update, dtype=np.int64)
 
 
 def _keep_sent_messages(at_end: Integers, actions: _ActionColumns, model: MemoryModel) -> None:
@@ -304,12 +322,12 @@ def _keep_sent_messages(at_end: Integers, actions: _ActionColumns, model: Memory
 
 
 def _resident(schedule: Schedule, copies: dict[int, int], stages: Sequence[int], model: MemoryModel) -> Integers:
-    """``[stage, component]``: one version of every copy, and what torch.distributed.pipelining keeps allocated."""
+    """``[stage, component]``: the weights of every copy, and what torch.distributed.pipelining keeps allocated."""
     resident = np.zeros((len(stages), len(COMPONENTS)), dtype=np.int64)
     last_stage, num_messages = schedule.num_stages - 1, WHOLE * schedule.num_microbatches
     for place, stage in enumerate(stages):
         counts = {
-            "parameter": WHOLE * copies[stage],
+            "parameter": WHOLE * copies[stage] * resident_versions(schedule),
             "optimizer_state": WHOLE * copies[stage],
             "gradient": 0 if model.fresh_gradients else WHOLE * copies[stage],
         }
@@ -333,53 +351,12 @@ def _optimizer_steps(final: Integers, copies: Sequence[int], model: MemoryModel)
     return moments
 
 
-def version_used(microbatch: int, update_every: int) -> int:
-    """The version of the weights that micro-batch ``microbatch`` (from 0) uses under PipeDream-2BW.
-
-    The paper's max(floor((k - 1) / m) - 1, 0) with k counted from 1. Batch t uses version max(t - 1, 0), and its end
-    creates version t + 1.
-    """
-    return max(microbatch // update_every - 1, 0)
-
-
-def version_changes(schedule: Schedule, worker: int) -> tuple[Integers, Integers]:
-    """Change of the number of weight versions that ``worker`` keeps of the action's stage, per action.
-
-    A version is kept while it is the newest or a micro-batch in flight began with it.
-
-    Returns:
-        Changes at the start and at the end of every action, all 0 for schedules with a flush.
-    """
-    row = schedule.rows[worker]
-    at_start, at_end = (np.zeros(len(row), dtype=np.int64) for _ in range(2))
-    if not schedule.asynchronous:
-        return at_start, at_end
-    newest: dict[int, int] = {}
-    num_backwards: dict[int, int] = {}
-    began_with: dict[tuple[int, int], int] = {}
-    in_use: dict[int, dict[int, int]] = {}
-    for index, action in enumerate(row):
-        stage, microbatch = action.stage, action.microbatch
-        users = in_use.setdefault(stage, {})
-        before = _num_kept(newest.setdefault(stage, 0), users)
-        if action.kind == FORWARD:
-            version = newest[stage]
-            if schedule.update != STASH:
-                assert schedule.update_every is not None
-                version = version_used(microbatch, schedule.update_every)
-            began_with[stage, microbatch] = version
-            users[version] = users.get(version, 0) + 1
-            at_start[index] = _num_kept(newest[stage], users) - before
-        elif action.kind != INPUT_BACKWARD and action.half != 0:
-            version = began_with[stage, microbatch]
-            users[version] -= 1
-            if not users[version]:
-                del users[version]
-            num_backwards[stage] = num_backwards.get(stage, 0) + 1
-            newest[stage] = num_backwards[stage] // (schedule.update_every or 1)
-            at_end[index] = _num_kept(newest[stage], users) - before
-    return at_start, at_end
-
-
-def _num_kept(newest: int, users: dict[int, int]) -> int:
-    return len(users) + (newest not in users)
+def _during_updates(num_updates: int, model: MemoryModel) -> Integers:
+    """``[update, component]``: gradients and temporaries; without a flush a stage has one copy."""
+    held = np.zeros((num_updates, len(COMPONENTS)), dtype=np.int64)
+    if model.fresh_gradients:
+        held[:, _COLUMN["gradient"]] = WHOLE
+    if model.optimizer_step:
+        held[:, _COLUMN["optimizer_temporary"]] = WHOLE
+        held[:, _COLUMN["largest_optimizer_temporary"]] = WHOLE
+    return held

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,6 +35,16 @@ class Transformer:
         """Activations of one block in 16-bit precision without recomputation: s b h (34 + 5 a s / h)."""
         elements = self.sequence * microbatch
         return 34 * elements * self.hidden + 5 * self.num_heads * self.sequence * elements
+
+    def eager_block_activation_bytes(self, microbatch: int) -> int:
+        """Activations of one block in 32-bit precision with a GELU and a layer norm that are written in Python.
+
+        That is how the code of the Chimera paper has them (transformers/modeling.py in its repository). In bytes per
+        token and hidden element: inputs of the linear layers 28, query, key and value 12, two dropout masks 2, three
+        tensors of the GELU 48, and two of each layer norm 16; per attention score 9: softmax, mask and dropout.
+        """
+        elements = self.sequence * microbatch
+        return 106 * elements * self.hidden + 9 * self.num_heads * self.sequence * elements
 
 
 BERT_48: Final = Transformer(
@@ -104,3 +115,27 @@ def transformer_layers(
         ),
         layer("head", model.head_parameters, 2.0 * tokens * model.head_parameters, 2 * tokens * model.hidden),
     ]
+
+
+def chimera_paper_layers(model: Transformer, microbatch: int, *, flops: float) -> list[LayerCosts]:
+    """The layers of ``model`` as the Chimera paper measures them: one per block, in 32-bit precision with Adam.
+
+    The embedding belongs to the first block and the head to the last one, so that equal numbers of layers are the
+    paper's stages.
+    """
+    activation_bytes = model.eager_block_activation_bytes(microbatch)
+    embedding, *blocks, head = transformer_layers(model, microbatch, flops=flops)
+    blocks = [dataclasses.replace(block, activation_bytes=activation_bytes) for block in blocks]
+    return [_merge(embedding, blocks[0]), *blocks[1:-1], _merge(head, blocks[-1])]
+
+
+def _merge(end: LayerCosts, block: LayerCosts) -> LayerCosts:
+    return dataclasses.replace(
+        block,
+        forward_s=block.forward_s + end.forward_s,
+        backward_s=block.backward_s + end.backward_s,
+        parameter_bytes=block.parameter_bytes + end.parameter_bytes,
+        gradient_bytes=block.gradient_bytes + end.gradient_bytes,
+        optimizer_bytes=block.optimizer_bytes + end.optimizer_bytes,
+        activation_bytes=block.activation_bytes + end.activation_bytes,
+    )

@@ -25,7 +25,9 @@ TIME: Final = "time"
 """Minimize the time of the slowest stage, then the peak of the fullest worker."""
 MEMORY: Final = "memory"
 """Minimize the peak of the fullest worker, then the time of the slowest stage."""
-OBJECTIVES: Final = (TIME, MEMORY)
+EQUAL: Final = "equal"
+"""The same number of layers in every stage (as far as possible), as in the measurements of the papers; no search."""
+OBJECTIVES: Final = (TIME, MEMORY, EQUAL)
 MAX_PAIRED_LAYERS: Final = 160
 """Largest number of layers for which partitions with two mirrored stages per worker are searched exactly."""
 MAX_PARTITIONS: Final = 20_000
@@ -39,7 +41,8 @@ class Partition:
     first_layers: tuple[int, ...]
     """Stage s begins with layer ``first_layers[s]`` and ends before the first layer of stage s + 1."""
     exact: bool
-    """Whether no other partition is better. False where there are too many to evaluate all of them."""
+    """Whether no other partition is better (of equal stages there is only one). False where there are too many to
+    evaluate all of them."""
 
 
 def balance_partition(
@@ -56,8 +59,8 @@ def balance_partition(
     Args:
         layers: costs of the layers in forward order.
         schedule: how many stages there are, and which of them share a worker.
-        objective: ``TIME`` or ``MEMORY``. The time of a stage is that of forward and backward of one micro-batch; the
-            peak of a worker is that of ``simulation.worker_memory``.
+        objective: ``TIME``, ``MEMORY`` or ``EQUAL``. The time of a stage is that of forward and backward of one
+            micro-batch; the peak of a worker is that of ``simulation.worker_memory``.
         capacity_bytes: memory of one worker; None: unlimited.
         recompute: stages keep only their inputs and repeat their forward before the backward.
         model: what counts as memory.
@@ -76,6 +79,9 @@ def balance_partition(
     workers = find_peak_moments(schedule, model, recompute=recompute, fields=costs.fields)
     search = _search_for(costs, workers, schedule.num_stages)
     limit = math.inf if capacity_bytes is None else float(capacity_bytes)
+    if objective == EQUAL:
+        equal = tuple(stage * len(layers) // schedule.num_stages for stage in range(schedule.num_stages))
+        return Partition(equal, exact=True) if search.peak(equal) <= limit else None
     if objective == TIME:
         best = search.minimize_time(limit)
         refined = None if best is None else search.minimize_memory(_largest_entry(costs.seconds, best), limit)

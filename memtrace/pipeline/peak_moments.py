@@ -71,10 +71,16 @@ def _worker_moments(
     of_action = np.stack([changes.at_start, changes.at_end], axis=1).reshape(2 * len(row), len(COMPONENTS))
     deltas[np.arange(2 * len(row)), np.repeat(changes.stage_of_action, 2)] = of_action @ _FIELD_OF_COMPONENT
     resident = (changes.resident @ _FIELD_OF_COMPONENT)[None]
+    order = change_order(row)
+    levels = resident + np.cumsum(deltas[order], axis=0)
+    during_updates = levels[np.argsort(order)[2 * changes.updates + 1]]
+    places = changes.stage_of_action[changes.updates]
+    during_updates[np.arange(len(places)), places] += changes.during_updates @ _FIELD_OF_COMPONENT
     counts = np.concatenate(
         [
             resident,
-            resident + np.cumsum(deltas[change_order(row)], axis=0),
+            levels,
+            during_updates,
             (changes.output_merge @ _FIELD_OF_COMPONENT)[None],
             changes.optimizer_steps @ _FIELD_OF_COMPONENT,
         ]

@@ -11,9 +11,10 @@ import numpy as np
 from memtrace.errors import MemtraceError
 from memtrace.pipeline.costs import LayerCosts, Network, StageCosts, partition_costs
 from memtrace.pipeline.memory_rules import PAPER, MemoryModel
-from memtrace.pipeline.partition import MEMORY, TIME, Partition, balance_partition
+from memtrace.pipeline.partition import EQUAL, MEMORY, TIME, Partition, balance_partition
 from memtrace.pipeline.schedules.registry import ScheduleChoice
 from memtrace.pipeline.schedules.schedule import Schedule
+from memtrace.pipeline.schedules.weight_versions import microbatches_per_update
 from memtrace.pipeline.simulation.all_reduce import EAGER
 from memtrace.pipeline.simulation.simulator import Simulation, simulate_schedule
 from memtrace.pipeline.simulation.worker_memory import WorkerMemory, simulate_memory
@@ -62,6 +63,11 @@ class SchedulePrediction:
     def schedule(self) -> Schedule:
         """The simulated schedule."""
         return self.simulation.schedule
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether several workers hold a stage, so that its gradients are all-reduced."""
+        return bool(self.simulation.all_reduces)
 
     @property
     def peak_bytes(self) -> int:
@@ -169,23 +175,45 @@ def predict_schedule(
         MemtraceError: the schedule does not exist for these sizes, or the model has too few layers.
     """
     settings = settings or PlanSettings()
-    asynchronous = choice.build(num_workers, num_microbatches).asynchronous
-    num_batches = NUM_SIMULATED_BATCHES if asynchronous else 1
-    schedule = _build_batches(choice, num_workers, num_microbatches, num_batches)
+    schedule = _build_batches(
+        choice, num_workers, num_microbatches, _num_batches(choice, num_workers, num_microbatches)
+    )
     partition = _find_partition(layers, schedule, recompute, settings)
     stages = partition_costs(layers, partition.first_layers)
-    simulation = _simulate(schedule, stages, recompute, settings)
+    simulation, step_s, bubble_ratio = _simulate_step(choice, schedule, stages, recompute, settings)
     memories = simulate_memory(simulation, settings.model)
-    if asynchronous:
-        shorter = _build_batches(choice, num_workers, num_microbatches, num_batches - 1)
-        step_s, bubble_ratio = _steady_state(simulation, _simulate(shorter, stages, recompute, settings))
-    elif choice.family.free_running:
-        step_s, bubble_ratio = _free_running_step(simulation)
-    else:
-        step_s, bubble_ratio = simulation.step_time_s, simulation.bubble_ratio
     capacity = settings.capacity_bytes
     fits = capacity is None or all(memory.peak_bytes <= capacity for memory in memories)
     return SchedulePrediction(choice, recompute, partition, simulation, memories, step_s, bubble_ratio, fits)
+
+
+def step_time_with(prediction: SchedulePrediction, settings: PlanSettings) -> float:
+    """The step time of a prediction, in seconds, with another network, synchronization or data-parallel degree."""
+    simulation = prediction.simulation
+    _, step_s, _ = _simulate_step(
+        prediction.choice, simulation.schedule, simulation.stages, prediction.recompute, settings
+    )
+    return step_s
+
+
+def _num_batches(choice: ScheduleChoice, num_workers: int, num_microbatches: int) -> int:
+    return NUM_SIMULATED_BATCHES if choice.build(num_workers, num_microbatches).asynchronous else 1
+
+
+def _simulate_step(
+    choice: ScheduleChoice, schedule: Schedule, stages: Sequence[StageCosts], recompute: bool, settings: PlanSettings
+) -> tuple[Simulation, float, float]:
+    """The simulation, and the step time and the idle share of the workers' time in a step."""
+    simulation = _simulate(schedule, stages, recompute, settings)
+    if schedule.asynchronous:
+        num_microbatches = schedule.num_microbatches // NUM_SIMULATED_BATCHES
+        shorter = _build_batches(choice, schedule.num_workers, num_microbatches, NUM_SIMULATED_BATCHES - 1)
+        step = _steady_state(simulation, _simulate(shorter, stages, recompute, settings), settings.network)
+    elif choice.family.free_running:
+        step = _free_running_step(simulation)
+    else:
+        step = simulation.step_time_s, simulation.bubble_ratio
+    return simulation, *step
 
 
 def _build_batches(choice: ScheduleChoice, num_workers: int, num_microbatches: int, num_batches: int) -> Schedule:
@@ -197,7 +225,7 @@ def _build_batches(choice: ScheduleChoice, num_workers: int, num_microbatches: i
 def _find_partition(
     layers: Sequence[LayerCosts], schedule: Schedule, recompute: bool, settings: PlanSettings
 ) -> Partition:
-    """The best partition within the capacity, else the one with the lowest peak."""
+    """The best partition within the capacity, else the one with the lowest peak (of equal stages the only one)."""
 
     def balance(objective: str, capacity_bytes: int | None) -> Partition | None:
         return balance_partition(
@@ -209,7 +237,8 @@ def _find_partition(
             model=settings.model,
         )
 
-    partition = balance(settings.objective, settings.capacity_bytes) or balance(MEMORY, None)
+    lowest = EQUAL if settings.objective == EQUAL else MEMORY
+    partition = balance(settings.objective, settings.capacity_bytes) or balance(lowest, None)
     assert partition is not None
     return partition
 
@@ -235,14 +264,16 @@ def _free_running_step(simulation: Simulation) -> tuple[float, float]:
     return span_s + waiting_s, max(0.0, 1.0 - busy_s / (span_s * num_workers)) if span_s else 0.0
 
 
-def _steady_state(longer: Simulation, shorter: Simulation) -> tuple[float, float]:
+def _steady_state(longer: Simulation, shorter: Simulation, network: Network) -> tuple[float, float]:
     """Seconds and idle share of one more batch; all-reduces overlap computation, one after another per worker."""
     schedule = longer.schedule
     computing_s = longer.makespan_s - shorter.makespan_s
-    reducing_s = np.zeros(schedule.num_workers)
-    num_updates = schedule.num_microbatches // NUM_SIMULATED_BATCHES // (schedule.update_every or 1)
+    reducing_s, launching_s = np.zeros(schedule.num_workers), np.zeros(schedule.num_workers)
+    num_updates = schedule.num_microbatches // NUM_SIMULATED_BATCHES // microbatches_per_update(schedule)
     for reduction in longer.all_reduces:
         reducing_s[list(reduction.workers)] += num_updates * (reduction.end_s - reduction.start_s)
+        launching_s[list(reduction.workers)] += num_updates * network.all_reduce_launch_s
     busy_s = float((longer.busy_s - shorter.busy_s).sum())
-    bubble_ratio = max(0.0, 1.0 - busy_s / (computing_s * schedule.num_workers)) if computing_s else 0.0
-    return max(computing_s, float(reducing_s.max(initial=0.0))), bubble_ratio
+    slowest_s = computing_s + float((network.all_reduce_share * reducing_s + launching_s).max(initial=0.0))
+    bubble_ratio = max(0.0, 1.0 - busy_s / (slowest_s * schedule.num_workers)) if slowest_s else 0.0
+    return max(slowest_s, float(reducing_s.max(initial=0.0))), bubble_ratio

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memtrace.pipeline.costs import LayerCosts, partition_costs
+from memtrace.pipeline.microbatch_costs import Basis, MicrobatchCosts, MicrobatchEfficiency
 from memtrace.pipeline.plan import PipelinePlan, PlanSettings, SchedulePrediction, SkippedSchedule
+from memtrace.pipeline.plan_assumptions import plan_assumptions
 from memtrace.pipeline.search import PipelineConfiguration
 
 
@@ -66,6 +68,8 @@ class ScheduleSummary:
     """Micro-batches of one pipeline per step."""
     microbatch_size: int | None
     """Samples per micro-batch; None: unknown."""
+    costs_basis: Basis
+    """Where the costs of this micro-batch size come from."""
     samples_per_s: float | None
     """Throughput of all workers together; None: unknown."""
     step_time_s: float
@@ -77,6 +81,8 @@ class ScheduleSummary:
     """Whether steps follow each other without a flush."""
     free_running: bool
     """Whether each worker begins its next step when its own work is done."""
+    reduces_gradients: bool
+    """Whether several workers hold a stage, so that its gradients are all-reduced."""
     fits: bool
     """Whether every worker's peak is within the capacity."""
     workers: tuple[WorkerSummary, ...]
@@ -112,33 +118,74 @@ class PipelinePlanReport:
     """Stages of the best schedule with one stage per worker (if none has, of the best schedule); empty for a search."""
     skipped: tuple[SkippedSchedule, ...]
     """Schedules that cannot be built for the given sizes."""
+    efficiency: tuple[MicrobatchEfficiency, ...]
+    """Costs per sample by micro-batch size, for the measured sizes and those of the search."""
     notes: tuple[str, ...]
     """What limits the accuracy of the layer costs."""
+    assumptions: tuple[str, ...]
+    """What the ranking rests on: costs that were not given or not measured."""
 
 
 def report_plan(
-    plan: PipelinePlan, num_microbatches: int, settings: PlanSettings, notes: Sequence[str] = ()
+    plan: PipelinePlan,
+    num_microbatches: int,
+    settings: PlanSettings,
+    costs: MicrobatchCosts,
+    *,
+    microbatch_size: int | None = None,
+    notes: Sequence[str] = (),
 ) -> PipelinePlanReport:
-    """Summarize a plan for ``num_microbatches`` micro-batches of unknown size."""
+    """Summarize a plan for ``num_microbatches`` micro-batches.
+
+    Args:
+        plan: the plan, for layers of ``costs``.
+        num_microbatches: micro-batches per step.
+        settings: the settings of the plan.
+        costs: layer costs by micro-batch size.
+        microbatch_size: samples per micro-batch; None: unknown, and the only one of ``costs``.
+        notes: what limits the accuracy of the layer costs.
+    """
+    size = microbatch_size or costs.sizes[0]
+    degree = settings.data_parallel
     typical = plan.typical
     return PipelinePlanReport(
         schedules=tuple(
-            _summarize(prediction, settings.data_parallel, num_microbatches) for prediction in plan.predictions
+            _summarize(
+                prediction,
+                degree,
+                num_microbatches,
+                basis=costs.basis(size),
+                microbatch_size=microbatch_size,
+                batch_size=None if microbatch_size is None else size * num_microbatches * degree,
+            )
+            for prediction in plan.predictions
         ),
         stages=() if typical is None else summarize_stages(plan.layers, typical.partition.first_layers),
         skipped=tuple(plan.skipped),
+        efficiency=costs.efficiency([size]),
         notes=tuple(notes),
+        assumptions=tuple(
+            plan_assumptions([(prediction, degree) for prediction in plan.predictions], settings, costs, [size])
+        ),
     )
 
 
-def report_search(configurations: Sequence[PipelineConfiguration], notes: Sequence[str] = ()) -> PipelinePlanReport:
+def report_search(
+    configurations: Sequence[PipelineConfiguration],
+    settings: PlanSettings,
+    costs: MicrobatchCosts,
+    notes: Sequence[str] = (),
+) -> PipelinePlanReport:
     """Summarize the result of ``search.search_configurations``."""
+    sizes = sorted({configuration.microbatch_size for configuration in configurations})
+    ranked = [(configuration.prediction, configuration.data_parallel) for configuration in configurations]
     return PipelinePlanReport(
         schedules=tuple(
             _summarize(
                 configuration.prediction,
                 configuration.data_parallel,
                 configuration.num_microbatches,
+                basis=costs.basis(configuration.microbatch_size),
                 microbatch_size=configuration.microbatch_size,
                 batch_size=configuration.batch_size,
             )
@@ -146,7 +193,9 @@ def report_search(configurations: Sequence[PipelineConfiguration], notes: Sequen
         ),
         stages=(),
         skipped=(),
+        efficiency=costs.efficiency(sizes),
         notes=tuple(notes),
+        assumptions=tuple(plan_assumptions(ranked, settings, costs, sizes)),
     )
 
 
@@ -176,6 +225,7 @@ def _summarize(
     data_parallel: int,
     num_microbatches: int,
     *,
+    basis: Basis,
     microbatch_size: int | None = None,
     batch_size: int | None = None,
 ) -> ScheduleSummary:
@@ -188,12 +238,14 @@ def _summarize(
         num_workers=schedule.num_workers,
         num_microbatches=num_microbatches,
         microbatch_size=microbatch_size,
+        costs_basis=basis,
         samples_per_s=None if batch_size is None or not step_time_s else batch_size / step_time_s,
         step_time_s=step_time_s,
         makespan_s=None if schedule.asynchronous else prediction.simulation.makespan_s,
         bubble_ratio=prediction.bubble_ratio,
         asynchronous=schedule.asynchronous,
         free_running=prediction.choice.family.free_running,
+        reduces_gradients=prediction.reduces_gradients,
         fits=prediction.fits,
         workers=tuple(
             WorkerSummary(

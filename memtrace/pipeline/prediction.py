@@ -10,7 +10,8 @@ from memtrace.pipeline.costs import LayerCosts, combine_layers, partition_costs
 from memtrace.pipeline.layer_costs import MeasuredLayers
 from memtrace.pipeline.measured import MeasuredPipeline, measure_pipeline
 from memtrace.pipeline.memory_rules import torch_pipelining_model
-from memtrace.pipeline.recorded import RankActions, first_pipeline, recorded_actions, recorded_schedule
+from memtrace.pipeline.recorded import RankActions, first_pipeline, recorded_actions
+from memtrace.pipeline.recorded_versions import recorded_schedule_with_updates
 from memtrace.pipeline.schedules.schedule import Schedule
 from memtrace.pipeline.simulation.simulator import Simulation, simulate_schedule
 from memtrace.pipeline.simulation.worker_memory import WorkerMemory, simulate_memory
@@ -77,14 +78,15 @@ def predict_recorded_pipeline(
     Args:
         trace: all ranks of the recorded pipeline.
         single_process: layer costs from one process that trained the whole model on one micro-batch per step.
-        schedule: the schedule that was meant to run; None: the recorded order of actions.
+        schedule: the schedule that was meant to run; None: the recorded order of actions, with the weight versions that
+            the recording shows.
         first_layers: index of the first layer of every stage; None: inferred from the parameters of the stages.
 
     Raises:
         MemtraceError: the schedule or the partition does not match the recorded pipeline.
     """
     ranks, measured = recorded_actions(trace), measure_pipeline(trace)
-    schedule = schedule or recorded_schedule(ranks)
+    schedule = schedule or recorded_schedule_with_updates(trace)
     num_workers = len(first_pipeline(ranks))
     if schedule.num_workers != num_workers:
         raise MemtraceError(

@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 
 from memtrace.analysis.attribution import SPAN, rows_at
+from memtrace.analysis.rank_clocks import clock_shift_ns
 from memtrace.errors import MemtraceError, TraceError
 from memtrace.format.arrays import Array
 from memtrace.format.manifest import Manifest
@@ -42,6 +43,8 @@ class RankActions:
     end_row: Array
     step: Array
     """Step of the pipeline, from 0: how many times the rank has run the same action before."""
+    clock_shift_ns: int
+    """What was added to times of the rank's own clock."""
 
     @property
     def kinds(self) -> Array:
@@ -66,6 +69,13 @@ def running_in_flight(actions: Sequence[Action]) -> Array:
     level = np.cumsum(np.stack(in_flight_changes(actions), axis=1).ravel())
     running: Array = level - min(0, int(level.min(initial=0)))
     return running
+
+
+def action_of_rows(rank: RankActions, rows: Array) -> Array:
+    """The action that each row of events belongs to; -1: none."""
+    place = np.searchsorted(rank.end_row, rows, side="right")
+    inside = np.minimum(place, len(rank.end_row) - 1)
+    return np.where((rows >= 0) & (place < len(rank.end_row)) & (rows >= rank.first_row[inside]), inside, -1)
 
 
 def recorded_actions(trace: Trace) -> list[RankActions]:
@@ -113,18 +123,6 @@ def torch_steps(trace: Trace) -> Array:
     return steps[np.argsort(start, kind="stable")]
 
 
-def clock_shift_ns(manifest: Manifest, reference: Manifest) -> int:
-    """What to add to the times of one rank to get times of the reference rank.
-
-    The offset measured during recording, else the difference of the wall clocks, or 0 where these are unknown.
-    """
-    offsets = [each.clock.offset_ns if each.clock else None for each in (manifest, reference)]
-    if offsets[0] is not None and offsets[1] is not None:
-        return int(offsets[0]) - int(offsets[1])
-    begins = [each.t0_epoch_ns for each in (manifest, reference)]
-    return int(begins[0]) - int(begins[1]) if begins[0] is not None and begins[1] is not None else 0
-
-
 def _actions_of_rank(trace: Trace, number: int, reference: Manifest) -> RankActions | None:
     spans = trace.columns("spans", "kind", "name", "start_ns", "duration_ns")
     rows = np.flatnonzero(spans["kind"] == SPAN["action"])
@@ -150,6 +148,7 @@ def _actions_of_rank(trace: Trace, number: int, reference: Manifest) -> RankActi
         start_row=start_row,
         end_row=end_row,
         step=step,
+        clock_shift_ns=shift,
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from memtrace.errors import MemtraceError
-from memtrace.pipeline.costs import LayerCosts, scale_microbatch
+from memtrace.pipeline.microbatch_costs import MicrobatchCosts
 from memtrace.pipeline.plan import PlanSettings, SchedulePrediction, plan_pipeline
 from memtrace.pipeline.schedules.registry import ScheduleChoice
 
@@ -28,26 +29,23 @@ class PipelineConfiguration:
 
 
 def search_configurations(
-    layers: Sequence[LayerCosts],
+    costs: MicrobatchCosts,
     num_workers: int,
     batch_size: int,
     *,
     choices: Callable[[int, int], Iterable[ScheduleChoice]],
     microbatch_sizes: Sequence[int],
-    measured_size: int = 1,
     recompute: Iterable[bool] = (False,),
     settings: PlanSettings | None = None,
 ) -> list[PipelineConfiguration]:
     """Try every combination of degree, depth and micro-batch size that uses all workers and divides the batch.
 
     Args:
-        layers: costs of a micro-batch of ``measured_size`` samples. Times and activations of other sizes are taken in
-            proportion, which is optimistic for small ones.
+        costs: costs of the model's layers by micro-batch size.
         num_workers: number of workers; all of them are used.
         batch_size: samples per step over all workers.
         choices: the schedules to try, given the depth and the number of micro-batches.
         microbatch_sizes: the micro-batch sizes to try, in samples.
-        measured_size: samples in the micro-batch that ``layers`` describes.
         recompute: whether to try recomputation, no recomputation, or both.
         settings: hardware and preferences; ``data_parallel`` is ignored.
 
@@ -62,7 +60,7 @@ def search_configurations(
     reasons: list[str] = []
     for degree, depth, size, count in _combinations(num_workers, batch_size, microbatch_sizes):
         plan = plan_pipeline(
-            scale_microbatch(layers, size / measured_size),
+            costs.at(size),
             depth,
             count,
             choices=choices(depth, count),
@@ -92,15 +90,22 @@ def _combinations(
 
 
 def largest_microbatches(configurations: Iterable[PipelineConfiguration]) -> list[PipelineConfiguration]:
-    """Keep the largest micro-batch that fits for each degree and depth, best first (the rule of Chimera)."""
+    """Apply Chimera's rule: of every degree and depth keep the largest micro-batch that fits, best step time first.
+
+    The rule needs no model of how efficient small micro-batches are. Every schedule has a largest micro-batch of its
+    own. As in the measurements of the paper it leaves at least as many micro-batches as stages (N >= D) where that is
+    possible, and recomputes only where nothing fits without.
+
+    Source: Chimera (Li and Hoefler, SC 2021), section 3.4 and figure 13.
+    """
     fitting = [configuration for configuration in configurations if configuration.prediction.fits]
-    largest: dict[tuple[int, int], int] = {}
+    largest: dict[Any, PipelineConfiguration] = {}
     for configuration in fitting:
-        key = configuration.data_parallel, configuration.pipeline_workers
-        largest[key] = max(largest.get(key, 0), configuration.microbatch_size)
-    kept = [
-        configuration
-        for configuration in fitting
-        if configuration.microbatch_size == largest[configuration.data_parallel, configuration.pipeline_workers]
-    ]
-    return sorted(kept, key=lambda configuration: configuration.prediction.rank_key)
+        key = configuration.data_parallel, configuration.pipeline_workers, str(configuration.prediction.choice)
+        largest[key] = max(largest.get(key, configuration), configuration, key=_rule_preference)
+    return sorted(largest.values(), key=lambda configuration: configuration.prediction.rank_key)
+
+
+def _rule_preference(configuration: PipelineConfiguration) -> tuple[bool, bool, int]:
+    keeps_stages_busy = configuration.num_microbatches >= configuration.pipeline_workers
+    return keeps_stages_busy, not configuration.prediction.recompute, configuration.microbatch_size

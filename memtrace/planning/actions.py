@@ -82,14 +82,19 @@ class Spill:
 
     shards: tuple[tuple[str, ...], ...]
     """Qualified names of the modules of each shard, in the order of their forward calls."""
-    double_buffered: bool
-    """Whether the next shard is loaded while the current one computes."""
+    buffer_bytes: int
+    """Device memory for shards on their way to or from host memory while another one computes; 0: no copy overlaps
+    computation."""
+    recompute: bool = True
+    """Whether backward repeats the forward of every module from its input, which waits in host memory. Otherwise the
+    tensors that autograd saves stay on the device."""
     kind: Literal["spill"] = "spill"
 
     def describe(self) -> str:
         """Return the action as one line of text."""
-        buffering = "with" if self.double_buffered else "without"
-        return f"Spill the model in {format_count(len(self.shards), 'shard')}, {buffering} double buffering."
+        buffering = f"with a buffer of {format_bytes(self.buffer_bytes)}" if self.buffer_bytes else "without a buffer"
+        repeats = ", and recompute its modules in backward" if self.recompute else ""
+        return f"Spill the model in {format_count(len(self.shards), 'shard')} {buffering}{repeats}."
 
     def module_names(self) -> tuple[str, ...]:
         """Return the names of the modules that the action changes."""

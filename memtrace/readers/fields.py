@@ -20,6 +20,7 @@ from memtrace.readers.tables import Array
 _CHUNK_ROWS: Final = 256
 _WORD_RANGE: Final = 1 << 64
 _INT64_MAX: Final = (1 << 63) - 1
+_IMPOSSIBLE: Final = "which an allocator never writes"
 Row = Mapping[str, Any]
 
 
@@ -105,11 +106,23 @@ def integers(values: Sequence[Any], key: str, what: str) -> Array:
         raise _number_error(values, key, what, lambda value: -_INT64_MAX <= value <= _INT64_MAX) from None
 
 
-def sizes(values: Sequence[Any], key: str, what: str) -> Array:
-    """Return the values as sizes in bytes; raise FieldError for negative sizes and for those above ``MAX_BYTES``."""
+def sizes(values: Sequence[Any], key: str, what: str, *, is_failed_request: Array | None = None) -> Array:
+    """Return the values as sizes in bytes.
+
+    Args:
+        values: the values.
+        key: their key.
+        what: names a row.
+        is_failed_request: rows whose size is not limited: a program with a wrong shape asks for any size.
+
+    Raises:
+        FieldError: a size is negative, or above ``MAX_BYTES`` in a row with a limit.
+    """
     column = integers(values, key, what)
     if len(column) and (column.min() < 0 or column.max() > MAX_BYTES):
-        raise _number_error(values, key, what, lambda value: 0 <= value <= MAX_BYTES)
+        limit: Any = MAX_BYTES if is_failed_request is None else np.where(is_failed_request, _INT64_MAX, MAX_BYTES)
+        for row_number in np.flatnonzero((column < 0) | (column > limit)).tolist():
+            raise FieldError(f"{what.format(row_number)} has {key} {column[row_number]}, {_IMPOSSIBLE}")
     return column
 
 
@@ -132,7 +145,7 @@ def _number_error(
     key: str,
     what: str,
     is_valid: Callable[[Any], bool],
-    problem: str = "which an allocator never writes",
+    problem: str = _IMPOSSIBLE,
 ) -> FieldError:
     row_number = next(number for number, value in enumerate(values) if value is None or not is_valid(value))
     if values[row_number] is None:

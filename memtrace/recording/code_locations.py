@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import site
@@ -24,7 +25,7 @@ _NOT_PROGRAMS = ("memtrace", "torch")
 
 def find_code_locations() -> CodeLocations:
     """Return where the files of this process lie. Nothing is imported, and no code of the program runs."""
-    paths = sysconfig.get_paths()
+    paths = _interpreter_paths()
     packages = [paths["purelib"], paths["platlib"], *site.getsitepackages(), site.getusersitepackages()]
     packages += [folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")]
     internal = [
@@ -56,9 +57,19 @@ def _spellings(folders: Iterable[str]) -> Iterator[str]:
     return iter(dict.fromkeys(f"{name.rstrip('/')}/" for folder in folders if folder for name in _both(folder)))
 
 
-def _both(path: str) -> Iterator[str]:
+def _both(path: str) -> tuple[str, ...]:
     """Return a path as it is written, which is how the interpreter names files, and with symbolic links resolved."""
-    return iter(dict.fromkeys((str(Path(path).absolute()), str(Path(path).resolve()))))
+    return _resolved(str(Path(path).absolute()))
+
+
+@functools.cache
+def _resolved(path: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((path, str(Path(path).resolve()))))
+
+
+@functools.cache
+def _interpreter_paths() -> dict[str, str]:
+    return sysconfig.get_paths()
 
 
 def _program_paths(package_folders: tuple[str, ...]) -> Iterator[str]:
@@ -92,7 +103,7 @@ def _of_script(file: str, package_folders: tuple[str, ...]) -> Iterator[str]:
     yield file
     yield from _both(file)
     folder = Path(file).absolute().parent
-    if folder == Path(sysconfig.get_paths()["scripts"]):
+    if folder == Path(_interpreter_paths()["scripts"]):
         yield from _of_command(Path(file).name)
         return
     while (folder / "__init__.py").exists() and (folder.parent / "__init__.py").exists():

@@ -59,7 +59,6 @@ def _watch_modules(observer: Observer, labeller: Labeller, undo: ExitStack) -> N
     label_inputs = errors.protect(labeller.label_inputs)
     add_module = errors.protect(labeller.modules.add)
 
-    @never_compiled
     def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         try:
             known = named.get(id(module))
@@ -74,7 +73,6 @@ def _watch_modules(observer: Observer, labeller: Labeller, undo: ExitStack) -> N
             errors.caught(error)
             return -1
 
-    @never_compiled
     def created(_: int, module: torch.nn.Module, __: object) -> None:
         add_module(module)
 
@@ -89,7 +87,6 @@ def _watch_modules(observer: Observer, labeller: Labeller, undo: ExitStack) -> N
 def _watch_backward(observer: Observer, labeller: Labeller, undo: ExitStack) -> None:
     label_gradients = labeller.errors.protect(labeller.label_computed_gradients)
 
-    @never_compiled
     def computed(_: int, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: object) -> None:
         # _engine_run_backward(outputs, gradients, keep_graph, create_graph, inputs, ..., accumulate_grad=...)
         if kwargs.get("accumulate_grad") is False:
@@ -109,7 +106,6 @@ def _watch_functional_calls(observer: Observer, labeller: Labeller, undo: ExitSt
     """Watch ``torch.func.functional_call``, which names the parameters that a program keeps outside its modules."""
     label = labeller.errors.protect(labeller.label_functional_parameters)
 
-    @never_compiled
     def enter(module: torch.nn.Module, parameters: object) -> int:
         label(module, parameters)
         return -1

@@ -14,7 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, Final, cast
 
 from memtrace.recording.untraced import never_compiled
@@ -39,7 +39,8 @@ def instrument(
 ) -> None:
     """Exchange the code of ``function`` until ``undo`` is closed.
 
-    While torch.compile or torch.export traces the function, it makes none of the calls.
+    While torch.compile or torch.export traces the function, it makes none of the calls. torch.compile never compiles
+    what is called.
 
     Args:
         function: a Python function in whose module ``torch`` is a global name.
@@ -56,6 +57,9 @@ def instrument(
     target = cast(FunctionType, function)
     original = target.__code__
     calls = {role: call for role, call in (("enter", enter), ("result", result), ("leave", leave)) if call is not None}
+    for call in calls.values():
+        if isinstance(call, FunctionType | MethodType):  # and not a function written in C
+            never_compiled(call)
     names = {role: f"_memtrace_{original.co_name.strip('_')}_{role}" for role in calls}
     code = _compile(target, names, tuple(arguments), tuple(result_arguments))
     target.__globals__.update({names[role]: call for role, call in calls.items()})

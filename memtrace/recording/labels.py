@@ -7,7 +7,6 @@ module that is created later. Names are those of ``named_parameters``, prefixed 
 
 from __future__ import annotations
 
-import gc
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
@@ -248,7 +247,7 @@ class Labeller:
 
     def label_existing_tensors(self) -> None:
         """Record all tensors that exist when the recording starts, and name the modules among the live objects."""
-        modules, tensors = self._observer.instances(gc.get_objects(), (torch.nn.Module, torch.Tensor))
+        modules, tensors = self._observer.live_instances((torch.nn.Module, torch.Tensor))
         self._observer.baseline(tensors)
         for module in modules:
             self.modules.add(module)

@@ -126,18 +126,31 @@ def _try_claim(folder: Path) -> OutputDir | None:
 
     The operating system releases the lock when the process ends, however it ends.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    if sys.platform == "win32":
-        return OutputDir(folder, None)
-    import fcntl
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        if sys.platform == "win32":
+            return OutputDir(folder, None)
+        import fcntl
 
-    lock = open_protected(folder, os.O_RDONLY)
+        lock = open_protected(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            close_protected(*lock)
+            return None if isinstance(error, BlockingIOError) else OutputDir(folder, None)
+        if _is_at(folder, lock[0]):
+            return OutputDir(folder, lock)
+        # Another process has moved the folder aside since it was opened, and may be recording into a new one.
+        os.close(lock[0])
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether a descriptor refers to the folder that is at ``path`` now."""
     try:
-        fcntl.flock(lock[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        close_protected(*lock)
-        return None if isinstance(error, BlockingIOError) else OutputDir(folder, None)
-    return OutputDir(folder, lock)
+        status = path.stat()
+    except OSError:
+        return False
+    return is_file(descriptor, (status.st_dev, status.st_ino))
 
 
 def move_older_trace(rank_folder: Path, world_size: int | None = None) -> bool:

@@ -7,6 +7,7 @@ dictionaries and with the methods of the built-in base classes, which Python cod
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Iterator
 from typing import Any, Final, cast
@@ -38,6 +39,26 @@ def is_module(value: object) -> bool:
 def is_tensor(value: object) -> bool:
     """Whether ``value`` is a tensor."""
     return issubclass(type(value), torch.Tensor)
+
+
+def instances_of(bases: tuple[type, ...], objects: list[Any]) -> list[Any]:
+    """Those of ``objects`` whose own type is one of ``bases`` or derived from it.
+
+    There are hundreds of thousands of objects, so all that is done for each of them is done in C. Types are compared by
+    their ids: a metaclass can override their hash and equality.
+    """
+    type_ids = set(map(id, _with_subclasses(bases)))
+    return list(itertools.compress(objects, map(type_ids.__contains__, map(id, map(type, objects)))))
+
+
+def _with_subclasses(bases: tuple[type, ...]) -> list[type]:
+    types, known = list(bases), set(map(id, bases))
+    for kind in types:  # grows in the loop
+        for subclass in type.__subclasses__(kind):
+            if id(subclass) not in known:
+                known.add(id(subclass))
+                types.append(subclass)
+    return types
 
 
 def overrides_dispatch(kind: type) -> bool:

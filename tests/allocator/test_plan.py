@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 from memtrace.cli.output import json_value
 from memtrace.cli.plan import command
+from memtrace.cli.plan_allocator import _capacity_line
 from memtrace.dashboards import allocator as figures
 
 from memtrace.allocator.infer_rules import reproduce_history
@@ -77,6 +78,7 @@ def test_command_result_has_the_fields_of_its_dataclass() -> None:
     assert set(row) == {field.name for field in fields(DeviceAllocatorPlan)}
     assert row["capacity"] == {
         "stated_bytes": None, "low_bytes": 70 * MIB, "high_bytes": 90 * MIB - 1, "estimate_bytes": None,
+        "device_bytes": None,
     }  # fmt: skip
     first = row["predictions"][0]
     assert (first["setting"], first["is_recorded"], first["fits"], first["num_retries"]) == ("default", True, True, 1)
@@ -282,13 +284,13 @@ def test_invalid_settings_are_errors(invoke: Any, words: tuple[str, ...]) -> Non
     assert isinstance(result.exception, MemtraceError)  # main prints the message and exits with code 2
 
 
-@pytest.mark.parametrize("text", ["24", "24GiB", "24 GB", "1.5G", "twelve", "-3", "0", "3XB"])
+@pytest.mark.parametrize("text", ["24B", "24GiB", "24 GB", "1.5G", "24", "twelve", "-3", "0", "3XB"])
 def test_capacities_are_parsed_with_binary_and_decimal_units(invoke: Any, text: str) -> None:
     result = invoke(cpu_trace(), f"--capacity={text}", "--json", "--setting", "default")
-    if text in ("twelve", "-3", "0", "3XB"):
+    if text in ("24", "twelve", "-3", "0", "3XB"):
         assert result.exit_code == 2 and "invalid size" in result.output
         return
-    expected = {"24": 24, "24GiB": 24 << 30, "24 GB": 24 * 10**9, "1.5G": 3 << 29}[text]
+    expected = {"24B": 24, "24GiB": 24 << 30, "24 GB": 24 * 10**9, "1.5G": 3 << 29}[text]
     assert json.loads(result.output)["devices"][0]["capacity"]["stated_bytes"] == expected
 
 
@@ -301,3 +303,9 @@ def test_every_request_gets_an_address() -> None:
     placed = run_operations(requests.operations, CachingAllocator(AllocatorSettings(), SyntheticDevice()))
     addresses = placed.address
     assert len(addresses) == 10 and (addresses > 0).all()
+
+
+def test_the_memory_of_the_device_bounds_an_unknown_capacity() -> None:
+    plan = plan_device(replace(history(TRAINING), device_bytes=80 << 30))
+    assert plan.capacity.device_bytes == 80 << 30 and plan.capacity.low_bytes is None
+    assert _capacity_line(plan.capacity).startswith("Capacity: less than 80.0 GiB, the memory of the device")

@@ -90,8 +90,9 @@ def test_the_installed_pytorch_agrees_on_what_is_valid() -> None:
     """PyTorch's own parser, in a separate process. torch 2.10 and later accept max_split_size_mb:20, earlier ones do not."""
     program = (
         "import sys, torch\n"
+        "set_settings = torch._C._accelerator_setAllocatorSettings\n"
         "for text in sys.stdin.read().splitlines():\n"
-        "    try:\n        torch._C._accelerator_setAllocatorSettings(text)\n        print('yes')\n"
+        "    try:\n        set_settings(text)\n        print('yes')\n"
         "    except Exception:\n        print('no')\n"
     )
     known = [text for text in VALID if not text.startswith(("default", "PYTORCH", "backend"))]

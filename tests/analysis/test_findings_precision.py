@@ -12,12 +12,20 @@ from pathlib import Path
 from tests.programs.edits import read_programs
 
 ROOT = Path(__file__).parents[2]
-SAMPLE = ("contrastive_clone", "gradients_zeroed", "held_logits_module", "evaluation_with_grad")
+SAMPLE = (
+    "contrastive_clone",
+    "gradients_zeroed",
+    "held_logits_module",
+    "evaluation_with_grad",
+    "accumulation_predictions",
+    "lstm_hidden_not_detached",
+    "moco_queue",
+)
 
 
-def run_programs(*names: str) -> str:
-    """Return what the benchmark prints about some programs."""
-    command = [sys.executable, ROOT / "benchmarks/findings_precision.py", *names]
+def run_programs(*names: str, benchmark: str = "findings_precision") -> str:
+    """Return what a benchmark prints about some programs."""
+    command = [sys.executable, ROOT / f"benchmarks/{benchmark}.py", *names]
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
 
@@ -26,6 +34,12 @@ def test_savings_of_the_sample_are_those_of_the_edited_programs() -> None:
     assert f"{len(SAMPLE)} programs" in output
     assert "FALSE" not in output and "MISSED" not in output, output
     assert "lower bounds above a peak: 0" in output
+
+
+def test_live_bytes_equal_the_reachable_tensors_and_numpys_memory() -> None:
+    output = run_programs("mlp_clean", "shared_buffer_numpy", benchmark="peaks")
+    assert "live tensors: 2 of 2 equal" in output, output
+    assert "tracemalloc (NumPy): 1 of 1 equal" in output, output
 
 
 def test_every_edit_changes_its_program() -> None:

@@ -47,7 +47,8 @@ def mutate_trace(folder: Path, dice: Dice) -> str:
         )[0]
         try:
             done.append(mutate(folder, dice))
-        except (OSError, pa.ArrowException, ValueError, LookupError) as error:  # an earlier mutation damaged it
+        # What an earlier mutation damaged cannot always be mutated again.
+        except (OSError, pa.ArrowException, ValueError, LookupError, RecursionError) as error:
             done.append(f"({type(error).__name__})")
     return ", ".join(done)
 
@@ -201,7 +202,7 @@ def _mutate_manifest(folder: Path, dice: Dice) -> str:
 
 def _change_member(content: dict[str, Any], dice: Dice) -> None:
     container: Any = content
-    while True:
+    while isinstance(container, dict | list):
         keys = list(container) if isinstance(container, dict) else list(range(len(container)))
         if not keys:
             return

@@ -72,6 +72,13 @@ def test_an_invalid_manifest_is_an_error_that_names_the_member(changes: dict[str
         parse_manifest(content, "manifest.json")
 
 
+def test_the_message_about_a_newer_format_has_one_line_of_a_reasonable_length() -> None:
+    content = {"format": "memtrace", "format_version": 99, "memtrace_version": "x" * 10**6}
+    with pytest.raises(TraceError) as refusal:
+        parse_manifest(content, "manifest.json")
+    assert len(str(refusal.value)) < 300
+
+
 def test_unknown_members_are_ignored_and_absent_ones_have_defaults() -> None:
     content = {"format": "memtrace", "format_version": 2, "rank": 1, "from_the_future": {}}
     assert parse_manifest(content, "manifest.json") == Manifest(rank=1)

@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, Change, str]] = {
     "a time out of range": ("events", _set("time_ns", MAX_NS + 1), "in the column time_ns"),
     "a duration below zero": ("ops", _set("duration_ns", -1), "has -1 in the column duration_ns"),
     "a block id below zero": ("events", _set("block_id", -1), "has -1 in the column block_id"),
+    "accesses without a block": ("events", lambda t: _set("kind", "read")(_set("block_id", None)(t)), "accesses without a block_id"),
     "an unknown event": ("events", _set("kind", "explode"), "has 'explode' in the column kind, which is not one of alloc"),
     "a device that is an escape sequence": ("events", _set("device", "\x1b[31m"), r"has '\x1b[31m' in the column device"),
     "no kind": ("events", _set("kind", None), "has no value in"),
@@ -85,6 +86,19 @@ def test_a_part_that_declares_too_many_rows_is_refused_before_it_is_read(tmp_pat
     assert part.stat().st_size < 1_000_000
     with pytest.raises(TraceError, match="declares 17,825,792 rows, and a part has at most 16,777,216"):
         memtrace.load(tmp_path / "x").columns("events", "size")
+
+
+def test_a_column_without_its_rows_is_refused(tmp_path: Path) -> None:
+    """One wrong byte in the footer makes Arrow skip the description of a column and read no rows of it."""
+    on_disk(RandomTrace(1).rows, tmp_path / "x", [0])
+    part = tmp_path / "x" / "rank=0" / "events-00000.parquet"
+    content = bytearray(part.read_bytes())
+    content[content.rindex(b"\x19\x18\x04kind") - 8] |= 0x80
+    part.write_bytes(content)
+    trace = memtrace.load(tmp_path / "x")
+    assert len(trace.columns("events", "block_id")["block_id"]) > 0
+    with pytest.raises(TraceError, match=f"{part} is damaged"):
+        trace.columns("events", "kind")
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "events-00000.parquet"])

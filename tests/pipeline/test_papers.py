@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from fractions import Fraction
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from memtrace.errors import MemtraceError
 from memtrace.pipeline.costs import Network, make_uniform_stages, partition_costs
-from memtrace.pipeline.memory_rules import MemoryModel, version_used
-from memtrace.pipeline.paper_models import BERT_48, GPT_2, Transformer, transformer_layers
-from memtrace.pipeline.plan import predict_schedule
+from memtrace.pipeline.memory_rules import MemoryModel
+from memtrace.pipeline.microbatch_costs import MicrobatchCosts
+from memtrace.pipeline.paper_models import (
+    BERT_48,
+    GPT_2,
+    Transformer,
+    chimera_paper_layers,
+    transformer_layers,
+)
+from memtrace.pipeline.partition import EQUAL
+from memtrace.pipeline.plan import PlanSettings, predict_schedule
 from memtrace.pipeline.schedules.registry import build_schedule, parse_schedule_choice
 from memtrace.pipeline.schedules.schedule import Schedule
+from memtrace.pipeline.schedules.weight_versions import version_used
+from memtrace.pipeline.search import largest_microbatches, search_configurations
 from memtrace.pipeline.simulation import closed_forms
 from memtrace.pipeline.simulation.simulator import Simulation, simulate_schedule
 from memtrace.pipeline.simulation.worker_memory import WorkerMemory, simulate_memory
-from tests.pipeline.cases import uniform_layers
+from tests.pipeline.cases import schedules, uniform_layers
 
 DEPTHS = (4, 8, 16, 32)
 NINE_PAIRS = [(4, 1), (6, 1), (8, 1), (16, 1), (32, 1), (8, 2), (16, 2), (16, 4), (32, 2)]
@@ -170,6 +183,112 @@ def test_eager_all_reduce_overlaps_the_bubbles_of_edge_stages(depth: int) -> Non
     assert all(sync.end_s - sync.start_s == pytest.approx(once) for sync in eager.all_reduces)
     with pytest.raises(MemtraceError, match="eager-opt"):
         step("never")
+
+
+def eager_over_opt(share: float, launch_s: float, bandwidth: float = 6e9) -> float:
+    """Bert-48, D = 4, B = 8 on 64 nodes: the step time of eager-sync over that of eager-sync-opt."""
+    network = Network(
+        latency_s=5e-5, seconds_per_byte=1 / bandwidth, all_reduce_share=share, all_reduce_launch_s=launch_s
+    )
+    layers = chimera_paper_layers(BERT_48, 8, flops=5e12)
+    times = [
+        predict_schedule(
+            layers, 4, 8, parse_schedule_choice("chimera"),
+            settings=PlanSettings(network=network, data_parallel=16, sync=sync, objective=EQUAL),
+        ).step_time_s
+        for sync in ("eager", "eager-opt")
+    ]  # fmt: skip
+    return times[0] / times[1]
+
+
+def test_all_reduces_of_middle_stages_beside_computation_are_slower_than_after_it() -> None:
+    """The paper measures 1.09; free all-reduces would be faster beside computation."""
+    assert eager_over_opt(0.0, 0.0) < 1
+    assert 1.02 < eager_over_opt(0.5, 0.0) < 1.09
+    assert eager_over_opt(0.0, 0.05) > eager_over_opt(0.0, 0.0)
+
+
+@given(
+    st.data(),
+    schedules(),
+    st.floats(0, 0.9),
+    st.sampled_from([0.0, 0.3]),
+    st.integers(1, 3),
+    st.sampled_from(["after", "eager", "eager-opt"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_actions_are_as_much_longer_as_the_all_reduces_beside_them(
+    data: st.DataObject, schedule: Schedule, share: float, launch_s: float, data_parallel: int, sync: str
+) -> None:
+    stages = [
+        make_uniform_stages(1, forward_s=data.draw(st.floats(0.5, 2)), gradient_bytes=data.draw(st.integers(0, 9)))[0]
+        for _ in range(schedule.num_stages)
+    ]
+    network = Network(seconds_per_byte=0.5, all_reduce_share=share, all_reduce_launch_s=launch_s)
+    free = simulate_schedule(
+        schedule, stages, network=Network(seconds_per_byte=0.5), sync=sync, data_parallel=data_parallel
+    )
+    costly = simulate_schedule(schedule, stages, network=network, sync=sync, data_parallel=data_parallel)
+    assert costly.makespan_s >= free.makespan_s * (1 - 1e-6)
+    if sync == "after":
+        assert costly.makespan_s == free.makespan_s
+    if any(action.overlapped for action in schedule.actions()):
+        return  # two overlapped actions share what each of them takes longer
+    for worker in range(schedule.num_workers):
+        beside = [each for each in costly.all_reduces if each.is_eager and worker in each.workers]
+        for number in range(costly.offsets[worker], costly.offsets[worker + 1]):
+            start, end = costly.start_s[number], costly.end_s[number]
+            both = sum(max(0.0, min(end, each.end_s) - max(start, each.start_s)) for each in beside)
+            longer = end - start - costly.duration_s[number]
+            launches = (longer - share * both) / launch_s if launch_s else longer - share * both
+            # Whole launches only, of at most one all-reduce of each stage of the worker.
+            assert launches == pytest.approx(round(launches), abs=1e-4 * max(1.0, costly.makespan_s))
+            assert -0.01 <= launches <= len(beside) + 0.01
+
+
+def chosen_by_chimeras_rule(
+    model: Transformer, workers: int, depths: tuple[int, ...], bandwidth: float, activations: float = 1.0
+) -> list[tuple[int, int, int, bool]]:
+    """(W, D, B, recomputation) for a mini-batch of 512 on GPUs of 16 GB, best first."""
+    sizes = (1, 2) if model is GPT_2 else (1, 2, 4, 8, 16, 32)
+    costs = MicrobatchCosts(
+        sizes,
+        tuple(
+            [
+                dataclasses.replace(layer, activation_bytes=round(layer.activation_bytes * activations))
+                for layer in chimera_paper_layers(model, size, flops=5e12)
+            ]
+            for size in sizes
+        ),
+    )
+    configurations = search_configurations(
+        costs, workers, 512,
+        choices=lambda depth, count: [parse_schedule_choice("chimera")] if depth in depths else [],
+        microbatch_sizes=sizes, recompute=(False, True),
+        settings=PlanSettings(network=Network(latency_s=5e-5, seconds_per_byte=1 / bandwidth),
+                              capacity_bytes=15 * 2**30, sync="eager-opt", objective=EQUAL),
+    )  # fmt: skip
+    return [
+        (row.data_parallel, row.pipeline_workers, row.microbatch_size, row.prediction.recompute)
+        for row in largest_microbatches(configurations)
+    ]
+
+
+@pytest.mark.parametrize(
+    "bandwidth", [4e9, pytest.param(3e9, marks=pytest.mark.slow), pytest.param(6e9, marks=pytest.mark.slow)]
+)
+def test_chimeras_rule_chooses_the_configuration_of_the_paper_for_bert_48(bandwidth: float) -> None:
+    """Figure 13: the largest micro-batch of every depth, and W = 8, D = 4, B = 8 of all."""
+    chosen = chosen_by_chimeras_rule(BERT_48, 32, (2, 4, 8, 16), bandwidth)
+    assert chosen[0] == (8, 4, 8, False)
+    assert set(chosen) == {(2, 16, 16, False), (4, 8, 16, False), (8, 4, 8, False), (16, 2, 4, False)}
+
+
+def test_chimeras_rule_chooses_the_configuration_of_the_paper_for_gpt_2() -> None:
+    """Figure 13 needs recomputation at D = 8 and 16, for which the paper's activations must be 1.4 times the count."""
+    chosen = chosen_by_chimeras_rule(GPT_2, 512, (8, 16, 32, 64), 4e9, activations=1.4)
+    assert chosen[0] == (16, 32, 1, False)
+    assert set(chosen) == {(8, 64, 1, False), (16, 32, 1, False), (32, 16, 1, True), (64, 8, 1, True)}
 
 
 def test_all_reduce_takes_the_time_of_rabenseifners_algorithm() -> None:

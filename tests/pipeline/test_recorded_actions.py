@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from memtrace.cli import cli
 from memtrace.dashboards.page import render
 
+from memtrace.analysis.rank_clocks import clock_shift_ns
 from memtrace.errors import MemtraceError, TraceError
 from memtrace.format.manifest import ClockOffset, Manifest
 from memtrace.pipeline.costs import LayerCosts
@@ -18,7 +19,7 @@ from memtrace.pipeline.layer_costs import MeasuredLayers
 from memtrace.pipeline.measured import measure_pipeline
 from memtrace.pipeline.memory_rules import PAPER
 from memtrace.pipeline.prediction import infer_first_layers, predict_recorded_pipeline
-from memtrace.pipeline.recorded import clock_shift_ns, recorded_actions, recorded_schedule
+from memtrace.pipeline.recorded import recorded_actions, recorded_schedule
 from memtrace.pipeline.schedules.registry import build_schedule
 from memtrace.trace import Trace
 from tests.builders import event, op, trace_of, with_manifest

@@ -36,11 +36,11 @@ def torch_rows(name: str, workers: int, count: int, chunks: int) -> list[list[st
 
 def _texts(action: Any) -> list[str]:
     """The text of the computations; torch's tables also contain gradient reductions."""
-    computations = ("F", "B", "I", "W")
+    computations = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
     return [
-        f"{part.computation_type.value}{part.stage_index}.{part.microbatch_index}"
+        f"{computations[part.computation_type.name]}{part.stage_index}.{part.microbatch_index}"
         for part in action.sub_actions or (action,)
-        if part.computation_type.value in computations
+        if part.computation_type.name in computations
     ]
 
 

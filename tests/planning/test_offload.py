@@ -210,7 +210,7 @@ def test_without_bandwidths_the_peak_depends_on_no_time() -> None:
 def _record(path: Path, index: int, actions: tuple[Offload, ...] = ()) -> tuple[memtrace.Trace, list[torch.Tensor]]:
     gc.collect()  # tensors of earlier programs would count as memory of this one
     training = PROGRAMS[index].small(4)
-    with memtrace.record(path):
+    with memtrace.record(path, model=training.model):
         if actions:
             plan = memtrace.planning.Plan(
                 "cpu", actions, memtrace.planning.StepCost(1, None), memtrace.planning.StepCost(1, None)

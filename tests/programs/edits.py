@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Final
 
 PROGRAMS: Final = Path(__file__).parent / "edited"
+RECIPES: Final = "recipes"
+"""Folder of the training recipes as people write them."""
 _EDIT: Final = re.compile(r"#(?P<mark>[!?]) (?P<pattern>[^@]+?)(?:@(?P<text>.+?))? -> (?P<code>.+?)(?=\s+#[!?] |$)")
 
 
@@ -42,6 +44,11 @@ class EditedProgram:
     def name(self) -> str:
         """Name of the program's file, without its suffix."""
         return self.path.stem
+
+    @property
+    def is_recipe(self) -> bool:
+        """Whether it is a training recipe as people write it, and not a program made for one pattern."""
+        return self.path.parent.name == RECIPES
 
     def apply(self, edit: Edit) -> str:
         """Return the source with one edit."""
@@ -74,5 +81,5 @@ def read_program(path: Path) -> EditedProgram:
 
 
 def read_programs() -> tuple[EditedProgram, ...]:
-    """Return all programs, by name."""
-    return tuple(read_program(path) for path in sorted(PROGRAMS.glob("*.py")))
+    """Return all programs, by path."""
+    return tuple(read_program(path) for path in sorted(PROGRAMS.rglob("*.py")))

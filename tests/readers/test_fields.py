@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memtrace.format.schema import MAX_BYTES
 from memtrace.readers.fields import FieldError, addresses, columns, sizes
 
 KEYS = ("action", "addr", "frames")
@@ -38,3 +40,13 @@ def test_a_missing_number_is_reported(read_numbers: Callable[..., Any]) -> None:
 def test_a_missing_address_is_reported_beside_addresses_above_63_bits() -> None:
     with pytest.raises(FieldError, match="entry 1 has no 'addr'"):
         addresses([2**63, None], "addr", "entry {}")
+
+
+def test_a_size_is_limited_unless_it_is_that_of_a_failed_request() -> None:
+    values, is_failed = [5, 1 << 62, 7], np.array([False, True, False])
+    assert sizes(values, "size", "entry {}", is_failed_request=is_failed).tolist() == values
+    for value in (-1, MAX_BYTES + 1):
+        with pytest.raises(FieldError, match=f"entry 2 has size {value}, which an allocator never writes"):
+            sizes([*values[:2], value], "size", "entry {}", is_failed_request=is_failed)
+    with pytest.raises(FieldError, match="entry 1 has size"):
+        sizes(values, "size", "entry {}")

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 import memtrace
+from memtrace.allocator.plan import plan_allocator
 from memtrace.analysis import blocks_table, compute_coverage, steps_table
+from memtrace.analysis.oom import explain_out_of_memory
 from memtrace.analysis.peak import requested_bytes, reserved_bytes
+from memtrace.errors import TraceError
+from memtrace.format.schema import MAX_BYTES
 from tests.readers.snapshot_maker import MIB, START_US, SnapshotMaker, frame
 
 
@@ -34,6 +38,18 @@ def test_a_failed_allocation_has_no_address_and_keeps_the_free_memory(tmp_path: 
     row = load(tmp_path, maker.snapshot()).events.iloc[-1]
     assert (row["kind"], row["size"], row["device_free"]) == ("oom", 5 * MIB, 123)
     assert row[["address", "block_id"]].isna().all()
+
+
+@pytest.mark.parametrize("size", [MAX_BYTES + 1, 1 << 62, (1 << 63) - 1])
+def test_only_a_failed_allocation_can_have_any_size(size: int, tmp_path: Path, maker: SnapshotMaker) -> None:
+    maker.out_of_memory(size, 123)
+    trace = load(tmp_path, maker.snapshot())
+    assert trace.events.iloc[-1]["size"] == size
+    assert explain_out_of_memory(trace)[0].asked_bytes == size
+    assert plan_allocator(trace, []).devices[0].failed_request_bytes == (size,)
+    maker.entries[-1]["action"] = "alloc"
+    with pytest.raises(TraceError, match=f"entry {len(maker.entries) - 1} of device 0 has"):
+        load(tmp_path, maker.snapshot())
 
 
 def test_snapshot_entries_do_not_allocate(tmp_path: Path, maker: SnapshotMaker) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 import memtrace
 from memtrace.analysis import compute_coverage
+from memtrace.format.files import FileIdentity, open_protected
 from memtrace.recording import output_dir
 from memtrace.recording.output_dir import claim_output_dir, move_older_trace, move_output_dir
 from tests.programs.tasks import make_step, mlp
@@ -96,6 +98,31 @@ def test_a_claimed_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.Mo
     assert [folder.name for folder in tmp_path.iterdir()] == ["job.memtrace"]
     first.release()
     second.release()
+
+
+def test_a_folder_that_another_process_moves_while_it_is_claimed_is_claimed_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise two processes believe that they record into the same folder, and one moves the trace of the other."""
+    folder, moved = tmp_path / "job.memtrace" / "rank=0", tmp_path / "rank=0"
+    opened: list[int] = []
+
+    def open_and_move(path: Path, flags: int) -> tuple[int, FileIdentity]:
+        lock = open_protected(path, flags)
+        opened.append(lock[0])
+        if not moved.exists():
+            folder.rename(moved)
+        return lock
+
+    monkeypatch.setattr(output_dir, "open_protected", open_and_move)
+    claimed = claim_output_dir(tmp_path / "job.memtrace", 0, 1)
+    assert len(opened) == 2
+    assert claimed.folder == folder
+    other = os.open(folder, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(other)
+    claimed.release()
 
 
 def test_ranks_of_an_earlier_larger_job_are_moved_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

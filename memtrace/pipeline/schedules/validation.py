@@ -35,8 +35,9 @@ def find_faults(schedule: Schedule) -> list[str]:
 
     Checks that slots ascend along every row (at most one action per slot); that each action is on the worker that holds
     its stage; that every micro-batch passes through one pipeline, and through every stage once forward and once
-    backward (whole, in two halves, or split into I and W); that an action's inputs are computed in earlier slots; and
-    that an overlapped action is a forward directly followed by a backward.
+    backward (whole, in two halves, or split into I and W); that a schedule without a flush has one pipeline; that an
+    action's inputs are computed in earlier slots; and that an overlapped action is a forward directly followed by a
+    backward.
     """
     faults = list(_misplaced(schedule))
     # Dependencies are defined only in a table that has every action once.
@@ -44,6 +45,8 @@ def find_faults(schedule: Schedule) -> list[str]:
 
 
 def _misplaced(schedule: Schedule) -> Iterator[str]:
+    if schedule.asynchronous and len(schedule.placement) > 1:
+        yield f"update {schedule.update} needs one pipeline, but there are {len(schedule.placement)}"
     for pipeline, workers in enumerate(schedule.placement):
         if len(workers) != schedule.num_stages or not set(workers) <= set(range(schedule.num_workers)):
             yield f"pipeline {pipeline} does not place {schedule.num_stages} stages on the workers"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +15,23 @@ from memtrace.pipeline.costs import Network, StageCosts
 from memtrace.pipeline.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, KINDS, WEIGHT_BACKWARD
 from memtrace.pipeline.schedules.dependencies import earliest_times
 from memtrace.pipeline.schedules.schedule import Schedule
-from memtrace.pipeline.simulation.all_reduce import EAGER, AllReduce, schedule_all_reduces
+from memtrace.pipeline.simulation.all_reduce import (
+    EAGER,
+    AllReduce,
+    all_reduce_delays,
+    choose_eager_stages,
+    schedule_all_reduces,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Seconds = npt.NDArray[np.float64]
 FREE_NETWORK = Network()
+MAX_ROUNDS: Final = 200
+"""Largest number of rounds in which times with all-reduces beside computation are refined."""
+TOLERANCE: Final = 1e-7
+"""Change of a duration, as a share of the makespan, at which the times count as final."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,7 @@ class Simulation:
     start_s: Seconds
     end_s: Seconds
     duration_s: Seconds
+    """Seconds of computation; an action takes longer where an all-reduce runs beside it."""
     all_reduces: tuple[AllReduce, ...]
 
     @cached_property
@@ -115,7 +126,8 @@ def simulate_schedule(
     Args:
         schedule: the schedule.
         stages: the costs of every stage of the schedule.
-        network: cost of messages and all-reduces; messages do not occupy the workers.
+        network: cost of messages and all-reduces; messages do not occupy the workers, all-reduces beside computation
+            take a share of it.
         recompute: stages keep only their inputs and repeat their forward before the backward.
         overlap: time of an overlapped forward and backward as a share of the sum of both.
         data_parallel: data-parallel degree: copies of the whole pipeline, which take part in the all-reduces.
@@ -129,17 +141,39 @@ def simulate_schedule(
             f"schedule {schedule.name} has {schedule.num_stages} stages, but costs were given for {len(stages)}"
         )
     duration = _durations(schedule, stages, recompute, overlap)
+    start, end, all_reduces = _simulate_times(schedule, stages, duration, network, data_parallel, sync)
+    return Simulation(schedule, stages, recompute, np.array(start), np.array(end), duration, all_reduces)
+
+
+def _simulate_times(
+    schedule: Schedule,
+    stages: Sequence[StageCosts],
+    duration: Seconds,
+    network: Network,
+    data_parallel: int,
+    sync: str,
+) -> tuple[list[float], list[float], tuple[AllReduce, ...]]:
+    """Starts and ends of all actions, and the all-reduces.
+
+    All-reduces lengthen the actions beside them, which moves the actions and all-reduces behind them. The times are
+    repeated until every action is exactly as much longer as the all-reduces beside it require.
+    """
     delays = _delays(schedule, stages, network)
-    start, end = earliest_times(schedule.rows, schedule.num_stages, duration.tolist(), delays)
-    return Simulation(
-        schedule,
-        stages,
-        recompute,
-        np.array(start),
-        np.array(end),
-        duration,
-        schedule_all_reduces(schedule, stages, start, end, network=network, data_parallel=data_parallel, mode=sync),
-    )
+    longer = np.zeros(len(duration))
+    eager_stages = choose_eager_stages(schedule, sync)
+    for _ in range(MAX_ROUNDS):
+        start, end = earliest_times(schedule.rows, schedule.num_stages, (duration + longer).tolist(), delays)
+        all_reduces = schedule_all_reduces(
+            schedule, stages, end, network=network, data_parallel=data_parallel, eager_stages=eager_stages
+        )
+        if not (network.all_reduce_share or network.all_reduce_launch_s):
+            break
+        required = np.array(all_reduce_delays(schedule, start, end, all_reduces, network))
+        change = np.abs(required - longer).max(initial=0.0)
+        longer = required
+        if change <= TOLERANCE * max(end, default=0.0):
+            break
+    return start, end, all_reduces
 
 
 def _durations(schedule: Schedule, stages: Sequence[StageCosts], recompute: bool, overlap: float) -> Seconds:

@@ -30,6 +30,7 @@ _NUM_END_POINTS: Final = 3
 class WorkerMemory:
     """One worker's memory: the level after each change, in the order in which the changes happen.
 
+    Without a flush every update of the weights has a point of its own, before the end of the action that it follows.
     The last three points are the end of the step: merged outputs, optimizer step, and what stays for the next step.
     """
 
@@ -81,13 +82,16 @@ def _simulate_worker(simulation: Simulation, worker: int, model: MemoryModel) ->
     times = np.stack([simulation.start_s[begin:end], simulation.end_s[begin:end]], axis=1).ravel()[order]
     in_flight = np.stack(in_flight_changes(row), axis=1).ravel()[order]
     sizes = component_bytes([simulation.stages[stage] for stage in changes.stages])
+    # Where updates happen: before the ends of their actions, in the order of changes.
+    points = np.sort(np.argsort(order)[2 * changes.updates + 1])
+    running = np.cumsum(in_flight)
     return WorkerMemory(
         worker,
-        np.concatenate([[0.0], times, [simulation.makespan_s] * _NUM_END_POINTS]),
+        np.concatenate([[0.0], np.insert(times, points, times[points]), [simulation.makespan_s] * _NUM_END_POINTS]),
         _level_bytes("activation", changes, sizes, order),
         _level_bytes("weight", changes, sizes, order),
         _level_bytes("temporary", changes, sizes, order),
-        np.concatenate([[0], np.cumsum(in_flight), [0] * _NUM_END_POINTS]),
+        np.concatenate([[0], np.insert(running, points, running[points]), [0] * _NUM_END_POINTS]),
     )
 
 
@@ -99,6 +103,9 @@ def _level_bytes(level: Level, changes: WorkerChanges, sizes: Integers, order: I
     resident = int((changes.resident * sizes).sum())
     optimizer_step = (changes.optimizer_steps * sizes).sum(axis=(1, 2)).max(initial=0)
     end_points = [(changes.output_merge * sizes).sum(), optimizer_step, resident]
-    halves: Integers = np.concatenate([[resident], resident + np.cumsum(deltas), end_points])
+    levels = resident + np.cumsum(deltas)
+    points = np.argsort(order)[2 * changes.updates + 1]
+    updates = levels[points] + (changes.during_updates * of_action[changes.updates]).sum(axis=1)
+    halves: Integers = np.concatenate([[resident], np.insert(levels, points, updates), end_points])
     # Counts are in halves; half of an odd number of bytes is rounded up.
     return -(-halves // 2)

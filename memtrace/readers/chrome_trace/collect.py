@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from memtrace.errors import TraceError
+from memtrace.format.device_types import DEVICE_TYPES
 from memtrace.format.schema import MAX_BYTES
 from memtrace.readers.tables import Array
 from memtrace.units import format_bytes
@@ -20,19 +21,6 @@ _UNKNOWN: Final = -1
 _MAX_US: Final = (1 << 62) / 1000
 _OPERATORS: Final = frozenset({"cpu_op", "Operator"})
 _ANNOTATIONS: Final = ("ProfilerStep#", "Optimizer.", "enumerate(DataLoader)#")
-# The members of c10::DeviceType that have memory.
-_DEVICE_TYPES: Final = {
-    0: "cpu",
-    1: "cuda",
-    6: "hip",
-    9: "xla",
-    12: "xpu",
-    13: "mps",
-    14: "meta",
-    15: "hpu",
-    19: "mtia",
-    20: "privateuseone",
-}
 _MAX_INVALID: Final = 10_000
 _MAX_DEVICES: Final = 127
 _MAX_THREADS: Final = 1 << 15
@@ -168,7 +156,7 @@ class Collector:
     def _device(self, arguments: Mapping[str, Any]) -> int:
         kind = _as_integer(arguments.get("Device Type", arguments.get("device_option Type")))
         number = _as_integer(arguments.get("Device Id", arguments.get("device_option Id")))
-        stem = _DEVICE_TYPES.get(kind, f"device{kind}") if kind is not None and 0 <= kind < 256 else "unknown"
+        stem = DEVICE_TYPES.get(kind, f"device{kind}") if kind is not None and 0 <= kind < 256 else "unknown"
         number = number if number is not None and 0 < number < 4096 else 0
         name = stem if stem in ("cpu", "unknown") else f"{stem}:{number}"
         if len(self._devices) >= _MAX_DEVICES and name not in self._devices:

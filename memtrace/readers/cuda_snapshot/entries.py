@@ -107,7 +107,7 @@ def _device_entries(trace: object, device: int) -> SnapshotEntries:
         kind=kind,
         device=np.full(len(rows), device, np.int16),
         address=address,
-        size=sizes(fields["size"], "size", what),
+        size=sizes(fields["size"], "size", what, is_failed_request=kind == KIND["oom"]),
         stream=_streams(fields["stream"], what),
         device_free=_device_free(rows, kind, what),
         pool=_entry_pools(fields["pool_id"], kind),

@@ -112,8 +112,8 @@ class Observer(Protocol):
     def label_inputs(self, tensors: list[torch.Tensor], category: int) -> None:
         """Label the blocks of tensors that autograd has not computed. ``category`` is an index into CATEGORIES."""
 
-    def instances(self, objects: list[Any], types: tuple[type, ...]) -> list[list[Any]]:
-        """For each type, the objects that are instances of it by their own type; no code of the program runs."""
+    def live_instances(self, types: tuple[type, ...]) -> list[list[Any]]:
+        """For each type, the live objects that are instances of it by their own type; no code of the program runs."""
 
     def times_devices(self) -> bool:
         """Whether operators can be timed on a GPU."""

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memtrace.format.schema import EVENT_KINDS
+from memtrace.recording.excluded_memory import is_excluded
 from memtrace.recording.observers.dispatch_buffer import RecordBuffer
 from memtrace.recording.observers.dispatch_cuda import CudaBlocks, CudaEvent
 
@@ -112,6 +113,8 @@ class BlockTable:
             address = -1 if is_fake(tensor) else storage.data_ptr()
         except RuntimeError:
             return None  # wrappers of torch.func have a storage without memory
+        if is_excluded(address):
+            return None
         with self._buffer.lock:
             block = LiveBlock(self._next_number(device, address), int(storage.nbytes()), device, address)
             key = storage._cdata

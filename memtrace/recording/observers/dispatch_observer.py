@@ -17,6 +17,7 @@ It differs from the native observer as follows:
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -42,7 +43,7 @@ from memtrace.recording.observers.dispatch_operators import (
     running_node_sequence_nr,
 )
 from memtrace.recording.observers.dispatch_stacks import PythonStacks
-from memtrace.recording.plain_access import is_tensor, overrides_dispatch, tensors_in
+from memtrace.recording.plain_access import instances_of, is_tensor, overrides_dispatch, tensors_in
 
 _EVENT: Final = {kind: code for code, kind in enumerate(EVENT_KINDS)}
 _NAME: Final = {kind: code for code, kind in enumerate(NAME_KINDS)}
@@ -265,19 +266,10 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
             row = (_SPAN["range"], self.name_id(_NAME["range"], "gc"), start_ns, end_ns - start_ns, -1, -1)
             self._buffer.add("spans", row)
 
-    def instances(self, objects: list[Any], types: tuple[type, ...]) -> list[list[Any]]:
-        """See ``Observer.instances``."""
-        # type() instead of isinstance(): asking a lazy proxy for its class can run user code.
-        found: list[list[Any]] = [[] for _ in types]
-        target_by_type: dict[type, list[Any] | None] = {}  # a process has few types and many objects
-        for item in objects:
-            kind = type(item)
-            if kind not in target_by_type:
-                bases = (target for base, target in zip(types, found, strict=True) if issubclass(kind, base))
-                target_by_type[kind] = next(bases, None)
-            if (target := target_by_type[kind]) is not None:
-                target.append(item)
-        return found
+    def live_instances(self, types: tuple[type, ...]) -> list[list[Any]]:
+        """See ``Observer.live_instances``."""
+        instances = instances_of(types, gc.get_objects())
+        return [[item for item in instances if issubclass(type(item), base)] for base in types]
 
     def times_devices(self) -> bool:
         """See ``Observer.times_devices``. Always False."""

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import torch
 
+from memtrace.recording.excluded_memory import excluded_ranges
 from memtrace.recording.observers.build import load_native
 
 WAKE_RECORDS: Final = 1 << 14
@@ -49,7 +50,7 @@ class NativeObserver:
         self.label = native.label
         self.label_inputs = native.label_inputs
         self.baseline = native.baseline
-        self.instances = native.instances
+        self.live_instances = native.live_instances
         self.collected = native.collected
         self.attach_cuda = native.attach_cuda
         self.finish_cuda = native.finish_cuda
@@ -63,6 +64,7 @@ class NativeObserver:
             RuntimeError: another library uses the CPU allocator or the dispatch key.
         """
         _let_higher_order_operators_pass(self._native.status()["dispatch_key"])
+        self._native.exclude_memory(excluded_ranges())
         self._native.start(accesses, stacks, stack_min_bytes, device_time_min_bytes, WAKE_RECORDS, LIMIT_RECORDS)
 
     def times_devices(self) -> bool:

@@ -14,7 +14,7 @@ def main():
     for _ in range(6):
         parameters = dict(model.named_parameters())
         gradients = grad(loss)(parameters, torch.randn(256, 128))
-        adapted = {name: value - 0.1 * gradients[name] for name, value in parameters.items()}
+        adapted = {name: value - 0.1 * gradients[name] for name, value in parameters.items()}  #? late deallocation -> adapted = {name: value - 0.1 * gradients[name] for name, value in parameters.items()}; del gradients
         loss(adapted, torch.randn(256, 128)).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -12,7 +12,7 @@ def main():
         mean, log_variance = encoder(x).chunk(2, dim=1)
         result = torch.sigmoid(decoder(mean + torch.randn_like(mean) * (0.5 * log_variance).exp()))
         loss = nn.functional.binary_cross_entropy(result, x) - 0.5 * (1 + log_variance - mean.square() - log_variance.exp()).mean()
-        loss.backward()
+        loss.backward()  #? late deallocation@torch.rand -> del x; loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         pictures.append(result.detach())  #! leak -> pass

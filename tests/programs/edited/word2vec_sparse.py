@@ -9,7 +9,7 @@ def main():
     for _ in range(6):
         a, b = torch.randint(4000, (256,)), torch.randint(4000, (256,))
         scores = centre(a) @ context(b).T
-        nn.functional.cross_entropy(scores, torch.arange(256)).backward()
+        nn.functional.cross_entropy(scores, torch.arange(256)).backward()  #? late deallocation -> loss = nn.functional.cross_entropy(scores, torch.arange(256)); del scores; loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -51,8 +51,9 @@ std::optional<Memory> memory_of(const at::Tensor& tensor) {
   const int64_t size = storage->sym_nbytes().maybe_as_int().value_or(0);
   if (size == 0) return std::nullopt;
   if (!on_cpu && recorder().cuda_source.load(std::memory_order_relaxed) == CudaSource::undecided) return std::nullopt;
-  return Memory{reinterpret_cast<uint64_t>(data.get()), size, static_cast<int8_t>(on_cpu ? 0 : device.index() + 1),
-                watch_memory(storage, data)};
+  const Origin origin = watch_memory(storage, data);
+  if (origin == Origin::excluded) return std::nullopt;
+  return Memory{reinterpret_cast<uint64_t>(data.get()), size, static_cast<int8_t>(on_cpu ? 0 : device.index() + 1), origin};
 }
 
 namespace {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
@@ -29,6 +30,16 @@ auto& watched = *new std::vector<Watched>;   // never destroyed
 auto& watched_keys = *new std::unordered_map<c10::StorageImpl*, size_t>;   // index into `watched`
 std::atomic<size_t> num_watched{0};
 size_t next_check = 0;
+
+auto& excluded = *new std::vector<std::pair<uint64_t, uint64_t>>;   // never destroyed
+std::atomic<bool> has_excluded{false};
+
+bool is_excluded(uint64_t address) {
+  if (!has_excluded.load(std::memory_order_relaxed)) return false;
+  std::lock_guard<ForkSafeMutex> lock(mutex);
+  const auto next = std::upper_bound(excluded.begin(), excluded.end(), std::make_pair(address, UINT64_MAX));
+  return next != excluded.begin() && address < std::prev(next)->second;
+}
 
 void record_free(uint64_t address) {
   Recorder& r = recorder();
@@ -72,6 +83,7 @@ Origin watch_memory(c10::StorageImpl* storage, c10::DataPtr& data) {
     const CudaBlock block = follow_cuda_block(data);
     if (block != CudaBlock::unfollowed) return block == CudaBlock::newly_followed ? Origin::foreign_new : Origin::traced;
   }
+  if (is_excluded(reinterpret_cast<uint64_t>(data.get()))) return Origin::excluded;
   if (data.get_deleter() == traced_function_deleter) return Origin::foreign;
   if (data.get_context() != nullptr && data.compare_exchange_deleter(function_deleter(), traced_function_deleter))
     return Origin::foreign_new;
@@ -82,6 +94,12 @@ Origin watch_memory(c10::StorageImpl* storage, c10::DataPtr& data) {
   watched.push_back({c10::weak_intrusive_ptr<c10::StorageImpl>(strong), storage, reinterpret_cast<uint64_t>(data.get())});
   num_watched.store(watched.size(), std::memory_order_relaxed);
   return Origin::foreign_new;
+}
+
+void exclude_memory(std::vector<std::pair<uint64_t, uint64_t>> ranges) {
+  std::lock_guard<ForkSafeMutex> lock(mutex);
+  excluded = std::move(ranges);
+  has_excluded = !excluded.empty();
 }
 
 void record_foreign_frees(size_t max_checks) {

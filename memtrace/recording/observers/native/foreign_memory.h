@@ -3,16 +3,24 @@
 
 #include <c10/core/StorageImpl.h>
 
+#include <cstdint>
+#include <utility>
+#include <vector>
+
 namespace memtrace {
 
 enum class Origin : int8_t {
   traced,        // of torch's allocators, which report the free
   foreign,       // from outside, seen before
   foreign_new,   // from outside, seen for the first time
+  excluded,      // from outside, and not to be recorded
 };
 
 // Where the memory of a storage comes from. Its free will be recorded, whatever its origin.
 Origin watch_memory(c10::StorageImpl* storage, c10::DataPtr& data);
+
+// Sets the memory that is not recorded: ascending ranges [begin, end).
+void exclude_memory(std::vector<std::pair<uint64_t, uint64_t>> ranges);
 
 // Records the free of the foreign memory that has been freed, for at most `max_checks` of the storages whose deleter
 // cannot be replaced. Consecutive calls take turns, so that all storages are checked.

@@ -1,5 +1,5 @@
 // The Python module of the native observer: start, stop and drain. The functions that mark what the program does are in
-// marks.cpp, those that memtrace needs besides in tools.cpp.
+// marks.cpp, others that memtrace needs in tools.cpp and live_objects.cpp.
 #include "marks.h"   // first: it includes Python.h
 #include "tools.h"
 
@@ -12,6 +12,7 @@
 #include "dispatch.h"
 #include "foreign_memory.h"
 #include "late_events.h"
+#include "live_objects.h"
 #include "python_handlers.h"
 #include "state.h"
 #include "tables.h"
@@ -95,6 +96,19 @@ PyObject* stop(PyObject*, PyObject*) {
   }
   r.wake_writer.notify_all();
   r.buffer_taken.notify_all();
+  Py_RETURN_NONE;
+}
+
+// exclude_memory(ranges): memory that is not recorded; ranges: [(begin, end)], ascending
+PyObject* exclude_ranges(PyObject*, PyObject* rows) {
+  if (!PyList_Check(rows)) return fail("ranges of memory must be a list of tuples");
+  std::vector<std::pair<uint64_t, uint64_t>> ranges;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(rows); ++i) {
+    unsigned long long begin = 0, end = 0;
+    if (!PyArg_ParseTuple(PyList_GET_ITEM(rows, i), "KK", &begin, &end)) return nullptr;
+    ranges.emplace_back(begin, end);
+  }
+  exclude_memory(std::move(ranges));
   Py_RETURN_NONE;
 }
 
@@ -368,6 +382,7 @@ PyObject* marking(PyObject* module, PyObject* arguments) {
 PyMethodDef methods[] = {
     {"start", checked<start>, METH_VARARGS, nullptr},
     {"stop", checked<stop>, METH_NOARGS, nullptr},
+    {"exclude_memory", checked<exclude_ranges>, METH_O, nullptr},
     {"abandon", checked<abandon>, METH_NOARGS, nullptr},
     {"wait", checked<wait>, METH_O, nullptr},
     {"wake", checked<wake>, METH_NOARGS, nullptr},
@@ -392,7 +407,7 @@ PyMethodDef methods[] = {
     {"status", status, METH_NOARGS, nullptr},
     {"call_until_done", call_until_done, METH_VARARGS, nullptr},
     {"call_or_undo", call_or_undo, METH_VARARGS, nullptr},
-    {"instances", checked<instances>, METH_VARARGS, nullptr},
+    {"live_instances", checked<live_instances>, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "memtrace_native", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

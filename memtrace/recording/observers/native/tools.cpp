@@ -1,7 +1,5 @@
 #include "tools.h"   // first: it includes Python.h
 
-#include <unordered_map>
-
 namespace memtrace {
 namespace {
 
@@ -66,36 +64,6 @@ PyObject* call_or_undo(PyObject*, PyObject* all) {
     exception.restore();
   }
   return result;
-}
-
-// instances(objects, types) -> a list for each of the types: the objects that are instances of it by their own type. Asks
-// no object for anything, so that no code of the program runs.
-PyObject* instances(PyObject*, PyObject* arguments) {
-  PyObject *objects = nullptr, *types = nullptr;
-  if (!PyArg_ParseTuple(arguments, "O!O!", &PyList_Type, &objects, &PyTuple_Type, &types)) return nullptr;
-  PyObject* found = PyList_New(0);
-  for (Py_ssize_t i = 0; found != nullptr && i < PyTuple_GET_SIZE(types); ++i) {
-    PyObject* list = PyList_New(0);
-    if (list == nullptr || PyList_Append(found, list) < 0) Py_CLEAR(found);
-    Py_XDECREF(list);
-  }
-  std::unordered_map<PyTypeObject*, PyObject*> target_by_type;   // a process has few types and many objects
-  PyTypeObject* last_type = nullptr;
-  PyObject* target = nullptr;
-  for (Py_ssize_t i = 0; found != nullptr && i < PyList_GET_SIZE(objects); ++i) {
-    PyObject* object = PyList_GET_ITEM(objects, i);
-    if (Py_TYPE(object) != last_type) {
-      last_type = Py_TYPE(object);
-      const auto [entry, is_new] = target_by_type.try_emplace(last_type, nullptr);
-      for (Py_ssize_t k = 0; is_new && k < PyTuple_GET_SIZE(types); ++k) {
-        auto* base = reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(types, k));
-        if (entry->second == nullptr && PyType_IsSubtype(last_type, base)) entry->second = PyList_GET_ITEM(found, k);
-      }
-      target = entry->second;
-    }
-    if (target != nullptr && PyList_Append(target, object) < 0) Py_CLEAR(found);
-  }
-  return found;
 }
 
 }  // namespace memtrace

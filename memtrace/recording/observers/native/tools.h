@@ -1,5 +1,4 @@
-// What memtrace needs from C besides observing: calls that an interrupt cannot leave half done, and a quick search among
-// the live objects.
+// Calls that an interrupt cannot leave half done.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -9,6 +8,5 @@ namespace memtrace {
 
 PyObject* call_until_done(PyObject*, PyObject* arguments);
 PyObject* call_or_undo(PyObject*, PyObject* arguments);
-PyObject* instances(PyObject*, PyObject* arguments);
 
 }  // namespace memtrace
