@@ -42,13 +42,13 @@ def command(
 
     An access interval is the time between two accesses of a block. A block is a swap candidate if it can be copied to
     the host and back within one. Intervals on a GPU are measured there if TRACE was recorded with device_time=True,
-    otherwise between the launches on the host. Bandwidths are those of a TITAN Xp (6.4 GB/s) unless --bandwidths, or
-    --d2h and --h2d, are given.
+    otherwise between the launches on the host. Bandwidths are those of a TITAN Xp (6.4 GB/s) unless --bandwidth,
+    --card, or --d2h and --h2d are given.
 
     \b
     Examples:
       memtrace doctor --bandwidth --json > bandwidths.json
-      memtrace access run.memtrace --bandwidths bandwidths.json
+      memtrace access run.memtrace --bandwidth bandwidths.json
     """
     trace = selection.open_rank()
     result = analyze_access(trace, bandwidths or TITAN_XP, min_bytes=min_bytes)

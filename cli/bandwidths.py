@@ -1,4 +1,4 @@
-"""Options of commands that need the bandwidths between device and host: --bandwidths, or --d2h and --h2d."""
+"""Options that give the bandwidths of copies between device and host."""
 
 from __future__ import annotations
 
@@ -10,32 +10,40 @@ from typing import Any
 
 import click
 
-from memtrace.analysis.bandwidth import CopyBandwidths, bandwidths_from_json, bandwidths_from_rates
+from memtrace.analysis.bandwidth import CopyBandwidths, bandwidths_from_json, bandwidths_from_rates, bandwidths_of_card
 from memtrace.errors import MemtraceError
 
 
 def takes_bandwidths(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a command: the options, passed as ``bandwidths``; None: none of them was given."""
+    """Decorate a command: bandwidths from a file, rates or the name of a card, passed as ``bandwidths`` (or None)."""
 
-    @click.option("--bandwidths", "file", type=click.Path(), metavar="FILE",
+    @click.option("--bandwidth", "bandwidth_file", type=click.Path(), metavar="FILE",
                   help="Bandwidths of a machine: the output of memtrace doctor --bandwidth --json.")  # fmt: skip
-    @click.option("--d2h", type=float, metavar="GB/s", help="Device-to-host bandwidth; requires --h2d.")
-    @click.option("--h2d", type=float, metavar="GB/s", help="Host-to-device bandwidth; requires --d2h.")
+    @click.option("--card", metavar="NAME", help='Published bandwidths of a card, e.g. "TITAN Xp", P100 or A100.')
+    @click.option("--d2h", "d2h_gb_per_s", type=float, metavar="GB/s", help="Device-to-host bandwidth; requires --h2d.")
+    @click.option("--h2d", "h2d_gb_per_s", type=float, metavar="GB/s", help="Host-to-device bandwidth; requires --d2h.")
     @wraps(command)
-    def with_bandwidths(file: str | None, d2h: float | None, h2d: float | None, **options: Any) -> Any:
-        return command(bandwidths=_given_bandwidths(file, d2h, h2d), **options)
+    def with_bandwidths(
+        bandwidth_file: str | None,
+        card: str | None,
+        d2h_gb_per_s: float | None,
+        h2d_gb_per_s: float | None,
+        **options: Any,
+    ) -> Any:
+        if (d2h_gb_per_s is None) != (h2d_gb_per_s is None):
+            raise click.UsageError("--d2h and --h2d must be given together.")
+        if sum(value is not None for value in (bandwidth_file, card, d2h_gb_per_s)) > 1:
+            raise click.UsageError("give only one of --bandwidth, --card, and --d2h with --h2d.")
+        bandwidths = None
+        if d2h_gb_per_s is not None and h2d_gb_per_s is not None:
+            bandwidths = bandwidths_from_rates(d2h_gb_per_s, h2d_gb_per_s)
+        elif card is not None:
+            bandwidths = bandwidths_of_card(card)
+        elif bandwidth_file is not None:
+            bandwidths = _read_bandwidths(bandwidth_file)
+        return command(bandwidths=bandwidths, **options)
 
     return with_bandwidths
-
-
-def _given_bandwidths(file: str | None, d2h: float | None, h2d: float | None) -> CopyBandwidths | None:
-    if file is not None and (d2h is not None or h2d is not None):
-        raise click.UsageError("--bandwidths cannot be combined with --d2h and --h2d.")
-    if (d2h is None) != (h2d is None):
-        raise click.UsageError("--d2h and --h2d must be given together.")
-    if d2h is not None and h2d is not None:
-        return bandwidths_from_rates(d2h, h2d)
-    return None if file is None else _read_bandwidths(file)
 
 
 def _read_bandwidths(file: str) -> CopyBandwidths:

@@ -8,7 +8,7 @@ from typing import Final
 import click
 from memtrace.cli.output import print_json, print_line
 
-from memtrace.analysis.bandwidth import CopyBandwidths, CopyCost, measure_bandwidths
+from memtrace.analysis.bandwidth import CopyBandwidths, CopyCost
 from memtrace.recording.environment import Environment, examine_environment
 from memtrace.units import format_duration
 
@@ -32,7 +32,9 @@ _CUDA_EVENTS: Final = {
 
 
 @click.command("doctor")
-@click.option("--bandwidth", is_flag=True, help="Also measure copies between device and host (takes seconds).")
+@click.option(
+    "--bandwidth", is_flag=True, help="Also measure the copies of an offload between device and host (takes seconds)."
+)
 @click.option("--rebuild", is_flag=True, help="Build the native observer anew, even if that has failed before.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
 def command(as_json: bool, bandwidth: bool, rebuild: bool) -> None:
@@ -43,11 +45,17 @@ def command(as_json: bool, bandwidth: bool, rebuild: bool) -> None:
       memtrace doctor
       memtrace doctor --bandwidth
     """
-    report = DoctorReport(examine_environment(rebuild=rebuild), measure_bandwidths() if bandwidth else None)
+    report = DoctorReport(examine_environment(rebuild=rebuild), _measure_bandwidths() if bandwidth else None)
     if as_json:
         print_json(report)
     else:
         _print(report)
+
+
+def _measure_bandwidths() -> CopyBandwidths:
+    from memtrace.execution.offload_bandwidth import measure_bandwidths
+
+    return measure_bandwidths()
 
 
 def _print(report: DoctorReport) -> None:

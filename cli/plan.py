@@ -10,6 +10,7 @@ from memtrace.cli import LazyGroup
 PLANS: dict[str, tuple[str, str]] = {
     "auto": ("memtrace.cli.plan_auto", "Mix changes so that a step fits a capacity."),
     "recompute": ("memtrace.cli.plan_recompute", "Choose the modules to recompute in backward."),
+    "offload": ("memtrace.cli.plan_offload", "Choose saved tensors that wait in host memory until backward."),
     "spill": (
         "memtrace.cli.plan_spill",
         "Cut the model into shards that fit a memory budget; schedule several models.",

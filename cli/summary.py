@@ -226,6 +226,7 @@ def _pattern_facts(patterns: PatternSummary) -> list[tuple[str, str]]:
                                               f"{format_bytes(best.peak_if_fixed_bytes)}")))  # fmt: skip
     if patterns.swappable_bytes_at_peak:
         clocks = ", ".join(CLOCK_LABELS[clock] for clock in patterns.num_intervals_by_clock or ())
-        facts.append(("Swap candidates", f"{format_bytes(patterns.swappable_bytes_at_peak)} are idle across the peak "
-                      f"for long enough to be offloaded (by {clocks})"))  # fmt: skip
+        size = format_bytes(patterns.swappable_bytes_at_peak)
+        facts.append(("Swap candidates", f"{size} could wait in host memory at the peak, with one copy at a time in "
+                      f"each direction (intervals by {clocks})"))  # fmt: skip
     return facts

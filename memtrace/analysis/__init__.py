@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memtrace.analysis.access import AccessAnalysis, analyze_access
-    from memtrace.analysis.bandwidth import CopyBandwidths, CopyCost, measure_bandwidths
+    from memtrace.analysis.bandwidth import CopyBandwidths, CopyCost
     from memtrace.analysis.block_groups import (
         BlockGroup,
         ModuleCategoryGroup,
@@ -145,7 +145,6 @@ __all__ = [
     "group_by_module_pattern",
     "group_by_site",
     "live_blocks_at",
-    "measure_bandwidths",
     "measure_growth",
     "measure_stability",
     "measure_stalls",
@@ -243,7 +242,6 @@ _HOMES = {
     "group_by_module_pattern": "memtrace.analysis.block_groups",
     "group_by_site": "memtrace.analysis.block_groups",
     "live_blocks_at": "memtrace.analysis.peak",
-    "measure_bandwidths": "memtrace.analysis.bandwidth",
     "measure_growth": "memtrace.analysis.growth",
     "measure_stability": "memtrace.analysis.stability",
     "measure_stalls": "memtrace.analysis.stalls",

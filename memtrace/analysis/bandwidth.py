@@ -60,6 +60,33 @@ TITAN_XP: Final = CopyBandwidths(CopyCost(8242, 0.1563), CopyCost(12352, 0.1574)
 """PCIe 3.0 with pinned memory, 6.40 and 6.35 GB/s, as fitted by the authors of the paper."""
 
 
+def _at_rate(gb_per_s: float, source: str) -> CopyBandwidths:
+    return CopyBandwidths(CopyCost(0, 1 / gb_per_s), CopyCost(0, 1 / gb_per_s), source)
+
+
+CARDS: Final = {
+    "TITAN Xp": TITAN_XP,
+    # Capuchin (ASPLOS 2020) plans with 12 GB/s on this card.
+    "P100": _at_rate(12.0, "published for a P100 (Capuchin)"),
+    # Link rates of PCI Express with 16 lanes, each direction, after line coding; real copies reach about 80 % of them.
+    "V100": _at_rate(15.75, "link rate of PCIe 3.0 x16, an upper bound"),
+    "A100": _at_rate(31.51, "link rate of PCIe 4.0 x16, an upper bound"),
+    "RTX 4090": _at_rate(31.51, "link rate of PCIe 4.0 x16, an upper bound"),
+    "H100": _at_rate(63.02, "link rate of PCIe 5.0 x16, an upper bound"),
+}
+"""Costs of copies between known cards and pinned host memory."""
+
+
+def bandwidths_of_card(name: str) -> CopyBandwidths:
+    """Return the costs of copies of a known card; MemtraceError for another name."""
+    for card, bandwidths in CARDS.items():
+        if card.casefold() == name.strip().casefold():
+            return bandwidths
+    raise MemtraceError(
+        f"unknown card {name!r}: memtrace knows {', '.join(CARDS)}. Measure with: memtrace doctor --bandwidth"
+    )
+
+
 def bandwidths_from_rates(d2h_gb_per_s: float, h2d_gb_per_s: float) -> CopyBandwidths:
     """Return the costs of copies at given bandwidths in GB/s (10**9 bytes per second), without latency.
 
@@ -90,30 +117,6 @@ def bandwidths_from_json(document: Any) -> CopyBandwidths:
     if not all(cost.ns_per_byte > 0 and math.isfinite(cost.ns_per_byte) for cost in (d2h, h2d)):
         raise MemtraceError("ns_per_byte must be positive. Measure again with: memtrace doctor --bandwidth --json")
     return CopyBandwidths(d2h, h2d, source)
-
-
-def measure_bandwidths() -> CopyBandwidths:
-    """Measure copies between the first GPU and pinned host memory; without a GPU, copies within host memory."""
-    import torch
-
-    has_gpu = torch.cuda.is_available()
-    device = torch.device("cuda:0" if has_gpu else "cpu")
-    on_device = torch.empty(COPY_SIZES[-1], dtype=torch.uint8, device=device).fill_(1)
-    on_host = torch.empty(COPY_SIZES[-1], dtype=torch.uint8, pin_memory=has_gpu).fill_(1)
-
-    def copy_d2h(num_bytes: int) -> None:
-        on_host[:num_bytes].copy_(on_device[:num_bytes], non_blocking=True)
-        if has_gpu:
-            torch.cuda.synchronize()
-
-    def copy_h2d(num_bytes: int) -> None:
-        on_device[:num_bytes].copy_(on_host[:num_bytes], non_blocking=True)
-        if has_gpu:
-            torch.cuda.synchronize()
-
-    name = torch.cuda.get_device_name(0) if has_gpu else "host memory, as this machine has no GPU"
-    d2h, h2d = (fit_copy_cost(best_copy_times(copy)) for copy in (copy_d2h, copy_h2d))
-    return CopyBandwidths(d2h, h2d, f"measured, {name}")
 
 
 def fit_copy_cost(times_ns: Array) -> CopyCost:

@@ -150,7 +150,7 @@ class PatternSummary:
     stability_share: float | None
     """Share of the bytes of a typical step that the other steps repeat, from 0 to 1."""
     swappable_bytes_at_peak: int | None
-    """Bytes that are idle across the peak for long enough to be offloaded and fetched back."""
+    """Bytes that can be in host memory at the peak, with one copy at a time in each direction."""
     num_intervals_by_clock: dict[str, int] | None
     """The clocks that measured how long: number of access intervals by ``host``, ``launch`` (host time at which
     operators on a GPU were launched) and ``device`` (the GPU's time)."""

@@ -12,11 +12,12 @@ from typing import Final, Literal
 import numpy as np
 
 from memtrace.analysis.allocation_sites import allocation_sites
-from memtrace.analysis.bandwidth import TITAN_XP, CopyBandwidths
+from memtrace.analysis.bandwidth import TITAN_XP, CopyBandwidths, CopyCost
 from memtrace.analysis.block_signatures import row_codes
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.device_clock import CLOCKS, Clock, count_clocks
 from memtrace.analysis.intervals import access_intervals, device_intervals, spans_peak
+from memtrace.analysis.peak import find_peak
 from memtrace.analysis.thresholds import MIN_SWAP_BYTES
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
@@ -28,13 +29,14 @@ MAX_CANDIDATES: Final = 10
 
 @dataclass(frozen=True)
 class SwapTotals:
-    """Intervals that are long enough for a swap. None where accesses were not recorded."""
+    """Intervals that are long enough for a swap, each for itself. None where accesses were not recorded."""
 
     num_intervals: int | None
     bytes: int | None
     """Sum of the sizes of the distinct blocks."""
     bytes_at_peak: int | None
-    """Sum of the sizes of the distinct blocks with such an interval across the memory peak."""
+    """Sum of the sizes of the blocks that can all be in host memory at the peak, with one copy at a time in each
+    direction (``swapped_at_peak``)."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class SwapCandidate:
     swap_ns: int
     """Time of the copy to the host and back of one block."""
     bytes_at_peak: int
-    """Sum of the sizes of the blocks with such an interval across the memory peak."""
+    """Sum of the sizes of those of these blocks that can be in host memory at the peak, together with the blocks of all
+    other candidates (``swapped_at_peak``)."""
 
 
 def max_swappable_bytes(interval_ns: Array | float, costs: CopyBandwidths, *, with_latency: bool = True) -> Array:
@@ -93,13 +96,15 @@ def swappable_intervals(
 def swappable_peak_bytes(
     trace: Trace, costs: CopyBandwidths = TITAN_XP, *, min_bytes: int = MIN_SWAP_BYTES
 ) -> int | None:
-    """Return the bytes that could be swapped out across the peak; None where accesses were not recorded.
+    """Return the bytes that could be in host memory at the peak; None where accesses or times are unknown.
+
+    Copies are serialised in each direction (``swapped_at_peak``).
 
     ``interval_clocks`` returns the clocks of this answer.
     """
     if not len(access_intervals(trace)):
         return None
-    return _swap_totals(trace, swappable_intervals(trace, costs, min_bytes=min_bytes)).bytes_at_peak
+    return _swap_totals(trace, swappable_intervals(trace, costs, min_bytes=min_bytes), costs).bytes_at_peak
 
 
 def interval_clocks(trace: Trace) -> dict[str, int]:
@@ -111,13 +116,68 @@ def swap_totals(
     trace: Trace, costs: CopyBandwidths, *, with_latency: bool = True, min_bytes: int = MIN_SWAP_BYTES
 ) -> SwapTotals:
     """Return the totals of ``swappable_intervals``, of a trace with recorded accesses."""
-    return _swap_totals(trace, swappable_intervals(trace, costs, with_latency=with_latency, min_bytes=min_bytes))
+    rows = swappable_intervals(trace, costs, with_latency=with_latency, min_bytes=min_bytes)
+    return _swap_totals(trace, rows, costs, with_latency=with_latency)
 
 
-def _swap_totals(trace: Trace, rows: Array) -> SwapTotals:
+def _swap_totals(trace: Trace, rows: Array, costs: CopyBandwidths, *, with_latency: bool = True) -> SwapTotals:
     block, size = access_intervals(trace).block[rows], blocks(trace).size
-    at_peak = block[spans_peak(trace, rows)]
+    at_peak = block[swapped_at_peak(trace, rows, costs, with_latency=with_latency)]
     return SwapTotals(len(rows), int(size[np.unique(block)].sum()), int(size[np.unique(at_peak)].sum()))
+
+
+def swapped_at_peak(trace: Trace, rows: Array, costs: CopyBandwidths, *, with_latency: bool = True) -> Array:
+    """Return for each of some intervals whether its block can be in host memory at the peak, all of these together.
+
+    Copies of a device are serialised in each direction: those to the host end before the peak, and those back begin
+    after it and end before the next access. Larger blocks are considered first.
+
+    Args:
+        trace: a single-rank trace.
+        rows: positions in ``access_intervals(trace)``.
+        costs: cost of the copies.
+        with_latency: t = a + b * S per copy; otherwise bandwidth alone, t = b * S.
+    """
+    intervals, table = access_intervals(trace), blocks(trace)
+    is_swapped = np.zeros(len(rows), bool)
+    spanning = spans_peak(trace, rows)
+    for code, device in enumerate(trace.devices):
+        chosen = np.flatnonzero(spanning & (table.device[intervals.block[rows]] == code))
+        time_ns = find_peak(trace, device).time_ns
+        if not len(chosen) or time_ns is None:
+            continue
+        of_device = rows[chosen]
+        size = table.size[intervals.block[of_device]]
+        begin_ns = intervals.start_ns[of_device]
+        before = _Copies(size, time_ns - begin_ns, costs.d2h, with_latency=with_latency)
+        after = _Copies(
+            size, begin_ns + intervals.duration_ns[of_device] - time_ns, costs.h2d, with_latency=with_latency
+        )
+        for position in np.argsort(-size, kind="stable").tolist():
+            if before.has_room(position) and after.has_room(position):
+                before.add(position)
+                after.add(position)
+                is_swapped[chosen[position]] = True
+    return is_swapped
+
+
+class _Copies:
+    """Copies in one direction, each of which must happen within a window that begins or ends at the peak."""
+
+    def __init__(self, size: Array, window_ns: Array, cost: CopyCost, *, with_latency: bool) -> None:
+        self._order = np.argsort(window_ns, kind="stable")
+        self._place = np.argsort(self._order, kind="stable")
+        self._copy_ns = size * cost.ns_per_byte + (cost.latency_ns if with_latency else 0.0)
+        # What is left of each window after the copies that must happen within it.
+        self._left_ns = window_ns[self._order].astype(np.float64)
+
+    def has_room(self, position: int) -> bool:
+        """Return whether one more copy fits: every window that contains its own has room for it."""
+        return bool((self._left_ns[self._place[position] :] >= self._copy_ns[position]).all())
+
+    def add(self, position: int) -> None:
+        """Add a copy."""
+        self._left_ns[self._place[position] :] -= self._copy_ns[position]
 
 
 @dataclass(frozen=True)
@@ -182,7 +242,7 @@ def find_swap_candidates(
     sites, site = allocation_sites(trace, table.stack[block])
     group = row_codes(site, table.category[block], table.size[block])
     _, example, count = np.unique(group, return_index=True, return_counts=True)
-    at_peak = spans_peak(trace, rows)
+    at_peak = swapped_at_peak(trace, rows, costs)
     bytes_at_peak = np.zeros(len(count), np.int64)
     np.add.at(bytes_at_peak, group[at_peak], table.size[block[at_peak]])
     order = np.lexsort((-table.size[block[example]] * count, -bytes_at_peak))[:MAX_CANDIDATES]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 _APPLIERS: Final[dict[str, str]] = {
+    "offload": "memtrace.execution.offload",
     "recompute": "memtrace.execution.recompute",
     "spill": "memtrace.execution.spill",
 }

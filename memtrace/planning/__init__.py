@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memtrace.planning.auto import AutoOption, AutoPlan, plan_auto
+    from memtrace.planning.offload import plan_offload
     from memtrace.planning.plan import Plan, PlanAction, StepCost, read_plan, write_plan
     from memtrace.planning.recompute import RecomputedModule, RecomputePlan, plan_recompute
     from memtrace.planning.spill import SpillPlan, plan_spill
@@ -26,6 +27,7 @@ __all__ = [
     "StepCost",
     "WhatIf",
     "plan_auto",
+    "plan_offload",
     "plan_recompute",
     "plan_spill",
     "plan_whatif",
@@ -44,6 +46,7 @@ _HOMES = {
     "StepCost": "memtrace.planning.plan",
     "WhatIf": "memtrace.planning.whatif",
     "plan_auto": "memtrace.planning.auto",
+    "plan_offload": "memtrace.planning.offload",
     "plan_recompute": "memtrace.planning.recompute",
     "plan_spill": "memtrace.planning.spill",
     "plan_whatif": "memtrace.planning.whatif",

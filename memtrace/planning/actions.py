@@ -42,9 +42,14 @@ class OffloadedTensor:
     module: str
     """Qualified name of the module whose forward call saves the tensor; empty: outside all modules."""
     index: int
-    """Position among the tensors that this call saves, counted from 0."""
+    """Position among the storages of this size that this call saves first, parameters and buffers excluded, from 0."""
     bytes: int
     """Size of the tensor's storage."""
+    wait_nodes: int | None = None
+    """The copy out has ended when forward has created this many autograd nodes more: otherwise forward waits for it.
+    None: forward does not wait."""
+    prefetch_nodes: int = 0
+    """The copy back begins this many autograd nodes before the one that reads the tensor."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class Offload:
     """Copy saved tensors to host memory in forward, and back before backward reads them."""
 
     tensors: tuple[OffloadedTensor, ...]
+    device: str
+    """Device of the tensors, such as ``cpu`` or ``cuda:0``."""
     kind: Literal["offload"] = "offload"
 
     def describe(self) -> str:

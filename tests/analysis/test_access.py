@@ -90,7 +90,7 @@ def test_the_command_the_summary_and_the_page_agree_on_the_smallest_block_to_swa
     sizes = (MIN_SWAP_BYTES - 1, MIN_SWAP_BYTES)
     rows = [event("alloc", block, block, size) for block, size in enumerate(sizes)]
     rows += [event("read", block, 10**12 + block) for block in (0, 1)]
-    rows.append(event("alloc", 2, 10**12 + 2, 1))  # the peak is between the accesses
+    rows.append(event("alloc", 2, 3 * 10**12 // 2, 1))  # the peak is between the accesses
     rows += [event("read", block, 2 * 10**12 + block) for block in (0, 1)]
     trace = trace_of(events=rows)
     sample = sample_intervals(trace, "cpu", TITAN_XP, 20)

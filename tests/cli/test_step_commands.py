@@ -91,7 +91,7 @@ def test_access_uses_published_given_and_measured_bandwidths(trace: Path, tmp_pa
     assert given["swappable"]["num_intervals"] > published["swappable"]["num_intervals"]
     assert "at 6.40 GB/s to the host (D2H)" in one_line(run("access", trace))
     (tmp_path / "machine.json").write_text(run("doctor", "--json", "--bandwidth"))
-    measured = run_json("access", trace, "--bandwidths", tmp_path / "machine.json")
+    measured = run_json("access", trace, "--bandwidth", tmp_path / "machine.json")
     assert measured["bandwidths"]["source"].startswith("measured")
 
 
@@ -123,7 +123,7 @@ def test_doctor_reports_versions_and_the_observer() -> None:
         ("leaks", ("--capacity", "many"), "'many'"),
         ("leaks", ("--min-steps", "1"), "1 is not in the range x>=2"),
         ("access", ("--d2h", "5"), "--d2h and --h2d must be given together"),
-        ("access", ("--d2h", "5", "--h2d", "5", "--bandwidths", "file"), "cannot be combined"),
+        ("access", ("--d2h", "5", "--h2d", "5", "--bandwidth", "file"), "cannot be combined"),
     ],
 )
 def test_invalid_options_are_usage_errors(trace: Path, command: str, arguments: tuple[str, ...], message: str) -> None:
@@ -136,9 +136,9 @@ def test_invalid_options_are_usage_errors(trace: Path, command: str, arguments: 
     ("arguments", "message"),
     [
         (("--d2h", "5", "--h2d", "-1"), "host-to-device bandwidth of -1 GB/s: pass a positive number"),
-        (("--bandwidths", "/nowhere.json"), "/nowhere.json: cannot be read: No such file"),
-        (("--bandwidths", "{trace}/rank=0/manifest.json"), "no bandwidths. Pass the output of"),
-        (("--bandwidths", "{trace}/rank=0/events-00000.parquet"), "not JSON"),
+        (("--bandwidth", "/nowhere.json"), "/nowhere.json: cannot be read: No such file"),
+        (("--bandwidth", "{trace}/rank=0/manifest.json"), "no bandwidths. Pass the output of"),
+        (("--bandwidth", "{trace}/rank=0/events-00000.parquet"), "not JSON"),
     ],
 )
 def test_unusable_bandwidths_are_errors_that_name_the_input(
