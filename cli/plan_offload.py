@@ -39,6 +39,11 @@ def command(
     An offload copies tensors that autograd saves in forward to host memory, and back before backward reads them. The
     command finds the tensors that bring the peak below --target-peak at the least added time, with one copy at a time
     in each direction. Bandwidths are measured on this machine unless options give them.
+
+    \b
+    Examples:
+      memtrace plan offload run.memtrace --target-peak 2GiB -o plan.json
+      memtrace plan offload --target-peak 2GiB --prove "train.py --epochs 1"
     """
     from memtrace.planning.offload import plan_offload
 

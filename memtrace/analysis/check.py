@@ -103,7 +103,14 @@ def read_limits(path: Path) -> MemoryLimits:
 
 
 def _optional_bytes(value: object) -> int | None:
-    return None if value is None else parse_bytes(str(value))
+    return None if value is None else _bytes(value)
+
+
+def _bytes(value: object) -> int:
+    """Return a number of bytes: a JSON number, or a text with a unit."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    return parse_bytes(str(value))
 
 
 def _bytes_by_name(key: str, value: Any) -> dict[str, int]:
@@ -111,7 +118,7 @@ def _bytes_by_name(key: str, value: Any) -> dict[str, int]:
         return {}
     if not isinstance(value, dict):
         raise ValueError(f'{key!r} must be an object of names and sizes, such as {{"name": "1GiB"}}')
-    return {name: parse_bytes(str(size)) for name, size in value.items()}
+    return {name: _bytes(size) for name, size in value.items()}
 
 
 def check_limits(trace: Trace, limits: MemoryLimits, *, rank: int | None = None) -> LimitReport:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from memtrace.planning.offload import plan_offload
     from memtrace.planning.plan import Plan, PlanAction, StepCost, read_plan, write_plan
     from memtrace.planning.recompute import RecomputedModule, RecomputePlan, plan_recompute
+    from memtrace.planning.recorded_step import choose_step
     from memtrace.planning.spill import SpillPlan, plan_spill
     from memtrace.planning.whatif import WhatIf, plan_whatif
 
@@ -26,6 +27,7 @@ __all__ = [
     "SpillPlan",
     "StepCost",
     "WhatIf",
+    "choose_step",
     "plan_auto",
     "plan_offload",
     "plan_recompute",
@@ -45,6 +47,7 @@ _HOMES = {
     "SpillPlan": "memtrace.planning.spill",
     "StepCost": "memtrace.planning.plan",
     "WhatIf": "memtrace.planning.whatif",
+    "choose_step": "memtrace.planning.recorded_step",
     "plan_auto": "memtrace.planning.auto",
     "plan_offload": "memtrace.planning.offload",
     "plan_recompute": "memtrace.planning.recompute",

@@ -123,7 +123,7 @@ def test_doctor_reports_versions_and_the_observer() -> None:
         ("leaks", ("--capacity", "many"), "'many'"),
         ("leaks", ("--min-steps", "1"), "1 is not in the range x>=2"),
         ("access", ("--d2h", "5"), "--d2h and --h2d must be given together"),
-        ("access", ("--d2h", "5", "--h2d", "5", "--bandwidth", "file"), "cannot be combined"),
+        ("access", ("--d2h", "5", "--h2d", "5", "--bandwidth", "file"), "give only one of --bandwidth"),
     ],
 )
 def test_invalid_options_are_usage_errors(trace: Path, command: str, arguments: tuple[str, ...], message: str) -> None:

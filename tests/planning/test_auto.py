@@ -159,7 +159,7 @@ def test_a_plan_without_need_changes_nothing(gpt: Trace) -> None:
 def test_plans_of_other_planners_compete(gpt: Trace) -> None:
     recorded = choose_step(gpt, "cpu").cost
     cheaper = StepCost(recorded.peak_bytes // 2, (recorded.step_ns or 0) + 1)
-    action = Offload((OffloadedTensor("blocks.0", 0, 1 << 20),))
+    action = Offload((OffloadedTensor("blocks.0", 0, 1 << 20),), "cpu")
     result = plan_auto(
         gpt,
         capacity_bytes=recorded.peak_bytes * 2 // 3,

@@ -22,6 +22,7 @@ from torch.nn import functional
 import memtrace
 from memtrace.analysis.attribution import step_rows
 from memtrace.analysis.blocks import blocks
+from memtrace.format.schema import CATEGORIES
 from memtrace.planning.plan import StepCost
 from memtrace.planning.recorded_step import RecordedStep
 from memtrace.planning.timeline import TICKS_PER_ROW, build_timeline
@@ -214,3 +215,10 @@ if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     chosen = Setup(**json.loads(sys.argv[2]))
     torch.multiprocessing.spawn(_train_rank, (chosen, Path(sys.argv[1])), nprocs=chosen.num_ranks)
+
+
+def unused_baseline_bytes(trace: Trace) -> int:
+    """Older blocks that the recorded program does not use: other tests have left them in this process."""
+    table = blocks(trace)
+    is_unused = (table.alloc_event < 0) & (table.num_reads + table.num_writes == 0)
+    return int(table.size[is_unused & (table.category == CATEGORIES.index("unknown"))].sum())

@@ -1,23 +1,12 @@
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.recording.helpers import PROGRAMS, free_port
-
-
-@pytest.fixture(scope="session", autouse=True)
-def imported_objects_are_frozen() -> Iterator[None]:
-    """Garbage collections before every test skip the million objects of imported modules."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

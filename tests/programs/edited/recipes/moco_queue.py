@@ -34,7 +34,7 @@ class MoCo(nn.Module):
         k = F.normalize(self.encoder_k(im_k), dim=1)  #! forward without backward -> k = F.normalize(torch.no_grad()(self.encoder_k)(im_k), dim=1)
         l_pos = torch.einsum("nc,nc->n", q, k.detach()).unsqueeze(-1)
         l_neg = torch.einsum("nc,ck->nk", q, self.queue.clone().detach())
-        logits = torch.cat([l_pos, l_neg], dim=1) / self.temperature  #? redundant allocation@torch.cat -> logits = torch.cat([l_pos, l_neg], dim=1).div_(self.temperature)
+        logits = torch.cat([l_pos, l_neg], dim=1) / self.temperature  #? redundant allocation@torch.cat -> logits = torch.cat([l_pos, l_neg], dim=1).div_(self.temperature)  #? late deallocation@self.queue.clone -> logits = torch.cat([l_pos, l_neg], dim=1); del l_neg; logits = logits / self.temperature
         self.enqueue(k.detach())
         return logits, torch.zeros(len(logits), dtype=torch.long)
 
