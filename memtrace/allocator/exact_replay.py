@@ -19,8 +19,8 @@ from memtrace.errors import TraceError
 if TYPE_CHECKING:
     from memtrace.trace import Trace
 
-MAX_ENTRIES: Final = 1_000_000
-"""Longest history that is replayed unasked, in a few seconds."""
+MAX_ENTRIES: Final = 500_000
+"""Longest history that is replayed unasked: about two seconds, several times that if no attempt replays exactly."""
 
 
 def reproduce_exactly(trace: Trace, device: str) -> tuple[PreparedHistory, ReplayResult] | None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import memtrace
 from memtrace.analysis import compute_coverage
+from memtrace.analysis.coverage import NO_TRAINING_NOTE
 from memtrace.analysis.steps import step_columns
 from tests.programs.tasks import gpt, make_step, mlp
 from tests.recording.helpers import live_bytes, part_written, record_steps
@@ -211,6 +212,26 @@ def test_hogwild_has_the_steps_of_its_threads_and_none_of_its_test(
     assert columns.step.tolist() == list(range(20))
     last_end_ns = int(columns.start_ns[-1] + columns.duration_ns[-1])
     assert (trace.columns("events", "time_ns")["time_ns"] > last_end_ns).sum() >= 200
+
+
+@pytest.mark.parametrize("observer", ["native", "dispatch"])
+@pytest.mark.parametrize("trains", [True, False])
+def test_iterations_of_a_test_loop_are_not_taken_for_training(
+    observer: Literal["native", "dispatch"], trains: bool, tmp_path: Path
+) -> None:
+    """As in the parent process of hogwild, whose training runs in child processes."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with memtrace.record(tmp_path / "run.memtrace", observer=observer):
+        if trains:
+            model(torch.randn(4, WIDTH)).sum().backward()
+            optimizer.step()
+        with torch.no_grad():
+            for _ in range(200):
+                model(torch.randn(1, WIDTH)).square().mean().item()
+    coverage = compute_coverage(memtrace.load(tmp_path / "run.memtrace"))
+    assert coverage.num_steps == (1 if trains else 200)
+    assert (NO_TRAINING_NOTE in coverage.notes) == (not trains)
 
 
 def test_threads_one_after_the_other_do_not_share_a_step(tmp_path: Path) -> None:
