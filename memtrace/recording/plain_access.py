@@ -52,9 +52,10 @@ def instances_of(bases: tuple[type, ...], objects: list[Any]) -> list[Any]:
 
 
 def _with_subclasses(bases: tuple[type, ...]) -> list[type]:
-    types, known = list(bases), set(map(id, bases))
+    types: list[type] = list(bases)
+    known = set(map(id, bases))
     for kind in types:  # grows in the loop
-        for subclass in type.__subclasses__(kind):
+        for subclass in cast("list[type]", type.__subclasses__(kind)):
             if id(subclass) not in known:
                 known.add(id(subclass))
                 types.append(subclass)

@@ -21,8 +21,8 @@ NAMES = st.text("abc.01", min_size=1, max_size=8)
 SIZES = st.integers(0, 1 << 50)
 ACTIONS = st.one_of(
     st.builds(Recompute, st.lists(NAMES).map(tuple)),
-    st.builds(Offload, st.lists(st.builds(OffloadedTensor, NAMES, st.integers(0, 99), SIZES)).map(tuple)),
-    st.builds(Spill, st.lists(st.lists(NAMES).map(tuple)).map(tuple), st.booleans()),
+    st.builds(Offload, st.lists(st.builds(OffloadedTensor, NAMES, st.integers(0, 99), SIZES)).map(tuple), NAMES),
+    st.builds(Spill, st.lists(st.lists(NAMES).map(tuple)).map(tuple), SIZES, st.booleans()),
 )
 COSTS = st.builds(StepCost, SIZES, st.none() | SIZES)
 PLANS = st.builds(Plan, st.just("cpu"), st.lists(ACTIONS).map(tuple), COSTS, COSTS, st.lists(NAMES).map(tuple))
@@ -82,12 +82,12 @@ def test_a_missing_plan_and_a_folder_that_cannot_be_written_are_named(tmp_path: 
 def test_plans_differ_by_the_modules_that_only_one_of_them_changes() -> None:
     start = StepCost(10, 5)
     one = Plan("cpu", (Recompute(("a", "b")),), start, StepCost(8, 6))
-    other = Plan("cpu", (Recompute(("b", "c")), Spill((("a",),), True)), start, StepCost(7, 7))
+    other = Plan("cpu", (Recompute(("b", "c")), Spill((("a",),), 0)), start, StepCost(7, 7))
     difference = compare_plans(one, other)
     assert difference.only_in_plan == ("Recompute a in backward.",)
     assert difference.only_in_other == (
         "Recompute c in backward.",
-        "Spill the model in 1 shard, with double buffering.",
+        "Spill the model in 1 shard without a buffer, and recompute its modules in backward.",
     )
     assert difference.note is None
     assert compare_plans(one, one).only_in_plan == ()
