@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from memtrace.analysis.dead_graphs import is_made_without_backward
 from memtrace.analysis.diff import compare_traces
-from memtrace.analysis.training_patterns import is_made_without_backward
 from memtrace.trace import Trace
 from tests.builders import event, op, step, trace_of
 
