@@ -13,10 +13,9 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from memtrace.allocator.history import AllocatorHistory
-from memtrace.allocator.infer_rules import reproduce_history
+from memtrace.allocator.exact_replay import reproduce_exactly
 from memtrace.allocator.plan import plan_reproduced, settings_table
-from memtrace.allocator.requests import read_device_history
+from memtrace.allocator.requests import history_rows
 from memtrace.allocator.state_tables import block_map_at_peak, free_bytes_by_segment, segment_lifetimes
 from memtrace.units import choose_byte_unit, choose_time_unit, format_bytes, format_count, format_duration
 
@@ -27,7 +26,8 @@ if TYPE_CHECKING:
     from memtrace.trace import Trace
 
 MAX_ENTRIES: Final = 100_000
-"""Longest history that the page replays, in a second or two. `memtrace plan allocator` has no limit."""
+"""Longest history that the page replays under many settings, in a second or two. `memtrace plan allocator` has no
+limit."""
 MAX_SEGMENTS: Final = 1500
 """Most segments drawn over time: the largest."""
 MAX_ROWS: Final = 120
@@ -40,7 +40,7 @@ SMALL_COLOR: Final = "#56b4e9"
 
 def segments_section(trace: Trace, device: str) -> go.Figure | None:
     """Return the segments over time; None where the device has no allocator history that replays exactly."""
-    reproduced = trace.cached(_reproduce_exactly, device)
+    reproduced = _reproduce(trace, device)
     if reproduced is None or not len(reproduced[0].history.time_ns):
         return None
     times = reproduced[0].history.time_ns
@@ -49,13 +49,13 @@ def segments_section(trace: Trace, device: str) -> go.Figure | None:
 
 def state_section(trace: Trace, device: str) -> go.Figure | None:
     """Return the blocks at the peak of reserved memory; None as in `segments_section`."""
-    reproduced = trace.cached(_reproduce_exactly, device)
+    reproduced = _reproduce(trace, device)
     return None if reproduced is None else block_map_figure(block_map_at_peak(reproduced[0]))
 
 
 def sweep_section(trace: Trace, device: str) -> go.Figure | None:
     """Return the reserved memory under other settings; None as in `segments_section`."""
-    reproduced = trace.cached(_reproduce_exactly, device)
+    reproduced = _reproduce(trace, device)
     if reproduced is None:
         return None
     prepared, result = reproduced
@@ -69,13 +69,9 @@ def sweep_section(trace: Trace, device: str) -> go.Figure | None:
     return figure
 
 
-def _reproduce_exactly(trace: Trace, device: str) -> tuple[PreparedHistory, ReplayResult] | None:
+def _reproduce(trace: Trace, device: str) -> tuple[PreparedHistory, ReplayResult] | None:
     """Replay the history of a device; None where it has none, is too long for the page, or does not replay exactly."""
-    source = read_device_history(trace, device)
-    if not isinstance(source, AllocatorHistory) or len(source) > MAX_ENTRIES:
-        return None
-    prepared, result = reproduce_history(source)
-    return (prepared, result) if result.is_exact else None
+    return None if len(history_rows(trace, device)) > MAX_ENTRIES else reproduce_exactly(trace, device)
 
 
 def segments_figure(segments: pd.DataFrame, first_ns: int, last_ns: int) -> go.Figure:

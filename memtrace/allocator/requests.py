@@ -90,6 +90,13 @@ def read_device_history(trace: Trace, device: str) -> AllocatorHistory | Request
     return replace(history, estimated_device_bytes=trace.cached(_estimate_device_bytes))
 
 
+def history_rows(trace: Trace, device: str) -> Int64s:
+    """Return the row of events behind each entry of the allocator history of a device."""
+    events = trace.columns("events", "kind", "device")
+    on_device = events["device"] == trace.devices.index(device)
+    return np.flatnonzero(on_device & np.isin(events["kind"], _HISTORY_KINDS))
+
+
 def _estimate_device_bytes(trace: Trace) -> int | None:
     """Return the most memory that the GPUs can have by the virtual ranges of all, taken to be alike; None: unknown."""
     lifetimes = []

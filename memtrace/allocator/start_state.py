@@ -19,6 +19,7 @@ from memtrace.allocator.history import (
     SEGMENT_ALLOC,
     SEGMENT_FREE,
     AllocatorHistory,
+    Bools,
     Int64s,
     RecordedSegments,
     concatenate_segments,
@@ -38,6 +39,8 @@ class StartState:
     """Address of each live block."""
     size: Int64s
     """Size of each live block, rounding and slack included; -1: not computed yet."""
+    is_size_certain: Bools
+    """Whether no other size of the block is compatible with the history."""
     requested: Int64s
     freed_by: Int64s
     """Entry that frees each block; -1: it outlives the history."""
@@ -74,6 +77,7 @@ def reconstruct_start(history: AllocatorHistory, rules: Rules) -> StartState:
         segments=segments,
         address=address[order],
         size=size[order],
+        is_size_certain=np.zeros(len(order), np.bool_),
         requested=requested[order],
         freed_by=freed_by[order],
         pairs=pairs,
@@ -86,8 +90,8 @@ def reconstruct_start(history: AllocatorHistory, rules: Rules) -> StartState:
         + mappings.num_contradictions,
         num_misplaced=0,
     )
-    size = _block_sizes(history, state, rules)
-    return replace(state, size=size, num_misplaced=_count_misplaced(state, size))
+    size, is_certain = _block_sizes(history, state, rules)
+    return replace(state, size=size, is_size_certain=is_certain, num_misplaced=_count_misplaced(state, size))
 
 
 def _pair_blocks(history: AllocatorHistory) -> AllocFreePairs:
@@ -129,12 +133,13 @@ def _segment_rows_and_room(state: StartState) -> tuple[Int64s, Int64s]:
     return row, np.minimum(end, following) - state.address
 
 
-def _block_sizes(history: AllocatorHistory, state: StartState, rules: Rules) -> Int64s:
-    """Return the size of every block, slack included."""
+def _block_sizes(history: AllocatorHistory, state: StartState, rules: Rules) -> tuple[Int64s, Bools]:
+    """Return the size of every block, slack included, and whether it is certain."""
     segments = state.segments
     row, room = _segment_rows_and_room(state)
     rounded = history.settings.round_sizes(state.requested, rules)
     size = np.where(state.size >= 0, state.size, rounded)
+    is_certain: Bools = np.ones(len(size), np.bool_)
     if rules.infers_slack:
         can_have_slack = ~np.append(segments.small | segments.expandable, True)[row]
         unknown = (state.size < 0) & can_have_slack
@@ -143,8 +148,10 @@ def _block_sizes(history: AllocatorHistory, state: StartState, rules: Rules) -> 
         limit = history.settings.max_split_bytes or NO_LIMIT
         size = np.where(unknown & (rounded >= limit) & (room > 0), room, size)
         for i in np.flatnonzero(unknown & (gap > MAX_SLACK_BYTES) & (rounded < limit)):
-            size[i] += _observed_slack(history, int(state.address[i] + rounded[i]), int(state.freed_by[i]))
-    return size
+            slack = _observed_slack(history, int(state.address[i] + rounded[i]), int(state.freed_by[i]))
+            is_certain[i] = slack is not None
+            size[i] += slack or 0
+    return size, is_certain
 
 
 def _count_misplaced(state: StartState, size: Int64s) -> int:
@@ -155,9 +162,9 @@ def _count_misplaced(state: StartState, size: Int64s) -> int:
     return int(((row < 0) | (size > room)).sum()) + int(overlapping.sum())
 
 
-def _observed_slack(history: AllocatorHistory, end: int, freed_by: int) -> int:
-    """Return the distance from `end` to the first block placed within 1 MiB of it before entry `freed_by`; else 0."""
+def _observed_slack(history: AllocatorHistory, end: int, freed_by: int) -> int | None:
+    """Return the distance from `end` to the first block placed within 1 MiB of it before entry `freed_by`, if any."""
     address = history.address[:freed_by]
     behind = (history.kind[:freed_by] == ALLOC) & (address >= end) & (address <= end + MAX_SLACK_BYTES)
     rows = np.flatnonzero(behind)
-    return int(address[rows[0]]) - end if len(rows) else 0
+    return int(address[rows[0]]) - end if len(rows) else None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from memtrace.allocator.exact_replay import replayed_block_sizes
 from memtrace.analysis.attribution import KIND, PHASE, op_column, phase_rows, step_rows
 from memtrace.format.arrays import Array
 from memtrace.format.keyframes import find_sorted, strongest_labels
@@ -35,6 +36,7 @@ class Blocks:
     size_is_requested: Array
     """Whether ``size`` is requested bytes."""
     allocated_size: Array
+    """Bytes that the allocator counts, where the file has them; see ``allocated_sizes``."""
     address: Array
     stream: Array
     alloc_ns: Array
@@ -125,6 +127,34 @@ def _compute_blocks(trace: Trace) -> Blocks:
     )
 
 
+def allocated_sizes(trace: Trace) -> Array:
+    """Return the bytes that the allocator counts for each block, rounding included; -1: unknown (cached).
+
+    Where the file lacks some of a device, an exact replay of the device's allocator supplies them.
+    """
+    return trace.cached(_allocated_sizes)
+
+
+def _allocated_sizes(trace: Trace) -> Array:
+    table = blocks(trace)
+    sizes = table.allocated_size.astype(np.int64)
+    for code in np.unique(table.device[(sizes < 0) & (table.device >= 0)]).tolist():
+        missing = np.flatnonzero((table.device == code) & (sizes < 0))
+        replayed = _replayed_sizes(trace, trace.devices[code])
+        if replayed is not None:
+            sizes[missing] = replayed[missing]
+    return sizes
+
+
+def _replayed_sizes(trace: Trace, device: str) -> Array | None:
+    """Return the sizes of blocks by a replay; a window has no history of its own and asks its surroundings."""
+    around = trace.surroundings
+    if around is None:
+        return replayed_block_sizes(trace, device)
+    sizes = _replayed_sizes(around, device) if device in around.devices else None
+    return None if sizes is None else sizes[_places_around(trace, around)]
+
+
 @dataclass(frozen=True)
 class _Rows:
     """Rows of events, indexed by block; -1 for none."""
@@ -171,10 +201,15 @@ def _compute_origins(trace: Trace) -> _Origins:
     if around is None:
         return _origins_by_use(trace)
     origins = _find_origins(around)
+    places = _places_around(trace, around)
+    return _Origins(**{field.name: getattr(origins, field.name)[places] for field in fields(origins)})
+
+
+def _places_around(trace: Trace, around: Trace) -> Array:
+    """Return the number that each block of a window has in its surroundings."""
     block = trace.columns("events", "block_id")["block_id"]
     ids = trace.block_ids if trace.block_ids is not None else np.arange(int(block.max(initial=-1)) + 1)
-    places = ids if around.block_ids is None else find_sorted(around.block_ids, ids)[0]
-    return _Origins(**{field.name: getattr(origins, field.name)[places] for field in fields(origins)})
+    return ids if around.block_ids is None else find_sorted(around.block_ids, ids)[0]
 
 
 @dataclass(frozen=True)
@@ -314,7 +349,7 @@ def blocks_table(trace: Trace) -> pd.DataFrame:
     columns = blocks(trace)
     table: dict[str, object] = {}
     for field in fields(columns):
-        values = getattr(columns, field.name)
+        values = allocated_sizes(trace) if field.name == "allocated_size" else getattr(columns, field.name)
         if field.name in ("category", "phase", "device"):
             words = {"category": CATEGORIES, "phase": PHASES, "device": trace.devices}[field.name]
             table[field.name] = pd.Categorical.from_codes(values.tolist(), pd.Index(words))

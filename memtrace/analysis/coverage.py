@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
-from memtrace.analysis.attribution import KIND, step_rows
+from memtrace.analysis.attribution import KIND, PHASE, step_rows, steps_are_marked
 from memtrace.analysis.blocks import CATEGORY, blocks
 from memtrace.analysis.outside_memory import outside_readings
 from memtrace.analysis.peak import find_peak
 from memtrace.trace import Trace
+
+NO_TRAINING_NOTE: Final = (
+    "no backward pass and no optimizer step was recorded: the steps are iterations of evaluation or inference"
+)
 
 
 @dataclass(frozen=True)
@@ -80,5 +85,19 @@ def _compute_coverage(trace: Trace) -> Coverage:
         outside_allocator_bytes=outside_allocator_bytes(trace),
         finished=manifest.finished,
         stop_reason=manifest.stop_reason,
-        notes=(*manifest.coverage.notes, *trace.file_notes),
+        notes=(*manifest.coverage.notes, *trace.file_notes, *_step_notes(trace)),
     )
+
+
+def _step_notes(trace: Trace) -> list[str]:
+    """Return a sentence about detected steps that are no training steps, such as the samples of a test loop.
+
+    Only a recording knows the phase of every operator. A window of it can leave out the backward pass.
+    """
+    is_whole_recording = trace.manifest.source.kind == "recording" and trace.surroundings is None
+    if not is_whole_recording or steps_are_marked(trace) or not len(step_rows(trace).number):
+        return []
+    phase = trace.columns("ops", "phase")["phase"]
+    if not (phase == PHASE["forward"]).any() or np.isin(phase, [PHASE["backward"], PHASE["optimizer"]]).any():
+        return []
+    return [NO_TRAINING_NOTE]

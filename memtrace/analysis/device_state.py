@@ -15,7 +15,7 @@ import numpy as np
 from memtrace.allocator.rules import MAX_SLACK_BYTES, SMALL_SEGMENT_BYTES
 from memtrace.allocator.settings import AllocatorSettings, SettingError
 from memtrace.analysis.attribution import KIND
-from memtrace.analysis.blocks import blocks
+from memtrace.analysis.blocks import allocated_sizes, blocks
 from memtrace.analysis.peak import live_after
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
@@ -117,7 +117,7 @@ def _live_blocks_at(trace: Trace, device: int, row: int) -> DeviceBlocks:
     table = blocks(trace)
     live = live_after(table, device, row)
     live = live[np.argsort(table.address[live], kind="stable")]
-    requested, allocated = table.size[live], table.allocated_size[live]
+    requested, allocated = table.size[live], allocated_sizes(trace)[live]
     rounded = recorded_settings(trace).round_sizes(requested)
     size = np.where(allocated >= 0, allocated, rounded)
     return DeviceBlocks(live, table.address[live], requested, size, np.full(len(live), -1, np.int64))

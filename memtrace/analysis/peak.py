@@ -9,7 +9,7 @@ import numpy as np
 
 from memtrace.analysis.attribution import KIND, op_column, phase_rows, rows_at, step_rows
 from memtrace.analysis.block_groups import BlockGroup, group_by_category, group_by_module_pattern, group_by_site
-from memtrace.analysis.blocks import Blocks, blocks, blocks_table
+from memtrace.analysis.blocks import Blocks, allocated_sizes, blocks, blocks_table
 from memtrace.format.arrays import Array
 from memtrace.format.schema import COUNTERS, PHASES
 from memtrace.trace import Trace
@@ -107,7 +107,8 @@ def allocated_bytes(trace: Trace, device: str) -> LiveBytes | None:
 
     A block counts from its allocation until the program frees it, as in `torch.cuda.memory_allocated`: a freed block
     that waits for a stream no longer counts, although it is still live. The source is the allocated sizes of the
-    blocks; where one is unknown, the totals of a file that has one for every change. None where it has none.
+    blocks (`allocated_sizes`); where one is unknown, the totals of a file that has one for every change. None where it
+    has none.
     """
     return trace.cached(_allocated_bytes, device)
 
@@ -115,11 +116,11 @@ def allocated_bytes(trace: Trace, device: str) -> LiveBytes | None:
 def _allocated_bytes(trace: Trace, device: str) -> LiveBytes | None:
     table = blocks(trace)
     on_device = table.device == trace.devices.index(device)
-    if not on_device.any() or (table.allocated_size[on_device] < 0).any():
+    sizes = allocated_sizes(trace)
+    if not on_device.any() or (sizes[on_device] < 0).any():
         return _complete_totals(trace, device, "allocated")
     requested = _requested_frees(trace)
     freed = np.where(requested >= 0, requested, table.free_event)
-    sizes = table.allocated_size
     if (requested[on_device] >= 0).any():
         # The program freed these blocks before the recording, and a stream used them until their free was completed.
         waits_at_start = on_device & (table.alloc_event < 0) & (requested < 0) & (table.free_event >= 0)

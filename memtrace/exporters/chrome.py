@@ -13,7 +13,7 @@ from typing import IO, Any, Final
 import numpy as np
 
 from memtrace.analysis.attribution import KIND, step_rows
-from memtrace.analysis.blocks import blocks
+from memtrace.analysis.blocks import allocated_sizes, blocks
 from memtrace.analysis.peak import level_at, reserved_bytes
 from memtrace.analysis.timeline import compute_timeline
 from memtrace.exporters.byte_rows import CHUNK_ROWS
@@ -128,8 +128,8 @@ def _changes(trace: Trace, device: str) -> tuple[Array, Array, Array, Array]:
     """
     table = blocks(trace)
     on_device = (table.device == trace.devices.index(device)) & (table.size > 0)
-    is_counted = device != "cpu" and not bool((table.allocated_size[on_device] < 0).any())
-    sizes = table.allocated_size if is_counted else table.size
+    is_counted = device != "cpu" and not bool((allocated_sizes(trace)[on_device] < 0).any())
+    sizes = allocated_sizes(trace) if is_counted else table.size
     events = trace.columns("events", "kind", "block_id")
     released = np.flatnonzero((events["kind"] == KIND["free_requested"]) & (events["block_id"] >= 0))
     free = table.free_event.copy()

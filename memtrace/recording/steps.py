@@ -69,7 +69,8 @@ class StepTracker:
         self._has_marks = False
         self._step_start_ns = 0
         self._lock = threading.RLock()
-        self._rounds: dict[int, _Round] = {}  # by thread
+        self._rounds: dict[int, _Round] = {}  # by thread identifier, which a later thread can reuse
+        self._thread = threading.local()  # has the attribute "has_stepped" on threads that are known
         self._waiting: list[int] = []  # sorted ends of steps that follow the step of a round that is not over
         self._last_round_size = 1
         self.num_steps = 0
@@ -106,7 +107,9 @@ class StepTracker:
         with self._lock:
             thread = threading.get_ident()
             current = self._rounds.setdefault(thread, _Round())
-            if id(optimizer) in current.optimizers:
+            is_new_thread = not hasattr(self._thread, "has_stepped")
+            self._thread.has_stepped = True
+            if id(optimizer) in current.optimizers or (is_new_thread and current.optimizers):
                 self._last_round_size = len(current.optimizers)
                 insort(self._waiting, current.end_ns)
                 current = self._rounds[thread] = _Round()

@@ -6,14 +6,15 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from memtrace.allocator.history import SEGMENT_ALLOC, SEGMENT_MAP, AllocatorHistory
+from memtrace.allocator.history import ALLOC, SEGMENT_ALLOC, SEGMENT_MAP, AllocatorHistory
 from memtrace.allocator.infer_rules import reproduce_history
 from memtrace.allocator.model import CachingAllocator
 from memtrace.allocator.operations import run_operations
 from memtrace.allocator.plan import plan_device
-from memtrace.allocator.replay import PreparedHistory, prepare_history, replay_allocator, replay_history
+from memtrace.allocator.replay import PreparedHistory, prepare_history, replay_allocator, replay_history, run_history
 from memtrace.allocator.requests import read_device_history
 from memtrace.allocator.restored_state import restore_state
 from memtrace.allocator.rules import TORCH
@@ -62,6 +63,31 @@ def test_snapshot_replays_exactly(name: str) -> None:
     assert result.peak_reserved_bytes == result.recorded_peak_reserved_bytes == peak * MIB
     assert result.final_blocks_match
     assert prepared.start.num_contradictions == prepared.start.num_misplaced == 0
+
+
+@pytest.mark.parametrize("name", ["complete_windows", "complete_forward_backward"])
+def test_certain_sizes_of_older_blocks_are_those_of_the_whole_history(name: str) -> None:
+    whole = history(name)
+    prepared, _ = reproduce_history(whole)
+    size_of_alloc = np.full(len(whole), -1, np.int64)
+    allocs = np.flatnonzero(whole.kind == ALLOC)
+    size_of_alloc[allocs] = run_history(prepared)[1].size[: len(allocs)]
+    num_certain = num_uncertain = 0
+    for first in np.linspace(0, len(whole), 12).astype(int)[1:-1].tolist():
+        start = prepare_history(drop_first_entries(whole, first), prepared.rules).start
+        last_alloc = dict(
+            zip(
+                whole.address[allocs[allocs < first]].tolist(),
+                size_of_alloc[allocs[allocs < first]].tolist(),
+                strict=True,
+            )
+        )
+        true_size = np.array([last_alloc[address] for address in start.address.tolist()])
+        is_certain = start.is_size_certain & (start.freed_by >= 0)
+        assert start.size[is_certain].tolist() == true_size[is_certain].tolist()
+        num_certain += int(is_certain.sum())
+        num_uncertain += int((~start.is_size_certain).sum())
+    assert num_certain > 100 and num_uncertain > 0
 
 
 def test_a_trimmed_file_replays_but_its_final_blocks_do_not_match() -> None:

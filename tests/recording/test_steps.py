@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -15,9 +16,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import memtrace
 from memtrace.analysis import compute_coverage
+from memtrace.analysis.coverage import NO_TRAINING_NOTE
 from memtrace.analysis.steps import step_columns
 from tests.programs.tasks import gpt, make_step, mlp
 from tests.recording.helpers import live_bytes, part_written, record_steps
+
+WIDTH = 8
 
 
 def test_steps_are_rounds_of_optimizer_steps(tmp_path: Path) -> None:
@@ -169,6 +173,81 @@ def test_threads_that_train_have_steps_of_their_own(tmp_path: Path) -> None:
     assert columns.step.tolist() == list(range(20))
     assert (columns.duration_ns > 0).all()
     assert (columns.start_ns[1:] == (columns.start_ns + columns.duration_ns)[:-1]).all()
+
+
+def shares_storage(model: nn.Module) -> nn.Module:
+    """Return a module with the memory of another: hogwild trains so, each thread with gradients of its own."""
+    copy = nn.Linear(WIDTH, WIDTH)
+    for parameter, shared in zip(copy.parameters(), model.parameters(), strict=True):
+        parameter.data = shared.data
+    return copy
+
+
+@pytest.mark.parametrize("observer", ["native", "dispatch"])
+def test_hogwild_has_the_steps_of_its_threads_and_none_of_its_test(
+    observer: Literal["native", "dispatch"], tmp_path: Path
+) -> None:
+    """Two threads of ten steps each, then 200 samples without an optimizer."""
+    shared = nn.Linear(WIDTH, WIDTH)
+
+    def train() -> None:
+        model = shares_storage(shared)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(torch.randn(4, WIDTH)).sum().backward()
+            optimizer.step()
+
+    threads = [threading.Thread(target=train) for _ in range(2)]
+    with memtrace.record(tmp_path / "run.memtrace", observer=observer):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        with torch.no_grad():
+            for _ in range(200):
+                shared(torch.randn(1, WIDTH))
+    trace = memtrace.load(tmp_path / "run.memtrace")
+    columns = step_columns(trace)
+    assert columns.step.tolist() == list(range(20))
+    last_end_ns = int(columns.start_ns[-1] + columns.duration_ns[-1])
+    assert (trace.columns("events", "time_ns")["time_ns"] > last_end_ns).sum() >= 200
+
+
+@pytest.mark.parametrize("observer", ["native", "dispatch"])
+@pytest.mark.parametrize("trains", [True, False])
+def test_iterations_of_a_test_loop_are_not_taken_for_training(
+    observer: Literal["native", "dispatch"], trains: bool, tmp_path: Path
+) -> None:
+    """As in the parent process of hogwild, whose training runs in child processes."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with memtrace.record(tmp_path / "run.memtrace", observer=observer):
+        if trains:
+            model(torch.randn(4, WIDTH)).sum().backward()
+            optimizer.step()
+        with torch.no_grad():
+            for _ in range(200):
+                model(torch.randn(1, WIDTH)).square().mean().item()
+    coverage = compute_coverage(memtrace.load(tmp_path / "run.memtrace"))
+    assert coverage.num_steps == (1 if trains else 200)
+    assert (NO_TRAINING_NOTE in coverage.notes) == (not trains)
+
+
+def test_threads_one_after_the_other_do_not_share_a_step(tmp_path: Path) -> None:
+    """A new thread usually gets the identifier of the thread that just ended."""
+    optimizers = [torch.optim.SGD(nn.Linear(WIDTH, WIDTH).parameters(), 0.1) for _ in range(3)]
+
+    def train(optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(10):
+            optimizer.step()
+
+    with memtrace.record(tmp_path / "run.memtrace"):
+        for optimizer in optimizers:
+            thread = threading.Thread(target=train, args=(optimizer,))
+            thread.start()
+            thread.join()
+    assert (memtrace.load(tmp_path / "run.memtrace").spans["kind"] == "step").sum() == 30
 
 
 def test_a_thread_that_stops_training_does_not_hold_back_steps(tmp_path: Path) -> None:
