@@ -123,9 +123,11 @@ class _Hooks:
     def _enter(self, module: torch.nn.Module) -> None:
         if not self._calls:
             self._state = self._addresses_of_state()
+        self._storages.node_saves(_next_node() - 1)
         self._calls.append(_Call(id(module)))
 
     def _leave(self, module: torch.nn.Module) -> None:
+        self._storages.node_saves(_next_node() - 1)
         # The plan may have been applied during a call, whose begin was not seen then.
         if any(call.module == id(module) for call in self._calls):
             while self._calls.pop().module != id(module):
@@ -144,6 +146,7 @@ class _Hooks:
             tensor = tensor.detach()
         saved = _Saved(tensor, node, storage)
         storage.add(tensor, node)
+        self._storages.node_saves(node)  # the plan can want this storage to leave at once
         return saved
 
     def _find_storage(self, tensor: torch.Tensor, node: int) -> SavedStorage | None:

@@ -117,6 +117,8 @@ class OffloadedStorages:
         self.copies = copies
         self.lock = threading.RLock()
         self._leaving: deque[weakref.ref[OffloadedStorage]] = deque()
+        self._due: list[tuple[int, int, weakref.ref[OffloadedStorage]]] = []
+        """Storages for whose copies forward waits, in the order of the nodes at which it does."""
         self._away: list[tuple[int, int, weakref.ref[OffloadedStorage]]] = []
         self._num_added = 0
         self._longest_way = 0
@@ -129,10 +131,13 @@ class OffloadedStorages:
             OSError or RuntimeError: There is no space in host memory.
         """
         offloaded = OffloadedStorage(storage, node, tensor, self)
-        self._leaving.append(weakref.ref(offloaded))
+        self._num_added += 1
+        reference = weakref.ref(offloaded)
+        self._leaving.append(reference)
+        if offloaded.leaves_at is not None:
+            insort(self._due, (offloaded.leaves_at, self._num_added, reference))
         if tensor.prefetch_nodes > 0:
-            self._num_added += 1
-            insort(self._away, (node, self._num_added, weakref.ref(offloaded)))
+            insort(self._away, (node, self._num_added, reference))
         return offloaded
 
     def expect_prefetch(self, num_nodes: int) -> None:
@@ -140,13 +145,18 @@ class OffloadedStorages:
         self._longest_way = max(self._longest_way, num_nodes)
 
     def node_saves(self, node: int) -> None:
-        """Wait for the copies that the plan wants to have ended when forward has come to this autograd node."""
+        """Wait for the copies that the plan wants to have ended when forward has come to this autograd node.
+
+        The peak depends on these waits, so that none of them is left out, whatever the order and the speed of copies.
+        """
+        while self._due and self._due[0][0] <= node:
+            due = self._due.pop(0)[2]()
+            if due is not None:
+                due.leave()
         while self._leaving:
             storage = self._leaving[0]()
             if storage is not None and not storage.has_left():
-                if storage.leaves_at is None or storage.leaves_at > node:
-                    return
-                storage.leave()
+                break
             self._leaving.popleft()
 
     def node_reads(self, node: int) -> None:
