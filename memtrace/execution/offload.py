@@ -15,7 +15,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from memtrace.execution.offload_copies import host_copies
+from memtrace.errors import MemtraceError
+from memtrace.execution.host_memory import host_memory_for
 from memtrace.execution.offload_storage import OffloadedStorage, OffloadedStorages, SavedStorage
 from memtrace.execution.target import Target
 from memtrace.planning.actions import Offload, OffloadedTensor
@@ -43,7 +44,7 @@ def apply_action(action: Offload, target: Target) -> AbstractContextManager[None
 def _offloading(
     device: torch.device, named: dict[int | None, dict[tuple[int, int], OffloadedTensor]], target: Target
 ) -> Iterator[None]:
-    storages = OffloadedStorages(host_copies(device))
+    storages = OffloadedStorages(host_memory_for(device))
     hooks = _Hooks(device, named, target, storages)
     with ExitStack() as undo:
         undo.callback(storages.close)
@@ -173,7 +174,7 @@ class _Hooks:
         if tensor is not None:
             try:
                 return self._storages.offload(storage, node, tensor)
-            except (OSError, RuntimeError) as error:
+            except (MemtraceError, RuntimeError) as error:
                 self._warn(error)
         return SavedStorage(storage)
 
@@ -181,8 +182,8 @@ class _Hooks:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"memtrace: no space in host memory for a tensor that the plan offloads ({error}). It stays on the "
-                "device, and so do others for which there is no space.",
+                "memtrace: a tensor that the plan offloads stays on the device, and so do others for which there is no "
+                f"space in host memory: {error}",
                 stacklevel=1,
             )
 
