@@ -68,7 +68,7 @@ def peak_above_start(trace: Trace) -> int:
     return choose_step(trace, "cpu").cost.peak_bytes - requested_bytes(trace, "cpu").start
 
 
-@pytest.mark.parametrize("gb_per_s", [0.01, 1, 100])
+@pytest.mark.parametrize("gb_per_s", [0.01, 100])
 @pytest.mark.parametrize("index", range(len(PROGRAMS)), ids=[program.name for program in PROGRAMS])
 def test_the_peak_is_the_predicted_one_however_long_copies_take(
     tmp_path: Path, index: int, gb_per_s: float, monkeypatch: pytest.MonkeyPatch

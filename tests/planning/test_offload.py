@@ -82,6 +82,7 @@ def problems(draw: st.DrawFn, max_tensors: int = 4) -> OffloadProblem:
         read_node=np.arange(count),
         ready=ready,
         free=free,
+        variable=free,
         back=back,
     )
 
@@ -198,6 +199,7 @@ def test_without_bandwidths_the_peak_depends_on_no_time() -> None:
         read_node=np.array([0]),
         ready=np.array([1]),
         free=np.array([1]),
+        variable=np.array([1]),
         back=np.array([2]),
     )
     schedule = schedule_copies(problem, np.array([True]), 20, None)
