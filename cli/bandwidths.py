@@ -25,7 +25,9 @@ def takes_bandwidths(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @click.option("--bandwidth", "bandwidth_file", type=click.Path(), metavar="FILE",
                   help="Bandwidths of a machine: the output of memtrace doctor --bandwidth --json.")  # fmt: skip
-    @click.option("--card", metavar="NAME", help='Bandwidths of a card, e.g. "TITAN Xp" (published) or A100 (link rate).')
+    @click.option(
+        "--card", metavar="NAME", help='Bandwidths of a card, e.g. "TITAN Xp" (published) or A100 (link rate).'
+    )
     @click.option("--d2h", "d2h_gb_per_s", type=float, metavar="GB/s", help="Device-to-host bandwidth; requires --h2d.")
     @click.option("--h2d", "h2d_gb_per_s", type=float, metavar="GB/s", help="Host-to-device bandwidth; requires --d2h.")
     @wraps(command)
