@@ -21,15 +21,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 
 import memtrace
 from memtrace import Plan, Trace
+from memtrace.analysis.bandwidth import CopyBandwidths
 from memtrace.errors import MemtraceError
+from memtrace.execution.host_bandwidth import measure_bandwidths
 from memtrace.execution.losses import read_losses
-from memtrace.planning import plan_recompute
+from memtrace.planning import plan_offload, plan_recompute
 from memtrace.planning.recorded_step import choose_step
 from memtrace.units import format_bytes, format_duration
 
@@ -39,8 +42,19 @@ sys.path.insert(0, str(ROOT))
 from tests.programs.planned import PROGRAMS, PlannedProgram, Training, train  # noqa: E402
 
 Planner = Callable[[Trace, int | None], Plan]
+
+
+@cache
+def bandwidths_here() -> CopyBandwidths:
+    """Return the measured costs of copies to mapped files."""
+    return measure_bandwidths("cpu")
+
+
 PLANNERS: dict[str, Planner] = {
     "recompute": lambda trace, target_bytes: plan_recompute(trace, target_bytes=target_bytes).plan,
+    "offload": lambda trace, target_bytes: plan_offload(
+        trace, device="cpu", bandwidths=bandwidths_here(), target_bytes=target_bytes
+    ),
 }
 """Makes the plan for a peak; None: the lowest."""
 STEPS = 6

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 import memtrace
-from memtrace.execution.host_memory import measure_copies
+from memtrace.execution.host_bandwidth import measure_bandwidths
 from memtrace.planning import SpillPlan, plan_spill, write_plan
 from memtrace.planning.recorded_step import choose_step
 
@@ -162,7 +162,7 @@ def main() -> None:
         "price",
         "losses",
     ]
-    bandwidths = measure_copies()
+    bandwidths = measure_bandwidths("cpu")
     with tempfile.TemporaryDirectory(prefix="memtrace-spill-") as folder:
         for name in arguments.program or PROGRAMS:
             rows = [measure(name, "plain", None, arguments, Path(folder))]

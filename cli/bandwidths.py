@@ -10,7 +10,13 @@ from typing import Any
 
 import click
 
-from memtrace.analysis.bandwidth import CopyBandwidths, bandwidths_from_json, bandwidths_from_rates, bandwidths_of_card
+from memtrace.analysis.bandwidth import (
+    TITAN_XP,
+    CopyBandwidths,
+    bandwidths_from_json,
+    bandwidths_from_rates,
+    bandwidths_of_card,
+)
 from memtrace.errors import MemtraceError
 
 
@@ -19,7 +25,9 @@ def takes_bandwidths(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @click.option("--bandwidth", "bandwidth_file", type=click.Path(), metavar="FILE",
                   help="Bandwidths of a machine: the output of memtrace doctor --bandwidth --json.")  # fmt: skip
-    @click.option("--card", metavar="NAME", help='Published bandwidths of a card, e.g. "TITAN Xp", P100 or A100.')
+    @click.option(
+        "--card", metavar="NAME", help='Bandwidths of a card, e.g. "TITAN Xp" (published) or A100 (link rate).'
+    )
     @click.option("--d2h", "d2h_gb_per_s", type=float, metavar="GB/s", help="Device-to-host bandwidth; requires --h2d.")
     @click.option("--h2d", "h2d_gb_per_s", type=float, metavar="GB/s", help="Host-to-device bandwidth; requires --d2h.")
     @wraps(command)
@@ -44,6 +52,17 @@ def takes_bandwidths(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(bandwidths=bandwidths, **options)
 
     return with_bandwidths
+
+
+def bandwidths_here(device: str) -> CopyBandwidths:
+    """Return the measured bandwidths of this machine; those of a TITAN Xp for a trace of a GPU that is not here."""
+    import torch
+
+    from memtrace.execution.host_bandwidth import measure_bandwidths
+
+    if device != "cpu" and not torch.cuda.is_available():
+        return TITAN_XP
+    return measure_bandwidths("cpu" if device == "cpu" else "cuda:0")
 
 
 def _read_bandwidths(file: str) -> CopyBandwidths:

@@ -53,7 +53,7 @@ def command(as_json: bool, bandwidth: bool, rebuild: bool) -> None:
 
 
 def _measure_bandwidths() -> CopyBandwidths:
-    from memtrace.execution.offload_bandwidth import measure_bandwidths
+    from memtrace.execution.host_bandwidth import measure_bandwidths
 
     return measure_bandwidths()
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+from memtrace.cli.bandwidths import takes_bandwidths
 from memtrace.cli.output import escape, plain_table, print_json
 from memtrace.cli.plan_output import PlanRequest, makes_plan, show_plan
 from memtrace.cli.quantities import BYTES
@@ -16,7 +17,8 @@ from memtrace.units import format_bytes, format_count, format_duration
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from memtrace.planning.auto import AutoOption
+    from memtrace.analysis.bandwidth import CopyBandwidths
+    from memtrace.planning.auto import AutoOption, Planner
     from memtrace.planning.plan import Plan
     from memtrace.trace import Trace
 
@@ -32,6 +34,7 @@ RESULT: Final = AutoPlan
               help="Data-parallel ranks that can share optimizer state; default: those of the recording.")  # fmt: skip
 @click.option("--link", type=BYTES, default=int(LINK_BYTES_PER_S), metavar="BYTES",
               help="Bandwidth between ranks in bytes per second, e.g. 25GB; default: 10GB.")  # fmt: skip
+@takes_bandwidths
 @click.option("--apply-only", is_flag=True, help="Consider only changes that memtrace.apply carries out.")
 def command(
     request: PlanRequest,
@@ -40,12 +43,14 @@ def command(
     num_ranks: int | None,
     link: int,
     apply_only: bool,
+    bandwidths: CopyBandwidths | None,
 ) -> None:
     """Mix changes so that a step fits a capacity.
 
     Considers recomputation, the optimizer in backward, sharded optimizer state and allocator settings, and prints the
     Pareto front of peak and step time. Changes that memtrace.apply does not carry out come with the lines to add to the
-    program. With --prove only those that it does carry out are considered.
+    program. With --prove only those that it does carry out are considered. Offloads to host memory are considered if
+    --bandwidth, --card, or --d2h and --h2d are given.
 
     \b
     Examples:
@@ -64,6 +69,7 @@ def command(
             num_ranks=num_ranks,
             link_bytes_per_s=float(link),
             only_applicable=apply_only or bool(request.program),
+            other_planners=[] if bandwidths is None else [_offload_planner(trace, device, bandwidths)],
         )
         results.append(result)
         return result.plan
@@ -77,6 +83,14 @@ def command(
         print_json(results[-1])
         return
     show_plan(request, make_plan, lambda out, _: _print_details(out, results[-1]))
+
+
+def _offload_planner(trace: Trace, device: str | None, bandwidths: CopyBandwidths) -> Planner:
+    from memtrace.planning.auto import main_device
+    from memtrace.planning.offload import plan_offload
+
+    place = device or main_device(trace)
+    return lambda target_bytes: plan_offload(trace, device=place, bandwidths=bandwidths, target_bytes=target_bytes)
 
 
 def _print_details(out: Console, result: AutoPlan) -> None:

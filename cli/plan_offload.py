@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-from memtrace.cli.bandwidths import takes_bandwidths
+from memtrace.cli.bandwidths import bandwidths_here, takes_bandwidths
 from memtrace.cli.output import escape, plain_table
 from memtrace.cli.plan_output import PlanRequest, makes_plan, show_plan
 from memtrace.cli.quantities import BYTES
@@ -49,7 +49,7 @@ def command(
 
     def make_plan(trace: Trace) -> Plan:
         place = device or default_device(trace)
-        costs = bandwidths or _bandwidths_here(place)
+        costs = bandwidths or bandwidths_here(place)
         return plan_offload(trace, device=place, bandwidths=costs, target_bytes=target_peak)
 
     show_plan(request, make_plan, _print_tensors)
@@ -58,18 +58,6 @@ def command(
 def default_device(trace: Trace) -> str:
     """Return the first GPU of a trace, or its first device."""
     return next((name for name in trace.devices if name.startswith("cuda")), trace.devices[0])
-
-
-def _bandwidths_here(device: str) -> CopyBandwidths:
-    """Return the measured bandwidths of this machine; those of a TITAN Xp for a trace of a GPU that is not here."""
-    import torch
-
-    from memtrace.analysis.bandwidth import TITAN_XP
-    from memtrace.execution.offload_bandwidth import measure_bandwidths
-
-    if device != "cpu" and not torch.cuda.is_available():
-        return TITAN_XP
-    return measure_bandwidths("cpu" if device == "cpu" else "cuda:0")
 
 
 def _print_tensors(out: Console, plan: Plan) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 from memtrace.cli.arguments import Selection
-from memtrace.cli.bandwidths import takes_bandwidths
+from memtrace.cli.bandwidths import bandwidths_here, takes_bandwidths
 from memtrace.cli.output import console, escape, plain_table, print_json, working
 from memtrace.cli.plan_output import PlanRequest, makes_plan, show_plan
 from memtrace.cli.quantities import BYTES, ByteSize
@@ -101,7 +101,7 @@ def command(
             chosen,
             budget_bytes=budget,
             buffer_bytes=buffer_bytes,
-            bandwidths=bandwidths or _default_bandwidths(chosen),
+            bandwidths=bandwidths or bandwidths_here(chosen),
             layers=layers,
             recompute=not no_recompute,
         )
@@ -116,13 +116,6 @@ def command(
         return results[-1].plan
 
     show_plan(request, make_plan, lambda out, _: _print_shards(out, results[-1]))
-
-
-def _default_bandwidths(device: str) -> CopyBandwidths:
-    from memtrace.analysis.bandwidth import TITAN_XP
-    from memtrace.execution.host_memory import measure_copies
-
-    return measure_copies() if device == "cpu" else TITAN_XP
 
 
 def _print_shards(out: Console, result: SpillPlan) -> None:

@@ -60,21 +60,22 @@ TITAN_XP: Final = CopyBandwidths(CopyCost(8242, 0.1563), CopyCost(12352, 0.1574)
 """PCIe 3.0 with pinned memory, 6.40 and 6.35 GB/s, as fitted by the authors of the paper."""
 
 
-def _at_rate(gb_per_s: float, source: str) -> CopyBandwidths:
-    return CopyBandwidths(CopyCost(0, 1 / gb_per_s), CopyCost(0, 1 / gb_per_s), source)
+def _link(generation: int) -> CopyBandwidths:
+    """Return the rate of PCI Express with 16 lanes: transfers per second of a lane times lanes, after line coding."""
+    gigatransfers_per_s = 2**generation  # 8, 16 and 32 GT/s in generations 3, 4 and 5
+    cost = CopyCost(0, 8 / (gigatransfers_per_s * 16 * 128 / 130))
+    return CopyBandwidths(cost, cost, f"link rate of PCIe {generation}.0 x16, an upper bound")
 
 
 CARDS: Final = {
     "TITAN Xp": TITAN_XP,
-    # Capuchin (ASPLOS 2020) plans with 12 GB/s on this card.
-    "P100": _at_rate(12.0, "published for a P100 (Capuchin)"),
-    # Link rates of PCI Express with 16 lanes, each direction, after line coding; real copies reach about 80 % of them.
-    "V100": _at_rate(15.75, "link rate of PCIe 3.0 x16, an upper bound"),
-    "A100": _at_rate(31.51, "link rate of PCIe 4.0 x16, an upper bound"),
-    "RTX 4090": _at_rate(31.51, "link rate of PCIe 4.0 x16, an upper bound"),
-    "H100": _at_rate(63.02, "link rate of PCIe 5.0 x16, an upper bound"),
+    "P100": _link(3),
+    "V100": _link(3),
+    "A100": _link(4),
+    "RTX 4090": _link(4),
+    "H100": _link(5),
 }
-"""Costs of copies between known cards and pinned host memory."""
+"""Costs of copies between known cards and pinned host memory: measured values, or what the card's link allows."""
 
 
 def bandwidths_of_card(name: str) -> CopyBandwidths:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import sys
 import tempfile
 import weakref
 from collections import defaultdict
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, Final, Protocol
 
 import torch
 
-from memtrace.analysis.bandwidth import COPY_SIZES, CopyBandwidths, best_copy_times, fit_copy_cost
 from memtrace.errors import MemtraceError
 from memtrace.recording.excluded_memory import exclude_memory, include_memory
 from memtrace.units import format_bytes
@@ -34,7 +36,7 @@ class Copy(Protocol):
         """Return whether the copy has been made."""
 
     def wait(self) -> None:
-        """Make the computation that follows on the device wait for the copy."""
+        """Make the computation that follows on the device wait for the copy, which uses its memory no longer then."""
 
     def finish(self) -> None:
         """Wait until the copy is made, so that the program can read it on the host."""
@@ -44,16 +46,26 @@ class HostMemory(Protocol):
     """Host memory for the tensors of one device. Memory is passed as one-dimensional tensors of bytes."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Return host memory, which is reused when nothing refers to its storage any more."""
+        """Return host memory, which is reused when nothing refers to its storage any more.
 
-    def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> Copy:
-        """Start to copy from device memory, which must not be changed or freed until the copy is done."""
+        Raises:
+            MemtraceError or RuntimeError: There is no space.
+        """
+
+    def copy_out(self, host: torch.Tensor, device: torch.Tensor, ended: Callable[[], None] | None = None) -> Copy:
+        """Start to copy from device memory, which must not be changed until the copy is done.
+
+        ``ended`` may be called on another thread when the copy has ended.
+        """
 
     def copy_in(self, device: torch.Tensor, host: torch.Tensor) -> Copy:
         """Start to copy to device memory, which was allocated for the computation that calls this."""
 
     def close(self) -> None:
-        """Wait for all copies and give memory back as far as no tensor uses it."""
+        """Wait for all copies, and give memory back as far as no tensor uses it.
+
+        Copies that are started later happen on the calling thread.
+        """
 
 
 def host_memory_for(device: torch.device) -> HostMemory:
@@ -76,7 +88,9 @@ class MappedMemory:
         self._files: list[tuple[mmap.mmap, int]] = []
         self._file_end = self._file_used = 0
         self._free: defaultdict[int, list[tuple[mmap.mmap, int]]] = defaultdict(list)
-        self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"memtrace-copy-{name}") for name in ("out", "in")]
+        self._out, self._in = (_copy_thread(name) for name in ("out", "in"))
+        self._is_closed = False
+        self._process = os.getpid()
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """See ``HostMemory.allocate``. Raises MemtraceError if the disk is full."""
@@ -89,34 +103,66 @@ class MappedMemory:
 
     def _extend(self, size: int) -> tuple[mmap.mmap, int]:
         if self._file_used + size > self._file_end:
-            self._file_end, self._file_used = max(size, FILE_BYTES), 0
-            self._files.append(_map_file(self._file_end))
+            num_bytes = max(size, FILE_BYTES)
+            self._files.append(_map_file(num_bytes))
+            self._file_end, self._file_used = num_bytes, 0
         offset = self._file_used
         self._file_used += size
         return self._files[-1][0], offset
 
-    def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> Copy:
+    def copy_out(self, host: torch.Tensor, device: torch.Tensor, ended: Callable[[], None] | None = None) -> Copy:
         """See ``HostMemory.copy_out``."""
-        return _ThreadCopy(self._threads[0], host, device)
+        return self._start(self._out, host, device, ended)
 
     def copy_in(self, device: torch.Tensor, host: torch.Tensor) -> Copy:
         """See ``HostMemory.copy_in``."""
-        return _ThreadCopy(self._threads[1], device, host)
+        return self._start(self._in, device, host)
+
+    def _start(
+        self, thread: Executor, target: torch.Tensor, source: torch.Tensor, ended: Callable[[], None] | None = None
+    ) -> Copy:
+        # A forked child has none of the threads.
+        if self._is_closed or os.getpid() != self._process:
+            future: Future[None] = Future()
+            _copy([target, source])
+            future.set_result(None)
+        else:
+            future = thread.submit(_copy, [target, source])
+        if ended is not None:
+            future.add_done_callback(lambda _: ended())
+        return _ThreadCopy(future)
 
     def close(self) -> None:
         """See ``HostMemory.close``. A mapping disappears with the last tensor in it."""
-        for thread in self._threads:
-            thread.shutdown()
+        self._is_closed = True
+        if os.getpid() == self._process:
+            for thread in (self._out, self._in):
+                thread.shutdown()
         for _, address in self._files:
             include_memory(address)
         self._files.clear()
         self._free.clear()
 
 
-def _map_file(num_bytes: int) -> tuple[mmap.mmap, int]:
-    """Return a mapped file, whose space on disk is reserved, and its address."""
-    import os
+def _copy_thread(name: str) -> Executor:
+    return ThreadPoolExecutor(1, thread_name_prefix=f"memtrace-copy-{name}")
 
+
+def _copy(tensors: list[torch.Tensor]) -> None:
+    """Copy the second tensor to the first, without the interpreter lock.
+
+    Both live until the copy has ended. They are dropped before anybody learns of the end, so that whoever waited for it
+    finds the memory free.
+    """
+    target, source = tensors
+    addresses = target.data_ptr(), source.data_ptr(), source.nbytes
+    del target, source
+    ctypes.memmove(*addresses)
+    tensors.clear()
+
+
+def _map_file(num_bytes: int) -> tuple[mmap.mmap, int]:
+    """Return a mapped file and its address. Its space on disk is reserved: a page without would kill the process."""
     try:
         with tempfile.TemporaryFile(prefix="memtrace-host-") as file:
             os.posix_fallocate(file.fileno(), 0, num_bytes)
@@ -132,20 +178,16 @@ def _map_file(num_bytes: int) -> tuple[mmap.mmap, int]:
 
 
 class _ThreadCopy:
-    """A copy on another thread, which runs without the interpreter lock."""
+    """A copy on another thread."""
 
-    def __init__(self, thread: ThreadPoolExecutor, target: torch.Tensor, source: torch.Tensor) -> None:
-        # The tensors stay alive until the copy is made.
-        self._tensors: Any = (target, source)
-        arguments = (target.data_ptr(), source.data_ptr(), source.nbytes)
-        self._future: Future[Any] = thread.submit(ctypes.memmove, *arguments)
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
 
     def is_done(self) -> bool:
         return self._future.done()
 
     def wait(self) -> None:
         self._future.result()
-        self._tensors = None
 
     finish = wait
 
@@ -162,8 +204,8 @@ class PinnedMemory:
         """See ``HostMemory.allocate``."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> Copy:
-        """See ``HostMemory.copy_out``."""
+    def copy_out(self, host: torch.Tensor, device: torch.Tensor, ended: Callable[[], None] | None = None) -> Copy:
+        """See ``HostMemory.copy_out``. ``ended`` is not called: the host does not learn of the end by itself."""
         return _StreamCopy(self._out, host, device)
 
     def copy_in(self, device: torch.Tensor, host: torch.Tensor) -> Copy:
@@ -198,23 +240,7 @@ class _StreamCopy:
         self._event.synchronize()
         self.wait()
 
-
-def measure_copies() -> CopyBandwidths:
-    """Measure copies between torch's CPU memory and the mapped files that stand for host memory.
-
-    Memory is allocated for every copy to the device, as it is while a plan is carried out.
-    """
-    memory = MappedMemory()
-    host = memory.allocate(COPY_SIZES[-1])
-    source = torch.empty(COPY_SIZES[-1], dtype=torch.uint8).fill_(1)
-    memory.copy_out(host, source).finish()
-
-    def copy_d2h(num_bytes: int) -> None:
-        memory.copy_out(host[:num_bytes], source[:num_bytes]).finish()
-
-    def copy_h2d(num_bytes: int) -> None:
-        memory.copy_in(torch.empty(num_bytes, dtype=torch.uint8), host[:num_bytes]).finish()
-
-    d2h, h2d = (fit_copy_cost(best_copy_times(copy)) for copy in (copy_d2h, copy_h2d))
-    memory.close()
-    return CopyBandwidths(d2h, h2d, "measured, mapped files of this machine")
+    def __del__(self) -> None:
+        # Nobody waits for the copies of a graph that is dropped before backward reads it.
+        if getattr(self, "_event", None) is not None and self._tensors is not None and not sys.is_finalizing():
+            self._event.synchronize()

@@ -141,9 +141,14 @@ def view_bytes(
 
 def as_bytes(tensor: torch.Tensor, start: Any = 0, num_bytes: int | None = None) -> torch.Tensor:
     """Return the storage of a tensor as bytes, from the byte ``start`` on."""
-    storage: Any = tensor.untyped_storage()
-    empty: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    whole: torch.Tensor = empty.set_(storage, start, (storage.nbytes() if num_bytes is None else num_bytes,))
+    return storage_bytes(tensor.untyped_storage(), start, num_bytes)
+
+
+def storage_bytes(storage: Any, start: Any = 0, num_bytes: int | None = None) -> torch.Tensor:
+    """Return a storage as bytes, from the byte ``start`` on."""
+    with torch.inference_mode(False), torch.no_grad():
+        empty: Any = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        whole: torch.Tensor = empty.set_(storage, start, (storage.nbytes() if num_bytes is None else num_bytes,))
     return whole
 
 

@@ -15,7 +15,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from memtrace.execution.offload_copies import host_copies
+from memtrace.errors import MemtraceError
+from memtrace.execution.host_memory import host_memory_for
 from memtrace.execution.offload_storage import OffloadedStorage, OffloadedStorages, SavedStorage
 from memtrace.execution.target import Target
 from memtrace.planning.actions import Offload, OffloadedTensor
@@ -43,7 +44,7 @@ def apply_action(action: Offload, target: Target) -> AbstractContextManager[None
 def _offloading(
     device: torch.device, named: dict[int | None, dict[tuple[int, int], OffloadedTensor]], target: Target
 ) -> Iterator[None]:
-    storages = OffloadedStorages(host_copies(device))
+    storages = OffloadedStorages(host_memory_for(device))
     hooks = _Hooks(device, named, target, storages)
     with ExitStack() as undo:
         undo.callback(storages.close)
@@ -123,9 +124,11 @@ class _Hooks:
     def _enter(self, module: torch.nn.Module) -> None:
         if not self._calls:
             self._state = self._addresses_of_state()
+        self._storages.node_saves(_next_node() - 1)
         self._calls.append(_Call(id(module)))
 
     def _leave(self, module: torch.nn.Module) -> None:
+        self._storages.node_saves(_next_node() - 1)
         # The plan may have been applied during a call, whose begin was not seen then.
         if any(call.module == id(module) for call in self._calls):
             while self._calls.pop().module != id(module):
@@ -144,6 +147,7 @@ class _Hooks:
             tensor = tensor.detach()
         saved = _Saved(tensor, node, storage)
         storage.add(tensor, node)
+        self._storages.node_saves(node)  # the plan can want this storage to leave at once
         return saved
 
     def _find_storage(self, tensor: torch.Tensor, node: int) -> SavedStorage | None:
@@ -170,7 +174,7 @@ class _Hooks:
         if tensor is not None:
             try:
                 return self._storages.offload(storage, node, tensor)
-            except (OSError, RuntimeError) as error:
+            except (MemtraceError, RuntimeError) as error:
                 self._warn(error)
         return SavedStorage(storage)
 
@@ -178,8 +182,8 @@ class _Hooks:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"memtrace: no space in host memory for a tensor that the plan offloads ({error}). It stays on the "
-                "device, and so do others for which there is no space.",
+                "memtrace: a tensor that the plan offloads stays on the device, and so do others for which there is no "
+                f"space in host memory: {error}",
                 stacklevel=1,
             )
 

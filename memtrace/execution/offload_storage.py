@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memtrace.execution.offload_copies import Copy, HostCopies
+from memtrace.execution.host_memory import Copy, HostMemory
+from memtrace.execution.moved_storage import storage_bytes
 from memtrace.planning.actions import OffloadedTensor
 
 
@@ -32,19 +33,16 @@ class OffloadedStorage(SavedStorage):
         self.leaves_at = None if tensor.wait_nodes is None else node + tensor.wait_nodes
         self._prefetch_nodes = tensor.prefetch_nodes
         self._first_node = self._last_node = node
-        self._host = host
+        self._host, self._device = host, storage.device
         self._witnesses: list[torch.Tensor] = []
         self._source: torch.UntypedStorage | None = storage
         self._restored: torch.UntypedStorage | None = None
         self._copy_in: Copy | None = None
         self._copy_out: Copy | None = None
-        self._buffer = host.copies.allocate(self.num_bytes)
+        self._buffer = host.memory.allocate(self.num_bytes)
         reference = weakref.ref(self)  # the copy must not keep the storage of a graph that is dropped
-        self._copy_out = host.copies.copy_out(storage, self._buffer, lambda: _leave_if_alive(reference))
-
-    def __del__(self) -> None:
-        if getattr(self, "_copy_out", None) is not None:
-            self._host.copies.give_back(self._buffer)
+        source = storage_bytes(storage)
+        self._copy_out = host.memory.copy_out(self._buffer, source, lambda: _leave_if_alive(reference))
 
     @property
     def begins_back_at(self) -> int:
@@ -64,7 +62,7 @@ class OffloadedStorage(SavedStorage):
         """Return whether the storage is no longer held here; drop it if its copy has ended."""
         with self._host.lock:
             copy_out = self._copy_out  # None: the copy ended before its start returned
-            if self._source is not None and self._restored is None and copy_out is not None and copy_out.done():
+            if self._source is not None and self._restored is None and copy_out is not None and copy_out.is_done():
                 copy_out.wait()
                 self._drop_references()
             return self._source is None or self._restored is not None
@@ -84,7 +82,10 @@ class OffloadedStorage(SavedStorage):
             if self._restored is None and self._source is not None:
                 self._restored = self._source
             elif self._restored is None:
-                self._restored, self._copy_in = self._host.copies.copy_in(self._buffer, self.num_bytes)
+                with torch.inference_mode(False):
+                    target = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
+                self._restored = target.untyped_storage()
+                self._copy_in = self._host.memory.copy_in(target, self._buffer)
 
     def restore(self) -> torch.UntypedStorage:
         """Return the storage, after the copy back."""
@@ -113,10 +114,12 @@ def _leave_if_alive(reference: weakref.ref[OffloadedStorage]) -> None:
 class OffloadedStorages:
     """The storages of one device that are in host memory, or on their way there."""
 
-    def __init__(self, copies: HostCopies) -> None:
-        self.copies = copies
+    def __init__(self, memory: HostMemory) -> None:
+        self.memory = memory
         self.lock = threading.RLock()
         self._leaving: deque[weakref.ref[OffloadedStorage]] = deque()
+        self._due: list[tuple[int, int, weakref.ref[OffloadedStorage]]] = []
+        """Storages for whose copies forward waits, in the order of the nodes at which it does."""
         self._away: list[tuple[int, int, weakref.ref[OffloadedStorage]]] = []
         self._num_added = 0
         self._longest_way = 0
@@ -126,13 +129,16 @@ class OffloadedStorages:
         """Start to copy a storage, which the autograd node ``node`` saves, to host memory.
 
         Raises:
-            OSError or RuntimeError: There is no space in host memory.
+            MemtraceError or RuntimeError: There is no space in host memory.
         """
         offloaded = OffloadedStorage(storage, node, tensor, self)
-        self._leaving.append(weakref.ref(offloaded))
+        self._num_added += 1
+        reference = weakref.ref(offloaded)
+        self._leaving.append(reference)
+        if offloaded.leaves_at is not None:
+            insort(self._due, (offloaded.leaves_at, self._num_added, reference))
         if tensor.prefetch_nodes > 0:
-            self._num_added += 1
-            insort(self._away, (node, self._num_added, weakref.ref(offloaded)))
+            insort(self._away, (node, self._num_added, reference))
         return offloaded
 
     def expect_prefetch(self, num_nodes: int) -> None:
@@ -140,13 +146,18 @@ class OffloadedStorages:
         self._longest_way = max(self._longest_way, num_nodes)
 
     def node_saves(self, node: int) -> None:
-        """Wait for the copies that the plan wants to have ended when forward has come to this autograd node."""
+        """Wait for the copies that the plan wants to have ended when forward has come to this autograd node.
+
+        The peak depends on these waits, so that none of them is left out, whatever the order and the speed of copies.
+        """
+        while self._due and self._due[0][0] <= node:
+            due = self._due.pop(0)[2]()
+            if due is not None:
+                due.leave()
         while self._leaving:
             storage = self._leaving[0]()
             if storage is not None and not storage.has_left():
-                if storage.leaves_at is None or storage.leaves_at > node:
-                    return
-                storage.leave()
+                break
             self._leaving.popleft()
 
     def node_reads(self, node: int) -> None:
@@ -171,7 +182,7 @@ class OffloadedStorages:
 
     def close(self) -> None:
         """Wait for all copies. Storages that are in host memory come back when backward reads them."""
-        self.copies.close()
+        self.memory.close()
         while self._leaving:
             storage: Any = self._leaving.popleft()()
             if storage is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,12 +24,14 @@ class Target:
     def find_modules(self, names: Iterable[str]) -> dict[str, torch.nn.Module]:
         """Return the modules of the model by the names that a plan uses.
 
-        Where the recording detected the model by itself, names in the trace begin with the class of the model.
+        Where the recording detected the model by itself, names in the trace begin with the class of the model, and with
+        a number if it was not the first model of its class, as in ``Sequential#2.0``.
 
         Raises:
             MemtraceError: The model has no module of such a name.
         """
-        wanted, modules = list(names), self._modules()
+        wanted = list(names)
+        modules = self._modules(wanted)
         missing = [name for name in wanted if name not in modules]
         if missing:
             from memtrace.recording.plain_access import type_name
@@ -43,14 +45,18 @@ class Target:
 
     def has_modules(self, names: Iterable[str]) -> bool:
         """Return whether the model has modules of all these names."""
-        return self._modules().keys() >= set(names)
+        wanted = set(names)
+        return self._modules(wanted).keys() >= wanted
 
-    def _modules(self) -> dict[str, torch.nn.Module]:
-        """Return the modules of the model by all names that a plan can use."""
+    def _modules(self, wanted: Collection[str]) -> dict[str, torch.nn.Module]:
+        """Return the modules of the model by all names that a plan can use for them."""
         from memtrace.recording.plain_access import type_name, walk_modules
 
         modules = dict(walk_modules(self.model))
         prefix = type_name(self.model)
+        roots = {root for root in (name.split(".")[0] for name in wanted) if root.partition("#")[0] == prefix}
+        if len(roots) == 1:  # otherwise the plan names modules of several models of this class
+            prefix = roots.pop()
         return {f"{prefix}.{name}" if name else prefix: module for name, module in modules.items()} | modules
 
 

@@ -117,21 +117,26 @@ def _name_tensors(model: _Model, schedule: OffloadSchedule) -> tuple[OffloadedTe
 def _deadlines(problem: OffloadProblem, schedule: OffloadSchedule) -> Array:
     """Return the piece at whose start forward has to wait for each copy out, as late as the peak allows; -1: never.
 
-    A copy that takes longer than predicted then delays the program, but does not raise its peak.
+    A copy that takes longer than predicted then delays the program, but does not raise its peak. Memory that variables
+    of the program may still hold is not used up by waiting later.
     """
     level, peak = schedule.level.copy(), schedule.peak_bytes
     saves = np.flatnonzero(~problem.is_read)
+    variable = np.minimum(problem.variable[schedule.tensor], schedule.fetch)
+    for tensor, leave, end in zip(schedule.tensor.tolist(), schedule.leave.tolist(), variable.tolist(), strict=True):
+        level[leave:end] += problem.size[tensor]
     deadlines = np.full(len(schedule.tensor), -1)
     for position in np.argsort(schedule.leave, kind="stable").tolist():
         tensor, leave, fetch = schedule.tensor[position], int(schedule.leave[position]), int(schedule.fetch[position])
         size = int(problem.size[tensor])
+        level[leave : int(variable[position])] -= size
         too_high = np.flatnonzero(level[leave:fetch] + size > peak)
         if not len(too_high):
             level[leave:fetch] += size
             continue
         place = int(np.searchsorted(saves, leave + int(too_high[0]), side="right")) - 1
         deadlines[position] = saves[place]
-        level[leave : int(saves[place])] += size
+        level[leave : max(int(saves[place]), int(variable[position]))] += size
     return deadlines
 
 

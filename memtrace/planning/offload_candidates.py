@@ -50,6 +50,8 @@ class Candidates:
     """Last row of the operator call that saves it first."""
     held_row: Array
     """First row from which no call of forward uses the tensor."""
+    variable_row: Array
+    """First row from which no variable of the function that passes the tensor between calls can hold it."""
     read_node: Array
     """The node that reads the tensor first in backward."""
     read_row: Array
@@ -131,6 +133,7 @@ def _name_candidates(
     )
     block = first.block[chosen]
     read_node, read_row = _first_reads(saves, block)
+    held_row, variable_row = _held_rows(trace, accesses, calls, block, read_row)
     return Candidates(
         block=block,
         group=group[chosen],
@@ -138,7 +141,8 @@ def _name_candidates(
         names=names,
         node=first.node[chosen],
         row=first.row[chosen],
-        held_row=_held_rows(trace, accesses, calls, block, read_row),
+        held_row=held_row,
+        variable_row=variable_row,
         read_node=read_node,
         read_row=read_row,
     )
@@ -200,11 +204,14 @@ def _first_reads(saves: Saves, block: Array) -> tuple[Array, Array]:
     return saves.node[position], saves.read_row[position]
 
 
-def _held_rows(trace: Trace, accesses: StepAccesses, calls: ModuleCalls, block: Array, read_row: Array) -> Array:
-    """Return the row from which no forward call uses each block: the end of the call that used it last.
+def _held_rows(
+    trace: Trace, accesses: StepAccesses, calls: ModuleCalls, block: Array, read_row: Array
+) -> tuple[Array, Array]:
+    """Return the row from which no forward call uses each block, and the row from which no variable can hold it.
 
-    A call holds its arguments until it returns. The call is the outermost one that does not contain the operator that
-    allocated the block: the function around it has the block as a temporary value or in a variable.
+    A call holds its arguments until it returns, so that the first is the end of the call that used the block last. The
+    call is the outermost one that does not contain the operator that allocated the block: the function around it has
+    the block as a temporary value or in a variable, which it holds until it returns at the latest.
     """
     order = np.lexsort((accesses.row, accesses.block))
     of_block, row = accesses.block[order], accesses.row[order]
@@ -217,5 +224,7 @@ def _held_rows(trace: Trace, accesses: StepAccesses, calls: ModuleCalls, block: 
     child = calls.child_towards(from_call, last_call)
     op_end = operator_end_rows(trace, accesses.row[last]) + 1
     if not len(calls.name):
-        return op_end
-    return np.where(child >= 0, np.maximum(calls.end_row[child], op_end), op_end)
+        return op_end, op_end
+    held = np.where(child >= 0, np.maximum(calls.end_row[child], op_end), op_end)
+    around = np.where(child >= 0, calls.parent[child], -1)
+    return held, np.where(around >= 0, np.maximum(calls.end_row[around], held), held)

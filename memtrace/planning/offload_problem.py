@@ -42,6 +42,8 @@ class OffloadProblem:
     """The piece at whose start the copy of each tensor to the host can begin."""
     free: Array
     """The first piece in which nothing but saved tensors holds the tensor."""
+    variable: Array
+    """The first piece in which no variable of the program can hold the tensor, ``free`` or later."""
     back: Array
     """The piece at whose start backward reads the tensor."""
 
@@ -99,6 +101,7 @@ def build_problem(trace: Trace, device: str, step: RecordedStep, saves: StepSave
         read_node=candidates.read_node,
         ready=np.searchsorted(begin, candidates.row + 1),
         free=np.searchsorted(begin, candidates.held_row),
+        variable=np.searchsorted(begin, candidates.variable_row),
         back=np.searchsorted(begin, candidates.read_row, side="right") - 1,
     )
 

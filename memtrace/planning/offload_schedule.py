@@ -60,7 +60,7 @@ def schedule_copies(
             backward reads the tensor, so that the peak depends on no time.
 
     Returns:
-        None where the limit cannot be reached, or a copy out would not end before backward reads the tensor.
+        None where the limit cannot be reached.
     """
     tensor = np.flatnonzero(chosen)
     free, back = problem.free[tensor], problem.back[tensor]
@@ -70,10 +70,10 @@ def schedule_copies(
     if bandwidths is None:
         return OffloadSchedule(tensor, free, back, level, 0.0, 0.0, 0.0)
     early = _Simulation(problem, tensor, limit_bytes, bandwidths, np.zeros(len(tensor), np.int64))
-    if not early.run():
-        return None
+    early.run()
     late = _Simulation(problem, tensor, limit_bytes, bandwidths, _latest_starts(problem, early))
-    best = late if late.run() and late.end_ns <= early.end_ns else early
+    late.run()
+    best = late if late.end_ns <= early.end_ns else early
     return OffloadSchedule(
         tensor=tensor,
         leave=best.leave,
@@ -107,8 +107,8 @@ class _Simulation:
         self._leaving: dict[int, float] = {}  # when the copies out end, in the order of their ends
         self._to_fetch = np.argsort(-problem.back[tensor], kind="stable").tolist()
 
-    def run(self) -> bool:
-        """Run the step; return whether every tensor leaves before backward reads it."""
+    def run(self) -> None:
+        """Run the step, which keeps the limit: it waits for as many copies as that takes."""
         ready = self.problem.ready[self.tensor].tolist()
         to_save = sorted(range(len(ready)), key=ready.__getitem__, reverse=True)
         to_read = list(self._to_fetch)
@@ -119,16 +119,23 @@ class _Simulation:
             while to_save and ready[to_save[-1]] <= piece:
                 number = to_save.pop()
                 self._leaving[number] = self.bus.to_host.copy(self._size[number], now)
+            self._keep_late(piece, now)
             now = self._let_leave(piece, now)
-            if not self._fetch_due(piece, now):
-                return False
+            self._fetch_due(piece, now)
             self._prefetch(piece, now)
             while to_read and self._back[to_read[-1]] <= piece:
                 now = max(now, float(self.arrive_ns[to_read.pop()]))
             self.clock_ns[piece] = now
             delay_ns = now - base_ns[piece]
         self.end_ns = base_ns[-1] + delay_ns
-        return True
+
+    def _keep_late(self, piece: int, now: float) -> None:
+        """Keep the tensors that backward reads now and whose copies have not ended: they never leave."""
+        late = [number for number, end_ns in self._leaving.items() if self._back[number] <= piece and end_ns > now]
+        for number in late:
+            del self._leaving[number]
+            self._to_fetch.remove(number)
+            self.leave[number] = self._back[number]
 
     def _let_leave(self, piece: int, now: float) -> float:
         """Drop the tensors whose copies have ended; wait for others while the piece would exceed the limit."""
@@ -145,14 +152,11 @@ class _Simulation:
         self.level[piece] += late_bytes
         return now
 
-    def _fetch_due(self, piece: int, now: float) -> bool:
-        """Begin the copies back of what backward reads now; return whether all of that has left."""
+    def _fetch_due(self, piece: int, now: float) -> None:
+        """Begin the copies back of what backward reads now."""
         while self._to_fetch and self._back[self._to_fetch[-1]] <= piece:
             number = self._to_fetch.pop()
-            if number in self._leaving:
-                return False
             self.arrive_ns[number] = self.bus.to_device.copy(self._size[number], now)
-        return True
 
     def _prefetch(self, piece: int, now: float) -> None:
         """Begin copies back in the order of their reads, as far as the limit allows."""

@@ -31,7 +31,7 @@ class Net(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("names", [("body.0", "head"), ("Net.body.0", "Net.head")])
+@pytest.mark.parametrize("names", [("body.0", "head"), ("Net.body.0", "Net.head"), ("Net#2.body.0", "Net#2.head")])
 def test_the_plan_is_in_effect_inside_the_block(noted: list[str], names: tuple[str, ...]) -> None:  # noqa: F811
     model = Net()
     with memtrace.apply(make_plan(*names), model, torch.optim.SGD(model.parameters())):

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import memtrace
 from memtrace import MemtraceError, Plan
-from memtrace.execution import offload_copies
+from memtrace.execution.host_memory import MappedMemory
 from memtrace.planning.actions import Offload, OffloadedTensor
 from memtrace.planning.plan import StepCost
 
@@ -163,12 +163,12 @@ def test_a_storage_leaves_memory_and_comes_back() -> None:
 def test_a_storage_that_two_operators_save_is_copied_once() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 64))
     copied: list[int] = []
-    copy_out = offload_copies.MappedFileCopies.copy_out
+    copy_out = MappedMemory.copy_out
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            offload_copies.MappedFileCopies,
+            MappedMemory,
             "copy_out",
-            lambda self, storage, *rest: copied.append(storage.nbytes()) or copy_out(self, storage, *rest),
+            lambda self, host, source, *rest: copied.append(source.nbytes) or copy_out(self, host, source, *rest),
         )
         with memtrace.apply(everything(model), model):
             model(torch.randn(64, 64, requires_grad=True)).sum().backward()

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memtrace
 from memtrace import MemtraceError
 from memtrace.analysis.bandwidth import CARDS, CopyBandwidths, CopyCost, bandwidths_from_rates, bandwidths_of_card
-from memtrace.analysis.peak import requested_bytes
-from memtrace.planning.actions import Offload
 from memtrace.planning.bus import Bus, fits_interval, free_time_ns
 from memtrace.planning.offload import plan_offload
 from memtrace.planning.offload_problem import OffloadProblem
@@ -55,6 +51,8 @@ def test_copies_of_one_direction_wait_for_each_other_and_not_for_the_other_direc
 
 def test_cards_are_found_by_name() -> None:
     assert bandwidths_of_card("titan xp") is CARDS["TITAN Xp"]
+    rates = [bandwidths_of_card(name).h2d.gb_per_s for name in ("V100", "A100", "H100")]
+    assert rates == pytest.approx([15.754, 31.508, 63.015], abs=1e-3)
     with pytest.raises(MemtraceError, match=r"unknown card 'Voodoo': memtrace knows TITAN Xp, "):
         bandwidths_of_card("Voodoo")
 
@@ -84,6 +82,7 @@ def problems(draw: st.DrawFn, max_tensors: int = 4) -> OffloadProblem:
         read_node=np.arange(count),
         ready=ready,
         free=free,
+        variable=free,
         back=back,
     )
 
@@ -200,6 +199,7 @@ def test_without_bandwidths_the_peak_depends_on_no_time() -> None:
         read_node=np.array([0]),
         ready=np.array([1]),
         free=np.array([1]),
+        variable=np.array([1]),
         back=np.array([2]),
     )
     schedule = schedule_copies(problem, np.array([True]), 20, None)
@@ -207,34 +207,9 @@ def test_without_bandwidths_the_peak_depends_on_no_time() -> None:
     assert schedule.level.tolist() == [5, 5, 20]
 
 
-def _record(path: Path, index: int, actions: tuple[Offload, ...] = ()) -> tuple[memtrace.Trace, list[torch.Tensor]]:
-    gc.collect()  # tensors of earlier programs would count as memory of this one
-    training = PROGRAMS[index].small(4)
-    with memtrace.record(path, model=training.model):
-        if actions:
-            plan = memtrace.planning.Plan(
-                "cpu", actions, memtrace.planning.StepCost(1, None), memtrace.planning.StepCost(1, None)
-            )
-            with memtrace.apply(plan, training.model, training.optimizer):
-                losses = train(training)
-        else:
-            losses = train(training)
-    return memtrace.load(path), losses
-
-
-@pytest.mark.parametrize("index", range(len(PROGRAMS)), ids=[program.name for program in PROGRAMS])
-def test_an_applied_plan_lowers_the_peak_and_keeps_the_losses(tmp_path: Path, index: int) -> None:
-    before, expected = _record(tmp_path / "before", index)
-    plan = plan_offload(before, device="cpu", bandwidths=EQUAL, min_bytes=4096)
-    after, losses = _record(tmp_path / "after", index, tuple(a for a in plan.actions if isinstance(a, Offload)))
-    assert [loss.item().hex() for loss in losses] == [loss.item().hex() for loss in expected]
-    # Above what was in memory at the start: both runs share the process, with tensors of other tests and of each other.
-    measured = memtrace.planning.choose_step(after, "cpu").cost.peak_bytes - requested_bytes(after, "cpu").start
-    assert measured < plan.recorded.peak_bytes - requested_bytes(before, "cpu").start
-    assert plan.predicted.peak_bytes < plan.recorded.peak_bytes
-
-
 def test_a_peak_that_cannot_be_reached_is_an_error_with_the_least_peak(tmp_path: Path) -> None:
-    trace, _ = _record(tmp_path / "run", 0)
+    training = PROGRAMS[0].small(4)
+    with memtrace.record(tmp_path / "run", model=training.model):
+        train(training)
     with pytest.raises(MemtraceError, match=r"the least peak it can reach is "):
-        plan_offload(trace, device="cpu", bandwidths=EQUAL, target_bytes=1000)
+        plan_offload(memtrace.load(tmp_path / "run"), device="cpu", bandwidths=EQUAL, target_bytes=1000)
