@@ -86,8 +86,8 @@ def command(
 
 
 def _offload_planner(trace: Trace, device: str | None, bandwidths: CopyBandwidths) -> Planner:
-    from memtrace.planning.auto import main_device
     from memtrace.planning.offload import plan_offload
+    from memtrace.planning.recorded_step import main_device
 
     place = device or main_device(trace)
     return lambda target_bytes: plan_offload(trace, device=place, bandwidths=bandwidths, target_bytes=target_bytes)

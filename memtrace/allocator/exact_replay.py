@@ -14,7 +14,7 @@ from memtrace.allocator.history import ALLOC, FREE, AllocatorHistory, Int64s
 from memtrace.allocator.infer_rules import reproduce_history
 from memtrace.allocator.replay import PreparedHistory, ReplayResult, run_history
 from memtrace.allocator.requests import BASELINE, LIVE, history_rows, read_device_history
-from memtrace.errors import TraceError
+from memtrace.errors import MemtraceError
 
 if TYPE_CHECKING:
     from memtrace.trace import Trace
@@ -38,12 +38,12 @@ def reproduce_exactly(trace: Trace, device: str) -> tuple[PreparedHistory, Repla
 
 
 def _reproduce_exactly(trace: Trace, device: str) -> tuple[PreparedHistory, ReplayResult] | None:
-    source = read_device_history(trace, device)
-    if not isinstance(source, AllocatorHistory) or len(source) > MAX_ENTRIES:
-        return None
     try:
+        source = read_device_history(trace, device)
+        if not isinstance(source, AllocatorHistory) or len(source) > MAX_ENTRIES:
+            return None
         prepared, result = reproduce_history(source)
-    except TraceError:  # an absurd size or address
+    except MemtraceError:  # an absurd size, address or setting
         return None
     return (prepared, result) if result.is_exact else None
 

@@ -22,10 +22,10 @@ from memtrace.planning.auto_changes import (
 )
 from memtrace.planning.pareto import pareto_front
 from memtrace.planning.plan import Plan, PlanAction
-from memtrace.planning.recompute import main_device, make_plan, recompute_options
+from memtrace.planning.recompute import make_plan, recompute_options
 from memtrace.planning.recompute_options import RecomputeOptions
 from memtrace.planning.recompute_solver import Choice, minimize_cost, minimize_peak
-from memtrace.planning.recorded_step import RecordedStep
+from memtrace.planning.recorded_step import RecordedStep, main_device
 from memtrace.trace import Trace
 
 Planner = Callable[[int | None], Plan]

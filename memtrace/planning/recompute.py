@@ -13,7 +13,7 @@ from memtrace.planning.actions import Recompute
 from memtrace.planning.plan import Plan, StepCost
 from memtrace.planning.recompute_options import RecomputeOption, RecomputeOptions, find_options
 from memtrace.planning.recompute_solver import Choice, minimize_cost, minimize_peak
-from memtrace.planning.recorded_step import RecordedStep, choose_step
+from memtrace.planning.recorded_step import RecordedStep, choose_step, main_device
 from memtrace.trace import Trace
 from memtrace.units import format_bytes
 
@@ -100,11 +100,6 @@ def recompute_options(trace: Trace, device: str, *, selective: bool = True) -> t
             f"instead of {format_bytes(step.cost.peak_bytes)}, so that no plan can be made. Record the program again."
         )
     return step, found
-
-
-def main_device(trace: Trace) -> str:
-    """Return the device of a trace that plans are made for: the first GPU, or the CPU."""
-    return next((device for device in trace.devices if device != "cpu"), "cpu")
 
 
 def _choose(found: RecomputeOptions, step: RecordedStep, device: str, target_bytes: int | None) -> Choice:

@@ -28,6 +28,18 @@ class RecordedStep:
     """Peak of this step, and the median duration of the steps after warm-up (None: the trace has no real times)."""
 
 
+def main_device(trace: Trace) -> str:
+    """Return the device that plans are made for: the one with the highest peak, GPUs before the CPU.
+
+    Raises:
+        MemtraceError: The trace has no memory events.
+    """
+    if not trace.devices:
+        raise MemtraceError("the trace has no memory events. Record a training loop.")
+    devices = [device for device in trace.devices if device != "cpu"] or trace.devices
+    return max(devices, key=lambda device: int(requested_bytes(trace, device).bytes.max(initial=0)))
+
+
 def choose_step(trace: Trace, device: str) -> RecordedStep:
     """Return the step after warm-up with the highest peak on a device, the last of several.
 

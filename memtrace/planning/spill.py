@@ -14,7 +14,7 @@ from memtrace.errors import MemtraceError
 from memtrace.pipeline.layer_costs import MeasuredLayers, measure_layer_costs
 from memtrace.planning.actions import Spill
 from memtrace.planning.plan import Plan, StepCost
-from memtrace.planning.recorded_step import RecordedStep, choose_step
+from memtrace.planning.recorded_step import RecordedStep, choose_step, main_device
 from memtrace.planning.shards import SpilledModel, SpillShard, cut_shards
 from memtrace.planning.spill_times import peak_bytes, step_seconds
 from memtrace.trace import Trace
@@ -70,7 +70,7 @@ def plan_spill(
     Raises:
         MemtraceError: The trace has no steps, module calls or backward, or a layer does not fit the budget.
     """
-    device = device or next((name for name in trace.devices if name != "cpu"), "cpu")
+    device = device or main_device(trace)
     step = choose_step(trace, device)
     measured = measure_layer_costs(trace, layers)
     model = _spilled_model(trace, device, step, measured, recompute=recompute)

@@ -16,7 +16,7 @@ from memtrace.planning.batch_size import STATE, constant_bytes_by_law, constant_
 from memtrace.planning.batch_size_law import BatchLaw, LargestBatch, find_batch_law, find_largest_batch
 from memtrace.planning.operator_graph import build_graph
 from memtrace.planning.plan import StepCost
-from memtrace.planning.recorded_step import RecordedStep, choose_step
+from memtrace.planning.recorded_step import RecordedStep, choose_step, main_device
 from memtrace.planning.sharding import METHODS
 from memtrace.planning.timeline import Timeline, build_timeline
 from memtrace.planning.timeline_moments import find_moments
@@ -90,7 +90,7 @@ def plan_whatif(
     others = others or {}
     if others and batch is None:
         raise MemtraceError("traces of other batch sizes need the batch size of the first trace.")
-    device = device or _main_device(trace)
+    device = device or main_device(trace)
     step = choose_step(trace, device)
     constant, origin = _constant_bytes(trace, device, step, batch, others)
     timeline = build_timeline(trace, device, step, constant)
@@ -137,18 +137,6 @@ def _check_shards(changes: Sequence[Change]) -> None:
             f"the state cannot be split by {' and '.join(methods)} at once: choose one of {', '.join(METHODS)}, or "
             "different categories."
         )
-
-
-def _main_device(trace: Trace) -> str:
-    """Return the device with the highest peak: a GPU before the CPU."""
-    from memtrace.analysis.peak import requested_bytes
-
-    if not trace.devices:
-        raise MemtraceError("the trace has no memory events.")
-    accelerators = [device for device in trace.devices if device != "cpu"]
-    return max(
-        accelerators or trace.devices, key=lambda device: int(requested_bytes(trace, device).bytes.max(initial=0))
-    )
 
 
 def _constant_bytes(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Final
 
 import pytest
-import torch
 
-import memtrace
 from memtrace.recording.observers import Observer
 from memtrace.recording.observers.dispatch_observer import DispatchObserver
 from memtrace.recording.observers.native_observer import NativeObserver
@@ -109,12 +109,18 @@ def test_the_search_leaves_no_references(observer: Observer) -> None:
     assert sys.getrefcount(instance) == count
 
 
+FROZEN: Final = """
+import gc, sys, torch, memtrace
+tensor = torch.ones(1 << 16)
+gc.freeze()
+with memtrace.record(sys.argv[1], observer="native"):
+    pass
+events = memtrace.load(sys.argv[1]).events
+assert tensor.data_ptr() in set(events.address[events.kind == "baseline"])
+"""
+
+
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python offers no way to visit frozen objects")
 def test_frozen_tensors_are_in_the_baseline(tmp_path: Path) -> None:
-    tensor = torch.ones(1 << 16)
-    gc.collect()
-    gc.freeze()  # undone at the end of all tests
-    with memtrace.record(tmp_path / "run.memtrace", observer="native") as recording:
-        pass
-    events = memtrace.load(recording.path).events
-    assert tensor.data_ptr() in set(events.address[events.kind == "baseline"])
+    # In a process of its own: what is frozen here would never be collected again.
+    subprocess.run([sys.executable, "-c", FROZEN, str(tmp_path / "run.memtrace")], check=True)
