@@ -64,6 +64,8 @@ def record_wide_model(path: Path, make_optimizer: Optimizer, *, in_backward: boo
         return trace, losses, int(table.size[table.category == CATEGORY["parameter"]].sum())
     finally:
         gc.enable()
+        for parameter in model.parameters():  # hooks that hold their parameter are never collected
+            (parameter._post_accumulate_grad_hooks or {}).clear()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
