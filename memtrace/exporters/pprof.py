@@ -60,7 +60,7 @@ def write_pprof(trace: Trace, file: IO[bytes], measures: Sequence[str] = MEASURE
     Args:
         trace: the trace.
         file: receives the profile, compressed.
-        measures: those of MEASURES to write; pprof shows the first one unless it is told otherwise.
+        measures: those of MEASURES to write; pprof shows the first one by default.
     """
     with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as compressed:
         compressed.write(_Profile(trace, stack_samples(trace), measures).to_bytes())

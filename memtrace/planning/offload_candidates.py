@@ -40,7 +40,7 @@ class Candidates:
 
     block: Array
     group: Array
-    """Tensors of the same group are offloaded together: they have the same name, or names that cannot be told apart."""
+    """Tensors of the same group are offloaded together: their names are the same, or too alike to distinguish."""
     name: Array
     """Position in ``names``."""
     names: tuple[SavedName, ...]
@@ -151,7 +151,7 @@ def _name_candidates(
 def _main_family(trace: Trace, calls: ModuleCalls, call: Array, weight: Array) -> Array:
     """Return for each call whether it belongs to the model that saves the most: the plan is applied to one model.
 
-    Models are told apart by the first part of the name of their outermost module.
+    Models are distinguished by the first part of the name of their outermost module.
     """
     if not len(calls.name):
         return np.zeros(0, bool)

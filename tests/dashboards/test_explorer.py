@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +39,24 @@ def random_trace(num_events: int = 400) -> Trace:
     return trace_of(events=events)
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A page in the browser, offline, with its explorer drawn; no script of it may fail."""
+    from playwright.sync_api import sync_playwright
+
+    errors: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_FLAGS)
+        page = browser.new_context(offline=True).new_page()
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(path.as_uri())
+        page.locator(".explorer").scroll_into_view_if_needed()
+        page.wait_for_selector(".explorer[data-drawn=true]", timeout=20_000)
+        yield page
+        browser.close()
+    assert errors == []
+
+
 def test_the_catalog_has_the_live_bytes_of_every_instant() -> None:
     trace = random_trace()
     catalog, levels = catalog_blocks(trace, "cpu", 10_000), requested_bytes(trace, "cpu")
@@ -63,20 +84,10 @@ def test_the_section_names_what_it_leaves_out(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is missing: apt-get install chromium-headless-shell")
 def test_the_browser_shows_the_live_blocks_of_random_instants(tmp_path: Path) -> None:
-    from playwright.sync_api import sync_playwright
-
     trace = random_trace()
     path, levels = report(trace, tmp_path / "page.html"), requested_bytes(trace, "cpu")
     chance = random.Random(5)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_FLAGS)
-        page = browser.new_context(offline=True).new_page()
-        errors: list[str] = []
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(path.as_uri())
-        explorer = page.locator(".explorer")
-        explorer.scroll_into_view_if_needed()
-        page.wait_for_selector(".explorer[data-drawn=true]", timeout=20_000)
+    with opened(path) as page:
         for place in chance.sample(range(len(levels.rows)), NUM_INSTANTS):
             row = int(levels.rows[place])
             page.evaluate(f"location.hash = '#at={row}'")
@@ -92,25 +103,14 @@ def test_the_browser_shows_the_live_blocks_of_random_instants(tmp_path: Path) ->
         page.wait_for_function(
             f"document.querySelector('.explorer').dataset.bytes !== '{levels.bytes[place]}'", timeout=20_000
         )
-        browser.close()
-    assert errors == []
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is missing: apt-get install chromium-headless-shell")
 def test_the_explorer_searches_zooms_sorts_and_shows_hostile_names_as_text(tmp_path: Path) -> None:
-    from playwright.sync_api import sync_playwright
-
     trace = hostile_trace()
     path = report(trace, tmp_path / "page.html")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_FLAGS)
-        page = browser.new_context(offline=True).new_page()
-        errors: list[str] = []
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(path.as_uri())
+    with opened(path) as page:
         explorer = page.locator(".explorer")
-        explorer.scroll_into_view_if_needed()
-        page.wait_for_selector(".explorer[data-drawn=true]", timeout=20_000)
         assert explorer.get_attribute("data-bytes") == str(find_peak(trace, "cpu").requested.bytes)
         at_peak = int(explorer.get_attribute("data-count") or 0)
         explorer.locator("tbody tr").first.click()
@@ -133,5 +133,3 @@ def test_the_explorer_searches_zooms_sorts_and_shows_hostile_names_as_text(tmp_p
         explorer.locator("select").first.select_option("range")
         assert explorer.get_attribute("data-count") == str(len(blocks(trace)) - 1), "row 0 is the start of the range"
         assert page.evaluate("window.hacked") is None
-        browser.close()
-    assert errors == []
