@@ -14,7 +14,7 @@ from memtrace.trace import Trace
 
 @dataclass(frozen=True)
 class StepAccesses:
-    """Allocations, reads and writes of a step that belong to operator calls, one element each, in the order of events."""
+    """Allocations, reads and writes of a step by operator calls, one element each, in the order of events."""
 
     row: Array
     """Row of events."""
