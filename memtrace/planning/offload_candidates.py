@@ -20,6 +20,7 @@ from memtrace.planning.offload_saves import (
     pass_accesses,
 )
 from memtrace.planning.recorded_step import RecordedStep
+from memtrace.planning.repeated_calls import RepeatedCalls
 from memtrace.trace import Trace
 
 _CANDIDATE_CATEGORIES = ("activation", "temporary", "workspace", "input", "unknown")
@@ -77,7 +78,9 @@ class StepSaves:
     moments: SaveMoments
 
 
-def find_step_saves(trace: Trace, device: str, step: RecordedStep, *, min_bytes: int) -> StepSaves:
+def find_step_saves(
+    trace: Trace, device: str, step: RecordedStep, *, min_bytes: int, repeated: RepeatedCalls | None = None
+) -> StepSaves:
     """Return the saved tensors of a step that could be offloaded from a device.
 
     Args:
@@ -85,11 +88,15 @@ def find_step_saves(trace: Trace, device: str, step: RecordedStep, *, min_bytes:
         device: One of ``trace.devices``.
         step: The step.
         min_bytes: Smallest tensor to offload.
+        repeated: The module calls that backward repeats although the recorded program does not; None: none.
     """
     accesses = pass_accesses(trace, step)
     saves = find_saves(trace, accesses)
     calls = find_module_calls(trace, step.start_ns, step.start_ns + step.duration_ns, include_repeated=True)
     releasable = find_releasable_blocks(trace, step, accesses, saves)
+    if repeated is not None:
+        releasable |= repeated.find_released_inputs(trace, accesses)
+        saves = repeated.replace_saves(accesses, saves)
     table = blocks(trace)
     allowed = np.isin(table.category, [CATEGORY[name] for name in _CANDIDATE_CATEGORIES])
     releasable &= allowed & table.size_is_requested & (table.size >= min_bytes)
@@ -118,9 +125,9 @@ def _name_candidates(
     trace: Trace, accesses: PassAccesses, saves: Saves, first: Saves, calls: ModuleCalls, releasable: Array
 ) -> Candidates:
     size = blocks(trace).size[first.block]
-    call = calls.innermost_during(op_column(trace, first.op, "start_ns"))
+    call = calls.innermost_during(first.time_ns)
     family = _main_family(trace, calls, call, size * releasable[first.block])
-    call = _outside_as_negative(trace, calls, call, family, op_column(trace, first.op, "start_ns"))
+    call = _outside_as_negative(trace, calls, call, family, first.time_ns)
     index = _count_within(call, size)
     module = np.where(call >= 0, calls.module[call] if len(calls) else -1, -1)
     keys, name = np.unique(np.stack([module, size, index]), axis=1, return_inverse=True)
@@ -216,7 +223,8 @@ def _held_rows(
     order = np.lexsort((accesses.row, accesses.block))
     of_block, row = accesses.block[order], accesses.row[order]
     key = of_block.astype(np.int64) << 41
-    last = order[np.searchsorted(key + row, (block.astype(np.int64) << 41) + read_row) - 1]
+    read_at = np.ceil(read_row).astype(np.int64)
+    last = order[np.searchsorted(key + row, (block.astype(np.int64) << 41) + read_at) - 1]
     events = trace.columns("events", "op_id")
     allocated_by = events["op_id"][blocks(trace).alloc_event[block]]
     from_call = calls.innermost_during(op_column(trace, allocated_by, "start_ns"))

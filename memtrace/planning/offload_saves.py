@@ -45,12 +45,13 @@ class Saves:
 
     block: Array
     node: Array
-    op: Array
-    """The forward operator call that saves the block."""
+    time_ns: Array
+    """Host time at which the forward operator call began that saves the block."""
     row: Array
     """Last row of events of that call."""
     read_row: Array
-    """First row of the first operator call of this node in backward that reads the block."""
+    """First row of the first operator call of this node in backward that reads the block. Between two rows where a
+    module call is repeated in backward."""
     last_read_row: Array
     """The row of the last read by this node."""
 
@@ -90,7 +91,7 @@ def find_saves(trace: Trace, accesses: PassAccesses) -> Saves:
     saves = Saves(
         block=accesses.block[access],
         node=accesses.node[access],
-        op=accesses.op[access],
+        time_ns=op_column(trace, accesses.op[access], "start_ns"),
         row=operator_end_rows(trace, accesses.row[access]),
         read_row=operator_start_rows(trace, accesses.row[reads[first_read[of_read]]]),
         last_read_row=accesses.row[reads[last_read[of_read]]],
