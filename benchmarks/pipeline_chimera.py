@@ -69,23 +69,23 @@ def print_choices(
         print(f"{bandwidth / 1e9:5.1f} GB/s  {'   '.join(texts)}")
 
 
-def print_synchronization() -> None:
-    """Print the step time of eager-sync over that of eager-sync-opt for Bert-48, D = 4, B = 8, 8 micro-batches."""
+def print_synchronization(minibatch: int) -> None:
+    """Print the step time of eager-sync over that of eager-sync-opt for Bert-48 on 64 nodes, W = 16, D = 4, B = 8."""
     layers = chimera_paper_layers(BERT_48, 8, flops=FLOPS)
-    shares = (0.0, 0.25, 0.5, 0.75)
-    print("\nBert-48, D = 4, B = 8, 64 nodes: eager-sync / eager-sync-opt by bandwidth and all-reduce share")
-    print(" " * 11 + "".join(f"{share:8.2f}" for share in shares))
-    for bandwidth in (3e9, 4e9, 6e9):
+    shares = (0.0, 0.25, 0.5, 0.75, 1.0)
+    print(f"\nBert-48, D = 4, B = 8, 64 nodes, mini-batch {minibatch}: eager-sync / eager-sync-opt")
+    print("by bandwidth and all-reduce share" + "".join(f"{share:8.2f}" for share in shares))
+    for bandwidth in (3e9, 4e9, 6e9, 9e9):
         ratios = []
         for share in shares:
             network = Network(latency_s=LATENCY_S, seconds_per_byte=1 / bandwidth, all_reduce_share=share)
             steps = [
-                predict_schedule(layers, 4, 8, parse_schedule_choice("chimera"), settings=PlanSettings(
-                    network=network, data_parallel=16, sync=sync, objective=EQUAL)).step_time_s
+                predict_schedule(layers, 4, minibatch // (16 * 8), parse_schedule_choice("chimera"),
+                settings=PlanSettings(network=network, data_parallel=16, sync=sync, objective=EQUAL)).step_time_s
                 for sync in ("eager", "eager-opt")
             ]  # fmt: skip
             ratios.append(steps[0] / steps[1])
-        print(f"{bandwidth / 1e9:5.1f} GB/s " + "".join(f"{ratio:8.3f}" for ratio in ratios))
+        print(f"{bandwidth / 1e9:28.1f} GB/s " + "".join(f"{ratio:8.3f}" for ratio in ratios))
 
 
 def main() -> None:
@@ -97,7 +97,8 @@ def main() -> None:
     for activations in (1.0, arguments.gpt_activations):
         costs = paper_costs(GPT_2, (1, 2), activations)
         print_choices(f"GPT-2, {activations:g} x activations", costs, 512, (8, 16, 32, 64), (2e9, 4e9))
-    print_synchronization()
+    for minibatch in (512, 1024):
+        print_synchronization(minibatch)
 
 
 if __name__ == "__main__":

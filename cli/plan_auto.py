@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from memtrace.analysis.bandwidth import CopyBandwidths
-    from memtrace.planning.auto import AutoOption, Planner
+    from memtrace.planning.auto import AutoOption
     from memtrace.planning.plan import Plan
     from memtrace.trace import Trace
 
@@ -35,6 +35,8 @@ RESULT: Final = AutoPlan
 @click.option("--link", type=BYTES, default=int(LINK_BYTES_PER_S), metavar="BYTES",
               help="Bandwidth between ranks in bytes per second, e.g. 25GB; default: 10GB.")  # fmt: skip
 @takes_bandwidths
+@click.option("--amp", metavar="TYPE",
+              help="Also consider forward under torch.autocast, bf16 or fp16. This changes losses.")  # fmt: skip
 @click.option("--apply-only", is_flag=True, help="Consider only changes that memtrace.apply carries out.")
 def command(
     request: PlanRequest,
@@ -42,6 +44,7 @@ def command(
     device: str | None,
     num_ranks: int | None,
     link: int,
+    amp: str | None,
     apply_only: bool,
     bandwidths: CopyBandwidths | None,
 ) -> None:
@@ -49,16 +52,19 @@ def command(
 
     Considers recomputation, the optimizer in backward, sharded optimizer state and allocator settings, and prints the
     Pareto front of peak and step time. Changes that memtrace.apply does not carry out come with the lines to add to the
-    program. With --prove only those that it does carry out are considered. Offloads to host memory are considered if
-    --bandwidth, --card, or --d2h and --h2d are given.
+    program. With --prove only those that it does carry out are considered. Offloads to host memory, alone and beside
+    recomputation, are considered if --bandwidth, --card, or --d2h and --h2d are given; half precision with --amp.
 
     \b
     Examples:
       memtrace plan auto run.memtrace --capacity 16GiB -o plan.json
       memtrace plan auto run.memtrace --capacity 16GiB --ranks 8 --link 25GB
+      memtrace plan auto run.memtrace --capacity 16GiB --d2h 12 --h2d 12 --amp bf16
     """
     from memtrace.planning.auto import plan_auto
+    from memtrace.planning.whatif_changes import parse_half_precision
 
+    autocast_to = None if amp is None else parse_half_precision(amp)
     results: list[AutoPlan] = []
 
     def make_plan(trace: Trace) -> Plan:
@@ -69,7 +75,8 @@ def command(
             num_ranks=num_ranks,
             link_bytes_per_s=float(link),
             only_applicable=apply_only or bool(request.program),
-            other_planners=[] if bandwidths is None else [_offload_planner(trace, device, bandwidths)],
+            bandwidths=bandwidths,
+            autocast_to=autocast_to,
         )
         results.append(result)
         return result.plan
@@ -83,14 +90,6 @@ def command(
         print_json(results[-1])
         return
     show_plan(request, make_plan, lambda out, _: _print_details(out, results[-1]))
-
-
-def _offload_planner(trace: Trace, device: str | None, bandwidths: CopyBandwidths) -> Planner:
-    from memtrace.planning.offload import plan_offload
-    from memtrace.planning.recorded_step import main_device
-
-    place = device or main_device(trace)
-    return lambda target_bytes: plan_offload(trace, device=place, bandwidths=bandwidths, target_bytes=target_bytes)
 
 
 def _print_details(out: Console, result: AutoPlan) -> None:

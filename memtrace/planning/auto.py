@@ -1,19 +1,21 @@
 """``plan auto``: the cheapest mix of changes with which a step fits a capacity.
 
-Changes of the program that the user makes are combined with recomputation, which ``memtrace.apply`` carries out. For
-every combination of the former, the latter is chosen exactly.
+Changes of the program that the user makes are combined with recomputation and offloads, which ``memtrace.apply``
+carries out. For every combination of the former, recomputation is chosen exactly, and offloads are added to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Final
 
 import numpy as np
 
+from memtrace.analysis.bandwidth import CopyBandwidths
 from memtrace.planning.auto_allocator import AllocatorChoice, choose_allocator
+from memtrace.planning.auto_autocast import autocast_options
 from memtrace.planning.auto_changes import (
     LevelChange,
     ProgramChange,
@@ -23,17 +25,19 @@ from memtrace.planning.auto_changes import (
 from memtrace.planning.pareto import pareto_front
 from memtrace.planning.plan import Plan, PlanAction
 from memtrace.planning.recompute import make_plan, recompute_options
+from memtrace.planning.recompute_model import RecomputeModel
+from memtrace.planning.recompute_offload import JointPlanner
 from memtrace.planning.recompute_options import RecomputeOptions
 from memtrace.planning.recompute_solver import Choice, minimize_cost, minimize_peak
 from memtrace.planning.recorded_step import RecordedStep, main_device
 from memtrace.trace import Trace
 
-Planner = Callable[[int | None], Plan]
-"""Returns a plan for a peak in bytes; None: the lowest peak."""
 NUM_TARGETS: Final = 4
 """Peaks between the lowest and the highest one for which recomputation is chosen."""
 SOLVER_SECONDS: Final = 5.0
 """Time for one choice."""
+UNKNOWN_NS: Final = 10**15
+"""Stands for a time that is unknown: such a plan is chosen only where no other one reaches its peak."""
 LINK_BYTES_PER_S: Final = 10e9
 """Bandwidth between ranks where none is given."""
 
@@ -117,7 +121,8 @@ def plan_auto(
     num_ranks: int | None = None,
     link_bytes_per_s: float = LINK_BYTES_PER_S,
     only_applicable: bool = False,
-    other_planners: Sequence[Planner] = (),
+    bandwidths: CopyBandwidths | None = None,
+    autocast_to: str | None = None,
 ) -> AutoPlan:
     """Return the cheapest mix of changes with which a step of the trace fits a capacity.
 
@@ -128,8 +133,10 @@ def plan_auto(
         num_ranks: Data-parallel ranks over which optimizer state can be sharded; None: those of the recording.
         link_bytes_per_s: Bandwidth between ranks.
         only_applicable: Whether to consider only what ``memtrace.apply`` carries out.
-        other_planners: Functions that return a plan of the same step and device for a peak (None: the lowest). Their
-            plans compete with recomputation and are not mixed with it.
+        bandwidths: Cost of copies between the device and the host, to offload saved tensors; None: nothing is
+            offloaded. Nothing is offloaded either where the trace has no times.
+        autocast_to: Type in which forward can compute under ``torch.autocast``, ``bfloat16`` or ``float16``; None: the
+            numbers of the program are not changed.
 
     Raises:
         MemtraceError: The trace has no steps, no module calls or no reads.
@@ -138,10 +145,16 @@ def plan_auto(
     step, found = recompute_options(trace, device)
     changes = [] if only_applicable else _level_changes(trace, step, device, num_ranks, link_bytes_per_s)
     limits = _Limits(capacity_bytes, choose_allocator(trace, device, change_settings=not only_applicable))
-    recomputation = _Recomputation(trace, device, step, found, limits)
+    joint = None
+    if bandwidths is not None and step.cost.step_ns is not None:
+        joint = JointPlanner(trace, device, step, found, bandwidths)
+    recomputation = _Recomputation(trace, device, step, found, limits, joint)
     subsets = [chosen for count in range(len(changes) + 1) for chosen in combinations(changes, count)]
     candidates = [each for chosen in subsets for each in recomputation.candidates(chosen)]
-    candidates += [each for planner in other_planners for each in _candidates_of(planner, limits)]
+    if autocast_to is not None and not only_applicable:
+        half, change = autocast_options(trace, step, device, autocast_to)
+        recomputation = _Recomputation(trace, device, step, half, limits, None)
+        candidates += [each for chosen in subsets for each in recomputation.candidates((change, *chosen))]
     front = pareto_front(candidates, lambda each: (each.peak_bytes, each.cost_ns))
     return _report(_choose(candidates, limits), front, limits)
 
@@ -166,6 +179,8 @@ class _Recomputation:
     step: RecordedStep
     found: RecomputeOptions
     limits: _Limits
+    joint: JointPlanner | None
+    """Adds offloads; None: nothing is offloaded."""
 
     def candidates(self, level_changes: tuple[LevelChange, ...]) -> Iterator[_Candidate]:
         """Yield what is reached with nothing recomputed, at the lowest peak, at the capacity, and between."""
@@ -173,31 +188,39 @@ class _Recomputation:
         for change in level_changes:
             model = model.with_fixed_changes(change.positions, change.bytes)
         changes = tuple(change.change for change in level_changes)
+        for choice, targets in self._choices(model):
+            candidate = self._candidate(choice, changes)
+            yield candidate
+            if self.joint is not None:
+                for plan in self.joint.plans(model, choice.chosen, candidate.plan, targets):
+                    added_ns = (plan.predicted.step_ns or 0) - (candidate.plan.predicted.step_ns or 0)
+                    yield _Candidate(plan, candidate.cost_ns + added_ns, changes)
+
+    def _choices(self, model: RecomputeModel) -> Iterator[tuple[Choice, list[int]]]:
+        """Yield choices of what is recomputed, and the peaks that offloads are to reach beside each."""
         nothing = np.zeros(model.num_options, bool)
         highest = model.replay(nothing).peak_bytes
-        yield self._candidate(Choice(nothing, highest, 0, is_optimal=True), changes)
         lowest = minimize_peak(model, max_seconds=SOLVER_SECONDS)
-        yield self._candidate(lowest, changes)
-        for target in self.limits.targets(lowest.peak_bytes, highest):
-            choice = minimize_cost(model, target, max_seconds=SOLVER_SECONDS)
-            if choice is not None:
-                yield self._candidate(choice, changes)
+        targets = self.limits.targets(lowest.peak_bytes, highest)
+        goals = [*targets, *([self.limits.peak_bytes] if self.limits.peak_bytes is not None else [])]
+        solved = (minimize_cost(model, target, max_seconds=SOLVER_SECONDS) for target in targets)
+        choices = [Choice(nothing, highest, 0, is_optimal=True), lowest, *(each for each in solved if each is not None)]
+        if self.joint is not None:
+            for chosen in self.joint.further_choices(model, goals, SOLVER_SECONDS):
+                peak = model.replay(chosen).peak_bytes
+                choices.append(Choice(chosen, peak, int(model.cost_ns[chosen].sum()), is_optimal=False))
+        seen: set[bytes] = set()
+        for choice in choices:
+            if choice.chosen.tobytes() not in seen:
+                seen.add(choice.chosen.tobytes())
+                yield choice, goals
 
     def _candidate(self, choice: Choice, changes: tuple[ProgramChange, ...]) -> _Candidate:
         plan = make_plan(self.trace, self.device, self.step, self.found, choice, None).plan
-        added = sum(change.cost_ns or 0 for change in changes)
-        step_ns = None if plan.predicted.step_ns is None else plan.predicted.step_ns + added
-        predicted = replace(plan.predicted, step_ns=step_ns)
+        added = sum(UNKNOWN_NS if change.cost_ns is None else change.cost_ns for change in changes)
+        known_ns = plan.predicted.step_ns if added < UNKNOWN_NS else None
+        predicted = replace(plan.predicted, step_ns=None if known_ns is None else known_ns + added)
         return _Candidate(replace(plan, predicted=predicted), choice.cost_ns + added, changes)
-
-
-def _candidates_of(planner: Planner, limits: _Limits) -> Iterator[_Candidate]:
-    """Yield the plans of another planner."""
-    lowest = planner(None)
-    peaks = limits.targets(lowest.predicted.peak_bytes, lowest.recorded.peak_bytes)
-    for plan in (lowest, *map(planner, peaks)):
-        recorded_ns, predicted_ns = plan.recorded.step_ns, plan.predicted.step_ns
-        yield _Candidate(plan, 0 if recorded_ns is None or predicted_ns is None else predicted_ns - recorded_ns)
 
 
 def _choose(candidates: list[_Candidate], limits: _Limits) -> _Candidate:

@@ -29,7 +29,7 @@ MIN_OFFLOAD_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
-class _Model:
+class OffloadModel:
     """A recorded step, and what could be offloaded in it."""
 
     step: RecordedStep
@@ -65,7 +65,7 @@ def plan_offload(
     step = choose_step(trace, device)
     saves = find_step_saves(trace, device, step, min_bytes=min_bytes)
     problem = build_problem(trace, device, step, saves)
-    model = _Model(step, saves.candidates, problem, bandwidths if step.cost.step_ns is not None else None)
+    model = OffloadModel(step, saves.candidates, problem, bandwidths if step.cost.step_ns is not None else None)
     least = least_peak_bytes(problem)
     limit = least if target_bytes is None else target_bytes
     schedule = choose_tensors(problem, limit, model.bandwidths)
@@ -77,8 +77,8 @@ def plan_offload(
     return _make_plan(trace, device, model, schedule)
 
 
-def _make_plan(trace: Trace, device: str, model: _Model, schedule: OffloadSchedule) -> Plan:
-    tensors = _name_tensors(model, schedule)
+def _make_plan(trace: Trace, device: str, model: OffloadModel, schedule: OffloadSchedule) -> Plan:
+    tensors = name_tensors(model, schedule)
     recorded = model.step.cost
     step_ns = None if recorded.step_ns is None else recorded.step_ns + round(schedule.added_ns)
     return Plan(
@@ -86,12 +86,12 @@ def _make_plan(trace: Trace, device: str, model: _Model, schedule: OffloadSchedu
         actions=(Offload(tensors, device),) if tensors else (),
         recorded=recorded,
         predicted=StepCost(schedule.peak_bytes, step_ns),
-        assumptions=_assumptions(trace, device, model, schedule) if tensors else (),
+        assumptions=offload_assumptions(trace, device, model, schedule) if tensors else (),
         trace=str(trace.path) if trace.path is not None else None,
     )
 
 
-def _name_tensors(model: _Model, schedule: OffloadSchedule) -> tuple[OffloadedTensor, ...]:
+def name_tensors(model: OffloadModel, schedule: OffloadSchedule) -> tuple[OffloadedTensor, ...]:
     """Return the tensors as a plan names them. The same name in several calls has the distances that hold for all."""
     problem, candidates = model.problem, model.candidates
     deadline = _deadlines(problem, schedule)
@@ -140,7 +140,8 @@ def _deadlines(problem: OffloadProblem, schedule: OffloadSchedule) -> Array:
     return deadlines
 
 
-def _assumptions(trace: Trace, device: str, model: _Model, schedule: OffloadSchedule) -> tuple[str, ...]:
+def offload_assumptions(trace: Trace, device: str, model: OffloadModel, schedule: OffloadSchedule) -> tuple[str, ...]:
+    """Return what the prediction of an offload rests on, one sentence each."""
     held = (
         "A tensor leaves memory when its copy has ended and the module call that uses it last in forward has returned."
     )

@@ -86,13 +86,15 @@ class OffloadProblem:
         return can
 
 
-def build_problem(trace: Trace, device: str, step: RecordedStep, saves: StepSaves) -> OffloadProblem:
-    """Return the offload problem of a recorded step."""
+def build_problem(
+    trace: Trace, device: str, step: RecordedStep, saves: StepSaves, changed: ChangedStep | None = None
+) -> OffloadProblem:
+    """Return the offload problem of a recorded step, with changes if there are any."""
     moments, candidates = saves.moments, saves.candidates
     begin = np.concatenate([[step.first_row], np.maximum(moments.row, step.first_row)])
     return OffloadProblem(
-        piece_ns=_piece_times(trace, step, begin),
-        piece_bytes=_piece_peaks(trace, device, step, begin),
+        piece_ns=_piece_times(trace, step, begin) + (0.0 if changed is None else changed.added_ns(begin)),
+        piece_bytes=_piece_peaks(trace, device, step, begin) if changed is None else changed.piece_peaks(begin),
         piece_node=np.concatenate([[-1], moments.node]),
         is_read=np.concatenate([[False], moments.is_read]),
         size=blocks(trace).size[candidates.block],
@@ -106,9 +108,34 @@ def build_problem(trace: Trace, device: str, step: RecordedStep, saves: StepSave
     )
 
 
+@dataclass(frozen=True)
+class ChangedStep:
+    """The memory and the time of a step with other changes than offloading."""
+
+    positions: Array
+    """Positions between rows of events at which the memory changes, ascending."""
+    bytes: Array
+    """Bytes after each of them."""
+    delay_row: Array
+    """Positions at which the step is delayed, ascending."""
+    delay_ns: Array
+
+    def piece_peaks(self, begin: Array) -> Array:
+        """Return the highest level of each piece: the level at its start, and after each change in it."""
+        first = np.maximum(np.searchsorted(self.positions, begin, side="left") - 1, 0)
+        last = np.append(np.searchsorted(self.positions, begin[1:], side="left") - 1, len(self.positions) - 1)
+        limits = np.stack([first, np.maximum(last, first) + 1], axis=1).reshape(-1)
+        return np.asarray(np.maximum.reduceat(np.append(self.bytes, 0), limits)[::2])
+
+    def added_ns(self, begin: Array) -> Array:
+        """Return by how much the start of each piece is delayed, and the end of the step."""
+        total = np.concatenate([[0], np.cumsum(self.delay_ns)])
+        return np.append(total[np.searchsorted(self.delay_row, begin, side="left")], total[-1]).astype(np.float64)
+
+
 def _piece_times(trace: Trace, step: RecordedStep, begin: Array) -> Array:
     time = trace.columns("events", "time_ns")["time_ns"]
-    at = time[np.minimum(begin, len(time) - 1)] - step.start_ns
+    at = time[np.minimum(np.ceil(begin).astype(np.int64), len(time) - 1)] - step.start_ns
     # Times of different threads can be out of order.
     rising = np.concatenate([np.maximum.accumulate(np.clip(at, 0, step.duration_ns)), [step.duration_ns]])
     # The step was chosen for its peak. Its time can be unusual, and the prediction is about the median step.

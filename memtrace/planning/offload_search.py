@@ -25,16 +25,26 @@ def least_peak_bytes(problem: OffloadProblem) -> int:
 
 
 def choose_tensors(
-    problem: OffloadProblem, limit_bytes: int, bandwidths: CopyBandwidths | None
+    problem: OffloadProblem,
+    limit_bytes: int,
+    bandwidths: CopyBandwidths | None,
+    *,
+    max_schedules: int = MAX_SCHEDULES,
 ) -> OffloadSchedule | None:
     """Return the schedule with the least added time whose peak is at most ``limit_bytes``; None: cannot be reached.
 
     Of schedules that add the same time, the one that copies the fewest bytes. All combinations are tried where there
     are few; otherwise tensors are added as Capuchin does (those first that swap without overhead, the longest free time
     first), then single tensors are removed, added and exchanged as long as that helps.
+
+    Args:
+        problem: The step.
+        limit_bytes: The peak to reach.
+        bandwidths: Cost of copies; None: unknown.
+        max_schedules: Number of schedules to compute; below ``MAX_SCHEDULES`` not all combinations are tried.
     """
-    search = _Search(problem, limit_bytes, bandwidths)
-    if problem.num_groups <= EXHAUSTIVE_GROUPS:
+    search = _Search(problem, limit_bytes, bandwidths, max_schedules)
+    if problem.num_groups <= EXHAUSTIVE_GROUPS and max_schedules >= MAX_SCHEDULES:
         return search.try_all()
     start = _cover(problem, limit_bytes, bandwidths)
     if start is None:
@@ -51,6 +61,7 @@ class _Search:
     problem: OffloadProblem
     limit_bytes: int
     bandwidths: CopyBandwidths | None
+    max_schedules: int
     best: OffloadSchedule | None = None
     groups: Array = field(default_factory=lambda: np.zeros(0, bool))
     """The groups of ``best``, a mask."""
@@ -99,7 +110,7 @@ class _Search:
         return any(self._attempt_flip(one, other) for one in inside for other in outside)
 
     def _attempt_flip(self, *groups: int) -> bool:
-        if self.num_schedules >= MAX_SCHEDULES:
+        if self.num_schedules >= self.max_schedules:
             return False
         flipped = self.groups.copy()
         flipped[list(groups)] ^= True

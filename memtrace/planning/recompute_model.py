@@ -135,6 +135,24 @@ class RecomputeModel:
         order = np.lexsort((changes, positions))
         return replace(self, fixed_positions=positions[order], fixed_changes=changes[order])
 
+    def without_options(self, excluded: Array) -> RecomputeModel:
+        """Return the model in which some options (a mask) have no effect; their numbers stay as they are."""
+        release, kept, added = (
+            ~excluded[column] for column in (self.release_option, self.kept_option, self.added_option)
+        )
+        return replace(
+            self,
+            release_node=self.release_node[release],
+            release_option=self.release_option[release],
+            kept_block=self.kept_block[kept],
+            kept_option=self.kept_option[kept],
+            kept_end=self.kept_end[kept],
+            added_option=self.added_option[added],
+            added_begin=self.added_begin[added],
+            added_end=self.added_end[added],
+            added_bytes=self.added_bytes[added],
+        )
+
     def fixed_level(self, position: float) -> int:
         """Return the bytes of the blocks that no option affects, after a position."""
         return int(self.fixed_changes[self.fixed_positions <= position].sum())

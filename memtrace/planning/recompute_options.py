@@ -26,6 +26,7 @@ from memtrace.planning.recompute_calls import (
 from memtrace.planning.recompute_model import RecomputeModel
 from memtrace.planning.recompute_operators import OptionCost, option_costs
 from memtrace.planning.recorded_step import RecordedStep
+from memtrace.planning.repeated_calls import RepeatedCalls, repeat_calls
 from memtrace.trace import Trace
 
 CPU_GENERATOR_BYTES: Final = 5_056
@@ -59,6 +60,20 @@ class RecomputeOptions:
     model: RecomputeModel
     checkpointed_modules: tuple[str, ...]
     """Modules in which the program itself recomputes; they and the modules around them are no options."""
+    found: CheckpointableCalls
+    """The module calls of the step."""
+    calls: tuple[tuple[int, ...], ...]
+    """For each option the calls that are repeated, positions in ``found``."""
+    on_device: Array
+    """For each block of the trace whether it is on the device."""
+
+    def repeated(self, trace: Trace, chosen: Array) -> RepeatedCalls:
+        """Return the calls that backward repeats with a choice of options (a mask)."""
+        numbers = np.flatnonzero(chosen).tolist()
+        counts = [len(self.calls[number]) for number in numbers]
+        call = np.array([call for number in numbers for call in self.calls[number]], np.int64)
+        cost = np.repeat([self.options[number].cost_ns / len(self.calls[number]) for number in numbers], counts)
+        return repeat_calls(trace, self.found, self.on_device, call, cost)
 
 
 @dataclass(frozen=True)
@@ -71,9 +86,13 @@ class _Step:
     found: CheckpointableCalls
     on_device: Array
     """For each block of the trace whether it is on the device."""
+    size: Array
+    """Bytes of each block of the trace."""
 
 
-def find_options(trace: Trace, step: RecordedStep, device: str, *, selective: bool = True) -> RecomputeOptions:
+def find_options(
+    trace: Trace, step: RecordedStep, device: str, *, selective: bool = True, sizes: Array | None = None
+) -> RecomputeOptions:
     """Return what recomputation can do in a recorded step.
 
     Args:
@@ -81,9 +100,12 @@ def find_options(trace: Trace, step: RecordedStep, device: str, *, selective: bo
         step: The step.
         device: The device whose memory is planned.
         selective: Whether to offer modules with the outputs of some operators kept.
+        sizes: Bytes of each block of the trace, if the program is changed so that they differ from the recorded ones.
     """
-    on_device = blocks(trace).device == trace.devices.index(device)
-    recorded = _Step(trace, step, device, find_checkpointable_calls(trace, step), on_device)
+    table = blocks(trace)
+    on_device = table.device == trace.devices.index(device)
+    size = table.size if sizes is None else sizes
+    recorded = _Step(trace, step, device, find_checkpointable_calls(trace, step), on_device, size)
     costs = _candidates(recorded, selective)
     names = [trace.name(cost.module) or "" for cost in costs]
     found = recorded.found
@@ -94,6 +116,9 @@ def find_options(trace: Trace, step: RecordedStep, device: str, *, selective: bo
         ),
         model=_build_model(recorded, costs),
         checkpointed_modules=tuple(sorted(trace.name(module) or "" for module in found.checkpointed_modules)),
+        found=found,
+        calls=tuple(cost.calls for cost in costs),
+        on_device=on_device,
     )
 
 
@@ -119,7 +144,7 @@ def _saved_bytes(recorded: _Step) -> Array:
     block, call = _saved_in_call(found, table.alloc_event)
     counts = found.graph.freed_in_backward[block] & recorded.on_device[block]
     total = np.zeros(len(found.calls), np.int64)
-    np.add.at(total, call[counts], table.size[block[counts]])
+    np.add.at(total, call[counts], recorded.size[block[counts]])
     return total
 
 
@@ -188,7 +213,7 @@ def _build_model(recorded: _Step, costs: list[OptionCost]) -> RecomputeModel:
         fixed_positions=positions,
         fixed_changes=changes,
         begin=np.maximum(table.alloc_event[affected], step.first_row - 1).astype(np.float64),
-        size=table.size[affected].astype(np.int64),
+        size=recorded.size[affected].astype(np.int64),
         program_end=program_end[affected],
         node_block=number[graph.saved.block[holds]],
         node_end=graph.saved.release_row[holds] + AFTER_ROW,
@@ -250,7 +275,7 @@ def _add_repetition(
     end = np.where(free < stop, repeat - 0.5 + 0.4 * (np.minimum(free, stop) - first) / length, end_of_run)
     end = np.where(release >= 0, release + AFTER_ROW, end)
     begin = repeat - 0.5 + 0.4 * (alloc - first) / length
-    added.add(option, begin[is_repeated], end[is_repeated], table.size[block[is_repeated]])
+    added.add(option, begin[is_repeated], end[is_repeated], recorded.size[block[is_repeated]])
     after = np.where(alloc < stop, end_of_run, float(found.release_row[call]) + AFTER_ROW)
     kept.add(block[is_output], option, np.where(release >= 0, release + AFTER_ROW, after)[is_output])
     if recorded.device == "cpu":
@@ -302,7 +327,7 @@ def _fixed_changes(recorded: _Step, fixed: Array, free: Array) -> tuple[Array, A
     begin = np.maximum(table.alloc_event[fixed], step.first_row - 1)
     ends = free[fixed] < NEVER
     positions = np.concatenate([[step.first_row - 1.0], begin, free[fixed][ends]])
-    changes = np.concatenate([[0], table.size[fixed], -table.size[fixed][ends]]).astype(np.int64)
+    changes = np.concatenate([[0], recorded.size[fixed], -recorded.size[fixed][ends]]).astype(np.int64)
     order = np.lexsort((changes, positions))
     return positions[order].astype(np.float64), changes[order]
 

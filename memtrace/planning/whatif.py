@@ -107,7 +107,7 @@ def plan_whatif(
         rows.append(
             WhatIfRow(
                 change.describe(),
-                _cost(state, first),
+                step_cost(state, first),
                 _categories(state.timeline),
                 tuple(sentence for sentence in state.assumptions if sentence not in before),
             )
@@ -121,7 +121,7 @@ def plan_whatif(
         step.cost,
         _categories(timeline),
         tuple(rows),
-        _cost(state, first),
+        step_cost(state, first),
         state.assumptions,
         law,
         None if capacity_bytes is None else find_largest_batch(state.timeline, law, capacity_bytes),
@@ -170,7 +170,7 @@ def _categories(timeline: Timeline) -> dict[str, int]:
     return timeline.bytes_by_category(timeline.peak_position)
 
 
-def _cost(state: StepState, first: StepState) -> StepCost:
+def step_cost(state: StepState, first: StepState) -> StepCost:
     """Return the cost of a changed step; its time relative to the median step, as the recorded one varies."""
     step_ns = None
     if state.graph is not None and first.graph is not None and first.step.cost.step_ns is not None:

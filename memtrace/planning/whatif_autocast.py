@@ -2,7 +2,8 @@
 
 Matrix products and convolutions compute in half precision: their inputs are cast, their weights are cast once and kept
 until forward has ended and backward has used them, and their outputs are half as large. Other operators keep the type
-of what they read; some cast it to float32. Gradients of weights are computed in half precision and then cast.
+of what they read; some cast it to float32. A node of backward computes all of its gradients in half precision and
+releases what it saved; then each gradient is cast to the type of its operand.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from memtrace.analysis.block_accesses import number_operator_calls
 from memtrace.analysis.blocks import CATEGORY, blocks
 from memtrace.analysis.event_codes import PHASE
 from memtrace.format.arrays import Array
-from memtrace.planning.batch_size import StepAccesses, step_accesses
 from memtrace.planning.operator_graph import is_compute_bound
 from memtrace.planning.recorded_step import RecordedStep
+from memtrace.planning.step_accesses import StepAccesses, step_accesses
 from memtrace.planning.timeline import TICKS_PER_ROW, Timeline
 from memtrace.trace import Trace
 
@@ -30,8 +31,12 @@ _FLOAT32_ON_GPU: Final = ("softmax", "layer_norm", "group_norm", "loss", "norm",
 """Words in the names of operators that autocast runs in float32 on GPUs."""
 _FLOAT32_ON_CPU: Final = ("loss", "log_softmax", "prod", "quantile", "grid_sampler", "fft", "polar", "linalg")
 """The same on the CPU; the log_softmax is that of cross_entropy_loss, whose parts a trace shows."""
-_CAST_ROWS: Final = 3
-"""Rows of events that a cast takes: allocate, write, free what was cast."""
+_RELEASE_TICKS: Final = 1
+"""A node of backward releases what it saved this many positions after its last event."""
+_CAST_TICKS: Final = 2
+"""Positions from the cast of one gradient of a node to that of the next."""
+_FIRST_CAST_TICKS: Final = 12
+"""The first cast lies this many positions before the first event of the node that follows."""
 
 
 @dataclass(frozen=True)
@@ -65,20 +70,33 @@ class _Autocast:
         self.is_gradient = timeline.of_category("gradient")
         self.is_workspace = timeline.of_category("workspace")
         self.grows = timeline.constant < timeline.size
-        self.last_use = self._find_uses()
+        self.begin = timeline.begin.copy()
+        self.node_end, self.next_begin = self._find_node_ends()
+        self.readers = {
+            (block, call.sequence) for call in self.calls if call.phase == PHASE["backward"] for block in call.reads
+        }
         self.casts: list[tuple[int, int, int, bool]] = []
-        self.weights: dict[int, tuple[int, int]] = {}
+        self.weights: dict[tuple[int, int], tuple[int, int]] = {}
+        """Begin and end of the cast of each parameter in each pass of forward."""
         self.saved_casts: set[tuple[int, int]] = set()
-        forward = [call.end for call in self.calls if call.phase == PHASE["forward"]]
-        self.forward_end = max(forward, default=0)
+        self.num_casts: dict[int, int] = {}
+        self.forward_ends = self._find_forward_ends()
 
-    def _find_uses(self) -> dict[tuple[int, int], int]:
-        """Return the end of the last call of each backward node that reads each block, by block and node."""
-        uses: dict[tuple[int, int], int] = {}
-        for call in self.calls:
-            if call.phase == PHASE["backward"] and call.sequence >= 0:
-                uses |= {(block, call.sequence): call.end for block in call.reads}
-        return uses
+    def _find_node_ends(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Return the end of each node of backward, and the position of the first event of the call after it."""
+        ends: dict[int, int] = {}
+        following: dict[int, int] = {}
+        begins = [*(call.begin for call in self.calls[1:]), self.timeline.stop]
+        for call, next_begin in zip(self.calls, begins, strict=True):
+            if call.phase == PHASE["backward"] and call.end >= ends.get(call.sequence, 0):
+                ends[call.sequence], following[call.sequence] = call.end, max(next_begin, call.end)
+        return ends, following
+
+    def _find_forward_ends(self) -> Array:
+        """Return the ends of the passes of forward: autocast forgets its casts of parameters there."""
+        phases = np.array([call.phase for call in self.calls])
+        is_last = (phases == PHASE["forward"]) & np.append(phases[1:] != PHASE["forward"], True)
+        return np.array([call.end for call in self.calls], np.int64)[np.flatnonzero(is_last)]
 
     def run(self) -> Timeline:
         """Return the timeline under autocast."""
@@ -90,10 +108,9 @@ class _Autocast:
                     forward_calls.setdefault(call.sequence, call)
             elif call.phase == PHASE["backward"]:
                 self._run_backward(call, forward_calls.get(call.sequence))
-        end = self._shorten()
-        timeline = self.timeline.cut(np.ones(len(self.timeline), bool), end=end)
+        timeline = self.timeline.cut(np.ones(len(self.timeline), bool), begin=self.begin, end=self._shorten())
         halved = timeline.resize(self.factor < 1, HALF)
-        for place, (begin, stop) in self.weights.items():
+        for (place, _), (begin, stop) in self.weights.items():
             self.casts.append((round(int(self.timeline.size[place]) * HALF), begin, stop, False))
         for grows in (True, False):
             rows = np.array([cast[:3] for cast in self.casts if cast[3] == grows], np.int64).reshape(-1, 3)
@@ -108,10 +125,12 @@ class _Autocast:
             for block in call.reads:
                 self._cast_operand(call, block)
             self.factor[[place for place in outputs if self.grows[place] or self.is_workspace[place]]] = HALF
-        elif any(word in call.name for word in self.float32_words):
-            for place in data:
-                if self.factor[place] < 1:
-                    self.casts.append((int(self.timeline.size[place]), call.begin, call.end, True))
+        elif self._is_float32(call):
+            for block in call.reads:
+                place = int(self.place[block])
+                if place >= 0 and self.grows[place] and self.factor[place] < 1:
+                    self.casts.append((int(self.timeline.size[place]), call.begin, self._release_of(call, block), True))
+                    self.saved_casts.add((block, call.sequence))
         elif data and all(self.factor[place] < 1 for place in data):
             size = self.timeline.size
             values = [place for place in outputs if not _holds_indices(call, place, outputs, size)]
@@ -126,13 +145,24 @@ class _Autocast:
         place = int(self.place[block])
         if place < 0 or self.factor[place] < 1:
             return
-        end = max(call.end, self.last_use.get((block, call.sequence), 0))
+        end = self._release_of(call, block)
         if self.is_parameter[place]:
-            begin, stop = self.weights.get(place, (call.begin, self.forward_end))
-            self.weights[place] = (begin, max(stop, end))
+            run = int(np.searchsorted(self.forward_ends, call.end))
+            begin, stop = self.weights.get((place, run), (call.begin, int(self.forward_ends[run])))
+            self.weights[place, run] = (begin, max(stop, end))
         elif self.grows[place]:
             self.casts.append((round(int(self.timeline.size[place]) * HALF), call.begin, end, True))
             self.saved_casts.add((block, call.sequence))
+
+    def _is_float32(self, call: _Call) -> bool:
+        """Return whether autocast casts what an operator reads to float32."""
+        return any(word in call.name for word in self.float32_words)
+
+    def _release_of(self, call: _Call, block: int) -> int:
+        """Return when a call, or the node that it creates, no longer needs the cast of a block."""
+        if (block, call.sequence) not in self.readers:
+            return call.end
+        return max(call.end, self.node_end[call.sequence] - TICKS_PER_ROW + _RELEASE_TICKS)
 
     def _run_backward(self, call: _Call, forward: _Call | None) -> None:
         # The gradient of what a call of forward reads has the same type as that.
@@ -140,14 +170,36 @@ class _Autocast:
         data = [place for place in operands if self.grows[place]]
         is_half = bool(data) and all(self.factor[place] < 1 for place in data)
         is_product = is_compute_bound(call.name) or (forward is not None and is_compute_bound(forward.name))
+        is_float32 = forward is not None and self._is_float32(forward)
         for place in self._places(call.allocs):
-            begin, size = int(self.timeline.begin[place]), int(self.timeline.size[place])
-            if self.grows[place] and is_half:
+            is_result = self.grows[place] or self.is_gradient[place]
+            if is_result and self.timeline.end[place] <= self.node_end[call.sequence]:
+                # It does not leave the node.
+                self.factor[place] = HALF if is_product or (is_half and not is_float32) else 1.0
+            elif self.grows[place] and is_half and not is_float32:
                 self.factor[place] = HALF
-            elif is_product and (self.grows[place] or self.is_gradient[place]):
-                # Computed in half precision, then cast to the type of the operand.
-                end = begin + _CAST_ROWS * TICKS_PER_ROW
-                self.casts.append((round(size * HALF), begin, end, bool(self.grows[place])))
+            elif is_result and (is_product or (is_half and is_float32)):
+                self._cast_gradient(call, place, computed=HALF if is_product else 1.0)
+            elif is_product and self.is_workspace[place]:
+                self.factor[place] = HALF
+
+    def _cast_gradient(self, call: _Call, place: int, computed: float) -> None:
+        """Let a node compute a gradient in one type, which is cast to the other one when the node has run.
+
+        Args:
+            call: An operator call of the node.
+            place: The gradient.
+            computed: Its size as computed, as a share of its size in float32.
+        """
+        order = self.num_casts.get(call.sequence, 0)
+        self.num_casts[call.sequence] = order + 1
+        ticks = min(order * _CAST_TICKS, _FIRST_CAST_TICKS - _CAST_TICKS)
+        cast_at = self.next_begin[call.sequence] - _FIRST_CAST_TICKS + ticks
+        size = round(int(self.timeline.size[place]) * computed)
+        self.casts.append((size, int(self.timeline.begin[place]), cast_at + 1, bool(self.grows[place])))
+        self.begin[place] = max(int(self.begin[place]), min(cast_at, int(self.timeline.end[place])))
+        if computed == 1.0:
+            self.factor[place] = HALF
 
     def _shorten(self) -> Array:
         """Return the ends of the blocks, which backward no longer keeps where it keeps a cast."""

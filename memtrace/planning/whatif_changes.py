@@ -13,9 +13,9 @@ from memtrace.analysis.attribution import op_column
 from memtrace.errors import MemtraceError
 from memtrace.format.arrays import Array
 from memtrace.planning import operator_graph, sharding
-from memtrace.planning.batch_size import step_accesses
 from memtrace.planning.operator_graph import OperatorGraph
 from memtrace.planning.recorded_step import RecordedStep
+from memtrace.planning.step_accesses import step_accesses
 from memtrace.planning.tensor_parallel import KINDS, Kind, split_tensors
 from memtrace.planning.timeline import Timeline
 from memtrace.planning.timeline_moments import StepMoments
@@ -231,7 +231,11 @@ class Autocast:
     def apply(self, state: StepState) -> StepState:
         """Return the state with the change."""
         changed = state.with_memory(autocast(state.trace, state.timeline, state.step, state.device))
-        changed = changed.assuming("The recorded step computes in float32.")
+        changed = changed.assuming(
+            "The recorded step computes in float32. Losses change, because half precision rounds.",
+            "Workspaces of matrix products and convolutions are taken to be half as large; torch may choose another "
+            "algorithm in half precision, which needs others.",
+        )
         if state.device == "cpu" or not state.times_kernels:
             return changed.without_time(
                 "The time in half precision is predicted for GPUs with device times only (device_time=True)."

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,15 +16,22 @@ from torch import nn
 
 import memtrace
 from memtrace import Plan, Trace
+from memtrace.analysis.bandwidth import bandwidths_from_rates
 from memtrace.analysis.blocks import CATEGORY, blocks
 from memtrace.planning import plan_auto
-from memtrace.planning.actions import Offload, OffloadedTensor
+from memtrace.planning.auto_autocast import autocast_options
 from memtrace.planning.auto_changes import OPTIMIZER_IN_BACKWARD, optimizer_in_backward, shard_optimizer_state
+from memtrace.planning.offload import MIN_OFFLOAD_BYTES
+from memtrace.planning.offload_candidates import find_step_saves
+from memtrace.planning.offload_problem import build_problem
+from memtrace.planning.offload_search import least_peak_bytes
 from memtrace.planning.pareto import pareto_front
-from memtrace.planning.plan import StepCost
-from memtrace.planning.recompute import recompute_options
+from memtrace.planning.recompute import make_actions, recompute_options
+from memtrace.planning.recompute_offload import JointPlanner
+from memtrace.planning.recompute_solver import minimize_peak
 from memtrace.planning.recorded_step import choose_step
-from tests.programs.planned import PROGRAMS, train
+from tests.programs.changed import unused_baseline_bytes
+from tests.programs.planned import PROGRAMS, Batch, train
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -158,18 +167,73 @@ def test_a_plan_without_need_changes_nothing(gpt: Trace) -> None:
     assert result.changes == ()
 
 
-def test_plans_of_other_planners_compete(gpt: Trace) -> None:
-    recorded = choose_step(gpt, "cpu").cost
-    cheaper = StepCost(recorded.peak_bytes // 2, (recorded.step_ns or 0) + 1)
-    action = Offload((OffloadedTensor("blocks.0", 0, 1 << 20),), "cpu")
-    result = plan_auto(
-        gpt,
-        capacity_bytes=recorded.peak_bytes * 2 // 3,
-        only_applicable=True,
-        other_planners=[lambda _: Plan("cpu", (action,), recorded, cheaper)],
+BANDWIDTHS = bandwidths_from_rates(2.0, 2.0)
+
+
+def test_recomputation_with_offloads_is_at_least_as_good_as_either(gpt: Trace) -> None:
+    options = {
+        name: plan_auto(gpt, only_applicable=True, bandwidths=bandwidths).front
+        for name, bandwidths in (("joint", BANDWIDTHS), ("recompute", None))
+    }
+    step = choose_step(gpt, "cpu")
+    alone = least_peak_bytes(
+        build_problem(gpt, "cpu", step, find_step_saves(gpt, "cpu", step, min_bytes=MIN_OFFLOAD_BYTES))
     )
-    assert result.plan.actions == (action,)
-    assert result.plan.predicted == cheaper
+    assert options["joint"][0].peak_bytes <= min(options["recompute"][0].peak_bytes, alone)
+    for other in options["recompute"]:
+        assert any(
+            option.peak_bytes <= other.peak_bytes and (option.step_ns or 0) <= (other.step_ns or 0)
+            for option in options["joint"]
+        )
+
+
+def test_nothing_recomputed_is_the_problem_of_offloads_alone(gpt: Trace) -> None:
+    step, found = recompute_options(gpt, "cpu")
+    nothing = np.zeros(found.model.num_options, bool)
+    joint = JointPlanner(gpt, "cpu", step, found, BANDWIDTHS)
+    _, problem = joint.problem(found.model.replay(nothing), nothing)
+    alone = build_problem(gpt, "cpu", step, find_step_saves(gpt, "cpu", step, min_bytes=joint.min_bytes))
+    for name in ("size", "group", "node", "ready", "free", "back", "piece_ns", "piece_node"):
+        assert np.array_equal(getattr(problem, name), getattr(alone, name)), name
+    assert problem.piece_bytes.max() == alone.piece_bytes.max() == step.cost.peak_bytes
+
+
+def test_half_precision_is_considered_where_the_user_allows_it(gpt: Trace, tmp_path: Path) -> None:
+    result = plan_auto(gpt, autocast_to="bfloat16")
+    halved = [option for option in result.front if "autocast to bfloat16" in option.changes]
+    assert halved and all(option.step_ns is None for option in halved)
+    assert halved[0].peak_bytes < min(option.peak_bytes for option in result.front if option not in halved)
+    assert any("Losses change" in change.note for change in result.changes)
+    assert not any("autocast" in name for option in plan_auto(gpt).front for name in option.changes)
+    assert plan_auto(gpt, autocast_to="bfloat16", capacity_bytes=1 << 40).changes == ()
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_half_precision_has_about_the_predicted_peak(gpt: Trace, tmp_path: Path, recomputes: bool) -> None:
+    step = choose_step(gpt, "cpu")
+    found, change = autocast_options(gpt, step, "cpu", "bfloat16")
+    model = found.model.with_fixed_changes(change.positions, change.bytes)
+    chosen = minimize_peak(model).chosen if recomputes else np.zeros(model.num_options, bool)
+    predicted = model.replay(chosen).peak_bytes
+    assert predicted < step.cost.peak_bytes
+    actions = make_actions([found.options[number] for number in np.flatnonzero(chosen).tolist()])
+    training = PROGRAMS[2].small(4)
+    loss = training.loss
+
+    def half(model: nn.Module, batch: Batch) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(model, batch)
+
+    gc.collect()
+    with (
+        memtrace.apply(Plan("cpu", actions, step.cost, step.cost), training.model, training.optimizer),
+        memtrace.record(tmp_path / "half.memtrace", model=training.model, optimizer=training.optimizer),
+    ):
+        train(replace(training, loss=half))
+    second = memtrace.load(tmp_path / "half.memtrace")
+    measured = choose_step(second, "cpu").cost.peak_bytes - unused_baseline_bytes(second)
+    predicted -= unused_baseline_bytes(gpt)
+    assert abs(predicted / measured - 1) < 0.05
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=12))

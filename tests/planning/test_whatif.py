@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -104,20 +103,22 @@ def test_accumulated_gradients_have_the_predicted_peak(model: str, traces: dict[
 @pytest.mark.parametrize("model", MODEL_NAMES)
 def test_autocast_has_about_the_predicted_peak(model: str, traces: dict[str, Trace], tmp_path: Path) -> None:
     second = record_training(Setup(model, autocast=True), tmp_path / "second")
-    assert abs(peak_error(traces[model], [Autocast("bfloat16")], second)) < 0.15
+    # Which workspaces a convolution needs in half precision depends on the processor.
+    assert abs(peak_error(traces[model], [Autocast("bfloat16")], second)) < (0.15 if model == "cnn" else 0.01)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    "MEMTRACE_FSDP_TRUTH" not in os.environ,
-    reason="Gloo's threads free their buffers later on a busy machine; MEMTRACE_FSDP_TRUTH=1 runs it on a quiet one",
-)
-@pytest.mark.parametrize("model", MODEL_NAMES)
-@pytest.mark.parametrize("num_ranks", [2, 4])
+FSDP_CASES = [
+    pytest.param(model, num_ranks, marks=() if (model, num_ranks) == ("mlp", 2) else pytest.mark.slow)
+    for model in MODEL_NAMES
+    for num_ranks in (2, 4)
+]
+
+
+@pytest.mark.parametrize(("model", "num_ranks"), FSDP_CASES)
 def test_fsdp_has_the_predicted_peak(model: str, num_ranks: int, tmp_path: Path) -> None:
     first = record_training(Setup(model, optimizer="adamw"), tmp_path / "first")
-    sharded = Setup(model, optimizer="adamw", num_ranks=num_ranks, num_steps=6)
-    second = record_sharded(sharded, tmp_path / "second", timeout_s=120)
+    sharded = Setup(model, optimizer="adamw", num_ranks=num_ranks)
+    second = record_sharded(sharded, tmp_path / "second", timeout_s=400)
     predicted = plan_whatif(first, [Shard("fsdp", num_ranks, UNITS[model])]).predicted.peak_bytes
     measured = min(sharded_peaks(second))
     assert abs(predicted / measured - 1) <= 0.05

@@ -22,6 +22,9 @@ from torch.nn import functional
 import memtrace
 from memtrace.analysis.attribution import step_rows
 from memtrace.analysis.blocks import blocks
+from memtrace.analysis.counterfactual import END_OF_TRACE
+from memtrace.analysis.event_codes import KIND
+from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
 from memtrace.planning.plan import StepCost
 from memtrace.planning.recorded_step import RecordedStep
@@ -194,31 +197,52 @@ def record_sharded(setup: Setup, folder: Path, timeout_s: float) -> Trace:
 
 
 def sharded_peaks(trace: Trace) -> list[int]:
-    """Return the peak of each step but the first, as if Gloo freed its buffers when a collective returns.
+    """Return the peak of each step but the first, as if Gloo released its memory when it no longer needs it.
 
-    Gloo frees them on threads of its own, which can be much later on a busy machine.
+    Gloo holds buffers of its own during a collective and references to the tensors of the program. It releases both on
+    threads of its own, which can be much later on a busy machine. What these threads free counts until its last use.
     """
     columns, rows = blocks(trace), step_rows(trace)
+    ends = _ends_without_delay(trace)
     peaks = []
     for place in range(1, len(rows.number)):
         first, end = int(rows.first_row[place]), int(rows.end_row[place])
         step = RecordedStep(place, first, end, 0, 0, StepCost(0, None))
         timeline = build_timeline(trace, "cpu", step, columns.size)
-        names = columns.op_name[timeline.block]
-        of_collective = [number for number in set(names.tolist()) if (trace.name(number) or "").startswith("c10d::")]
-        freed = timeline.begin + TICKS_PER_ROW
-        peaks.append(timeline.cut(np.isin(names, of_collective), end=freed).peak_bytes)
+        everything = np.ones(len(timeline), bool)
+        peaks.append(timeline.cut(everything, end=ends[timeline.block] * TICKS_PER_ROW).peak_bytes)
     return peaks
+
+
+def _ends_without_delay(trace: Trace) -> Array:
+    """Return for each block the row of its free, or the one after its last use where a thread of Gloo freed it."""
+    columns, events = blocks(trace), trace.columns("events", "kind", "block_id", "thread")
+    is_use = np.isin(events["kind"], [KIND["alloc"], KIND["read"], KIND["write"]]) & (events["block_id"] >= 0)
+    last_use = np.full(len(columns), -1, np.int64)
+    np.maximum.at(last_use, events["block_id"][is_use], np.flatnonzero(is_use))
+    threads, counts = np.unique(trace.columns("ops", "thread")["thread"], return_counts=True)
+    main = threads[int(counts.argmax())]
+    free = np.where(columns.free_event >= 0, columns.free_event, END_OF_TRACE).astype(np.int64)
+    by_gloo = (columns.free_event >= 0) & (events["thread"][columns.free_event] != main)
+    of_gloo = np.isin(columns.op_name, [n for n in set(columns.op_name.tolist()) if _is_collective(trace, n)])
+    return np.where((by_gloo | of_gloo) & (last_use >= 0), np.minimum(free, last_use + 1), free)
+
+
+def _is_collective(trace: Trace, name: int) -> bool:
+    return (trace.name(name) or "").startswith("c10d::")
+
+
+def unused_baseline_bytes(trace: Trace) -> int:
+    """Older blocks that the recorded program does not use: other tests have left them in this process.
+
+    Only blocks that stay until the end: a garbage collection can free others before the step that counts.
+    """
+    table = blocks(trace)
+    is_unused = (table.alloc_event < 0) & (table.num_reads + table.num_writes == 0) & (table.free_event < 0)
+    return int(table.size[is_unused & (table.category == CATEGORIES.index("unknown"))].sum())
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     chosen = Setup(**json.loads(sys.argv[2]))
     torch.multiprocessing.spawn(_train_rank, (chosen, Path(sys.argv[1])), nprocs=chosen.num_ranks)
-
-
-def unused_baseline_bytes(trace: Trace) -> int:
-    """Older blocks that the recorded program does not use: other tests have left them in this process."""
-    table = blocks(trace)
-    is_unused = (table.alloc_event < 0) & (table.num_reads + table.num_writes == 0)
-    return int(table.size[is_unused & (table.category == CATEGORIES.index("unknown"))].sum())
