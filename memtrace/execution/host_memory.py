@@ -14,8 +14,8 @@ import sys
 import tempfile
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, Protocol
 
 import torch
@@ -27,6 +27,10 @@ from memtrace.units import format_bytes
 FILE_BYTES: Final = 64 << 20
 """Smallest size of a mapped file."""
 _ALIGNMENT: Final = 4096
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Target and source of a copy."""
 
 
 class Copy(Protocol):
@@ -61,6 +65,13 @@ class HostMemory(Protocol):
     def copy_in(self, device: torch.Tensor, host: torch.Tensor) -> Copy:
         """Start to copy to device memory, which was allocated for the computation that calls this."""
 
+    def copy_many(self, pairs: Sequence[Pair], *, to_host: bool, overlaps: bool) -> Copy:
+        """Start to copy several tensors, each to the first tensor of its pair, as one copy.
+
+        Without ``overlaps`` the copies take place between the computation before and after this call, which costs less
+        than a copy for which the computation waits.
+        """
+
     def close(self) -> None:
         """Wait for all copies, and give memory back as far as no tensor uses it.
 
@@ -82,13 +93,17 @@ def host_memory_for(device: torch.device) -> HostMemory:
 
 
 class MappedMemory:
-    """Host memory for the CPU: parts of mapped files without names. Copies run on two threads, one per direction."""
+    """Host memory for the CPU: parts of mapped files without names.
+
+    Copies run on one thread, whatever their direction: they share the bandwidth of the memory anyway, and every thread
+    takes a core from the computation.
+    """
 
     def __init__(self) -> None:
         self._files: list[tuple[mmap.mmap, int]] = []
         self._file_end = self._file_used = 0
         self._free: defaultdict[int, list[tuple[mmap.mmap, int]]] = defaultdict(list)
-        self._out, self._in = (_copy_thread(name) for name in ("out", "in"))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="memtrace-copy")
         self._is_closed = False
         self._process = os.getpid()
 
@@ -112,22 +127,27 @@ class MappedMemory:
 
     def copy_out(self, host: torch.Tensor, device: torch.Tensor, ended: Callable[[], None] | None = None) -> Copy:
         """See ``HostMemory.copy_out``."""
-        return self._start(self._out, host, device, ended)
+        return self._start([(host, device)], ended)
 
     def copy_in(self, device: torch.Tensor, host: torch.Tensor) -> Copy:
         """See ``HostMemory.copy_in``."""
-        return self._start(self._in, device, host)
+        return self._start([(device, host)])
 
-    def _start(
-        self, thread: Executor, target: torch.Tensor, source: torch.Tensor, ended: Callable[[], None] | None = None
-    ) -> Copy:
-        # A forked child has none of the threads.
+    def copy_many(self, pairs: Sequence[Pair], *, to_host: bool, overlaps: bool) -> Copy:
+        """See ``HostMemory.copy_many``."""
+        if overlaps:
+            return self._start(list(pairs))
+        _copy(list(pairs))
+        return _NO_COPY
+
+    def _start(self, pairs: list[Pair], ended: Callable[[], None] | None = None) -> Copy:
+        # A forked child does not have the thread.
         if self._is_closed or os.getpid() != self._process:
             future: Future[None] = Future()
-            _copy([target, source])
+            _copy(pairs)
             future.set_result(None)
         else:
-            future = thread.submit(_copy, [target, source])
+            future = self._thread.submit(_copy, pairs)
         if ended is not None:
             future.add_done_callback(lambda _: ended())
         return _ThreadCopy(future)
@@ -136,29 +156,22 @@ class MappedMemory:
         """See ``HostMemory.close``. A mapping disappears with the last tensor in it."""
         self._is_closed = True
         if os.getpid() == self._process:
-            for thread in (self._out, self._in):
-                thread.shutdown()
+            self._thread.shutdown()
         for _, address in self._files:
             include_memory(address)
         self._files.clear()
         self._free.clear()
 
 
-def _copy_thread(name: str) -> Executor:
-    return ThreadPoolExecutor(1, thread_name_prefix=f"memtrace-copy-{name}")
+def _copy(pairs: list[Pair]) -> None:
+    """Copy the second tensor of each pair to the first, without the interpreter lock.
 
-
-def _copy(tensors: list[torch.Tensor]) -> None:
-    """Copy the second tensor to the first, without the interpreter lock.
-
-    Both live until the copy has ended. They are dropped before anybody learns of the end, so that whoever waited for it
-    finds the memory free.
+    All live until the last copy has ended. They are dropped before anybody learns of the end, so that whoever waited for
+    it finds the memory free.
     """
-    target, source = tensors
-    addresses = target.data_ptr(), source.data_ptr(), source.nbytes
-    del target, source
-    ctypes.memmove(*addresses)
-    tensors.clear()
+    for address, source, num_bytes in [(to.data_ptr(), source.data_ptr(), source.nbytes) for to, source in pairs]:
+        ctypes.memmove(address, source, num_bytes)
+    pairs.clear()
 
 
 def _map_file(num_bytes: int) -> tuple[mmap.mmap, int]:
@@ -192,6 +205,21 @@ class _ThreadCopy:
     finish = wait
 
 
+class _NoCopy:
+    """A copy that was made before it is asked for."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    finish = wait
+
+
+_NO_COPY: Final = _NoCopy()
+
+
 class PinnedMemory:
     """Host memory for a CUDA device: pinned memory, and a stream for each direction."""
 
@@ -206,11 +234,16 @@ class PinnedMemory:
 
     def copy_out(self, host: torch.Tensor, device: torch.Tensor, ended: Callable[[], None] | None = None) -> Copy:
         """See ``HostMemory.copy_out``. ``ended`` is not called: the host does not learn of the end by itself."""
-        return _StreamCopy(self._out, host, device)
+        return _StreamCopy(self._out, [(host, device)])
 
     def copy_in(self, device: torch.Tensor, host: torch.Tensor) -> Copy:
         """See ``HostMemory.copy_in``."""
-        return _StreamCopy(self._in, device, host)
+        return _StreamCopy(self._in, [(device, host)])
+
+    def copy_many(self, pairs: Sequence[Pair], *, to_host: bool, overlaps: bool) -> Copy:
+        """See ``HostMemory.copy_many``."""
+        current: Any = torch.cuda.current_stream(self._device)
+        return _StreamCopy((self._out if to_host else self._in) if overlaps else current, pairs)
 
     def close(self) -> None:
         """See ``HostMemory.close``."""
@@ -219,13 +252,15 @@ class PinnedMemory:
 
 
 class _StreamCopy:
-    """A copy on a stream, after the work that the current stream has at the moment."""
+    """Copies on a stream, after the work that the current stream has at the moment."""
 
-    def __init__(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._tensors: Any = (target, source)
+    def __init__(self, stream: torch.cuda.Stream, pairs: Sequence[Pair]) -> None:
+        self._pairs: Sequence[Pair] | None = pairs
+        """They are used until the event has taken place."""
         stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
+        with torch.cuda.stream(stream), torch.inference_mode(False), torch.no_grad():
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
             self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(stream)
 
@@ -234,7 +269,7 @@ class _StreamCopy:
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._event.device).wait_event(self._event)
-        self._tensors = None
+        self._pairs = None
 
     def finish(self) -> None:
         self._event.synchronize()
@@ -242,5 +277,5 @@ class _StreamCopy:
 
     def __del__(self) -> None:
         # Nobody waits for the copies of a graph that is dropped before backward reads it.
-        if getattr(self, "_event", None) is not None and self._tensors is not None and not sys.is_finalizing():
+        if getattr(self, "_event", None) is not None and self._pairs is not None and not sys.is_finalizing():
             self._event.synchronize()

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from memtrace.errors import MemtraceError
-from memtrace.execution.moved_storage import move_storages
+from memtrace.execution.moved_storage import find_storages
 from memtrace.execution.spill_residency import Residency, is_movable
 
 _PROBE_STEPS: Final = 3
@@ -91,7 +91,7 @@ class ShardedStep:
         """Update the parameters of no shard first, then each shard that has gradients."""
         shards = self._residency.shards
         for shard in shards:
-            shard.collect_gradients(self._residency.memory)
+            shard.collect_gradients()
         numbers = sorted(
             {self._owner[id(p)] for group in whole for p in group if id(p) in self._owner and _has_grad(p)}
         )
@@ -132,7 +132,7 @@ class ShardedStep:
         for moved in known:
             for tensor in moved.tensors:
                 current.pop(id(tensor), None)
-        shard.state_of[id(self._optimizer)] = known + move_storages(current.values(), self._residency.memory)
+        shard.state_of[id(self._optimizer)] = known + find_storages(current.values())
 
 
 def _has_grad(parameter: torch.Tensor) -> bool:
