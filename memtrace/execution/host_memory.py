@@ -137,20 +137,20 @@ class MappedMemory:
         """See ``HostMemory.copy_many``."""
         if overlaps:
             return self._start(list(pairs))
-        _copy(list(pairs))
+        copy_pairs(list(pairs))
         return _NO_COPY
 
     def _start(self, pairs: list[Pair], ended: Callable[[], None] | None = None) -> Copy:
         # A forked child does not have the thread.
         if self._is_closed or os.getpid() != self._process:
             future: Future[None] = Future()
-            _copy(pairs)
+            copy_pairs(pairs)
             future.set_result(None)
         else:
-            future = self._thread.submit(_copy, pairs)
+            future = self._thread.submit(copy_pairs, pairs)
         if ended is not None:
             future.add_done_callback(lambda _: ended())
-        return _ThreadCopy(future)
+        return ThreadCopy(future)
 
     def close(self) -> None:
         """See ``HostMemory.close``. A mapping disappears with the last tensor in it."""
@@ -163,7 +163,7 @@ class MappedMemory:
         self._free.clear()
 
 
-def _copy(pairs: list[Pair]) -> None:
+def copy_pairs(pairs: list[Pair]) -> None:
     """Copy the second tensor of each pair to the first, without the interpreter lock.
 
     All live until the last copy has ended. They are dropped before anybody learns of the end, so that whoever waited for
@@ -190,16 +190,18 @@ def _map_file(num_bytes: int) -> tuple[mmap.mmap, int]:
     return mapped, address
 
 
-class _ThreadCopy:
+class ThreadCopy:
     """A copy on another thread."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
     def is_done(self) -> bool:
+        """See ``Copy.is_done``."""
         return self._future.done()
 
     def wait(self) -> None:
+        """See ``Copy.wait``."""
         self._future.result()
 
     finish = wait

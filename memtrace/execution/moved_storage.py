@@ -123,7 +123,9 @@ class StorageMover:
 
     def load(self, storages: Iterable[MovedStorage]) -> None:
         """Move storages to the device; the computation that follows waits for the copies."""
-        storages = list(storages)
+        storages = [moved for moved in storages if not moved.is_loaded or moved.outgoing is not None]
+        if not storages:
+            return
         self.start_loading(storages, overlaps=False)
         with _ordinary_tensors():
             for moved in storages:
@@ -145,20 +147,22 @@ class StorageMover:
         Tensors that were not changed since they were loaded are not copied: they are in host memory at once. The others
         stay on the device until ``finish_storing``.
         """
+        storages = list(storages)
+        self.cancel_loading(storages)
+        storages = [moved for moved in storages if moved.is_loaded and moved.outgoing is None]
+        if not storages:
+            return []
         copied: list[MovedStorage] = []
         pairs: list[Pair] = []
         with _ordinary_tensors():
             for moved in storages:
-                self.cancel_loading([moved])
-                if moved.device is None or moved.outgoing is not None:
-                    continue
                 if not moved.is_changed:
                     self._spare.add(moved.refer_to_host())
                     continue
                 if moved.host is None:
                     moved.host = self.memory.allocate(moved.num_bytes)
                 copied.append(moved)
-                pairs.append((moved.host, moved.device))
+                pairs.append((moved.host, _device_of(moved)))
         if copied:
             copy = self.memory.copy_many(pairs, to_host=True, overlaps=overlaps)
             for moved in copied:
@@ -167,6 +171,9 @@ class StorageMover:
 
     def finish_storing(self, storages: Iterable[MovedStorage]) -> None:
         """Wait for the copies of storages to host memory, and free their memory on the device."""
+        storages = [moved for moved in storages if moved.outgoing is not None]
+        if not storages:
+            return
         with _ordinary_tensors():
             for moved in storages:
                 if moved.outgoing is not None:
@@ -214,6 +221,11 @@ def _count_references(memory: torch.Tensor) -> tuple[int, int]:
 
 _UNSHARED: Final = _count_references(torch.empty(1, dtype=torch.uint8))
 """References to the storage of a tensor that is the only one with it."""
+
+
+def _device_of(moved: MovedStorage) -> torch.Tensor:
+    assert moved.device is not None
+    return moved.device
 
 
 def _host_of(moved: MovedStorage) -> torch.Tensor:

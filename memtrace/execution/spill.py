@@ -142,7 +142,10 @@ def _watch_gradients(layers: SpilledLayers, owner: dict[int, int], parameters: S
         def before(gradient: torch.Tensor) -> None:
             layers.watch_backward()
             residency.go_on()
-            residency.mover.load(moved for moved in shard.gradients if any(tensor is parameter.grad for tensor in moved.tensors))
+            if (current := parameter.grad) is not None:
+                residency.mover.load(
+                    moved for moved in shard.gradients if any(tensor is current for tensor in moved.tensors)
+                )
 
         def after(parameter: torch.Tensor) -> None:
             if residency.current != number:

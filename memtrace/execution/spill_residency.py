@@ -83,29 +83,42 @@ class Residency:
         if self._current == number and all(moved.is_loaded for moved in wanted):
             self.go_on()
             return
-        with self.mover.reusing(wanted):
+        with self.mover.reusing([*wanted, *self._first_that_fit(self._following)]):
             if self._current != number:
                 self._leave(keep=wanted)
             self._current = number
             self.mover.load(wanted)
-        self._incoming = [moved for moved in self._incoming if moved.incoming is not None]
-        self.go_on()
+            self._incoming = [moved for moved in self._incoming if moved.incoming is not None]
+            self._load_following()
 
     def go_on(self) -> None:
         """Free what has been copied to host memory, and load the next shard into the room that is left."""
-        done = [moved for moved in self._outgoing if moved.is_stored]
-        waiting = [moved for moved in self._following if not moved.is_loaded and moved.incoming is None]
-        with self.mover.reusing(waiting):
-            self._finish_storing(done)
-            used = sum(moved.num_bytes for moved in (*self._outgoing, *self._incoming))
-            chosen = []
-            for moved in waiting:
-                used += moved.num_bytes
-                if used > self._buffer_bytes:
-                    break
-                chosen.append(moved)
-            self.mover.start_loading(chosen)
-            self._incoming += chosen
+        if self._outgoing or self._following:
+            with self.mover.reusing(self._first_that_fit(self._following)):
+                self._load_following()
+
+    def _load_following(self) -> None:
+        if not self._buffer_bytes:
+            return
+        self._finish_storing([moved for moved in self._outgoing if moved.is_stored])
+        used = sum(moved.num_bytes for moved in (*self._outgoing, *self._incoming))
+        chosen = self._first_that_fit(self._following, used)
+        self.mover.start_loading(chosen)
+        self._incoming += chosen
+        if len(chosen) == len(self._following):
+            self._following = ()
+
+    def _first_that_fit(self, storages: Iterable[MovedStorage], used_bytes: int = 0) -> list[MovedStorage]:
+        """Return the first storages in host memory that fit the buffer beside bytes that are used."""
+        chosen = []
+        for moved in storages:
+            if moved.is_loaded or moved.incoming is not None:
+                continue
+            used_bytes += moved.num_bytes
+            if used_bytes > self._buffer_bytes:
+                break
+            chosen.append(moved)
+        return chosen
 
     def _wanted(self, number: int, updates: bool) -> tuple[MovedStorage, ...]:
         shard = self.shards[number]
@@ -128,6 +141,8 @@ class Residency:
         room = self._buffer_bytes - sum(moved.num_bytes for moved in self._outgoing)
         now, in_background = [], []
         for moved in storages:
+            if not moved.is_loaded or moved.outgoing is not None:
+                continue
             size = moved.num_bytes if moved.is_changed else 0
             (in_background if size <= room else now).append(moved)
             room -= size if size <= room else 0
