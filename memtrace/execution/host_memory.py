@@ -258,8 +258,11 @@ class _StreamCopy:
 
     def __init__(self, stream: torch.cuda.Stream, pairs: Sequence[Pair]) -> None:
         self._pairs: Sequence[Pair] | None = pairs
-        """They are used until the event has taken place."""
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        """They are used until the event has taken place; None: the computation waits for it."""
+        self._stream: Any = stream
+        self._origin: Any = torch.cuda.current_stream(stream.device)
+        """The stream that the memory of the device was allocated for."""
+        stream.wait_stream(self._origin)
         with torch.cuda.stream(stream), torch.inference_mode(False), torch.no_grad():
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
@@ -270,7 +273,13 @@ class _StreamCopy:
         return bool(self._event.query())
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._event.device).wait_event(self._event)
+        current: Any = torch.cuda.current_stream(self._event.device)
+        current.wait_event(self._event)
+        if current != self._origin and self._pairs is not None:
+            # The allocator reuses memory in the order of the stream that it was allocated for.
+            self._origin.wait_event(self._event)
+            for tensor in (tensor for pair in self._pairs for tensor in pair if tensor.is_cuda):
+                tensor.record_stream(current)
         self._pairs = None
 
     def finish(self) -> None:
@@ -278,6 +287,8 @@ class _StreamCopy:
         self.wait()
 
     def __del__(self) -> None:
-        # Nobody waits for the copies of a graph that is dropped before backward reads it.
+        # Nobody waits for the copy of a storage that did not have to leave, or of a graph that is dropped. The
+        # allocators then keep the memory until the event has taken place; that of the host does so for all copies.
         if getattr(self, "_event", None) is not None and self._pairs is not None and not sys.is_finalizing():
-            self._event.synchronize()
+            for tensor in (tensor for pair in self._pairs for tensor in pair if tensor.is_cuda):
+                tensor.record_stream(self._stream)
