@@ -2,11 +2,16 @@
 
     python benchmarks/spill.py                            # an MLP and a GPT, state 4 times the budget, 10 steps
     python benchmarks/spill.py --program gpt --ratio 6
+    python benchmarks/spill.py --bus 1                    # copies at 1 GB/s, as over a bus
 
 Each case trains in a process of its own: plainly, spilled without a buffer, and spilled with double buffering. The plan
 is made from a recording of the plain run. Peaks are counted twice: by memtrace (requested bytes), and by the kernel, as
 anonymous memory of the process above its level before the model was made (sampled every millisecond). Step times are
 those of runs without a recorder. Losses must be equal bit by bit.
+
+The host memory of a CPU is the same memory as that of the "device". Copies are so quick that little is left to hide,
+and they take bandwidth from the computation beside them. With ``--bus`` every copy takes as long as a bus of this
+bandwidth would need; the thread that copies sleeps for the rest of this time. Then step times show what double buffering hides.
 """
 
 from __future__ import annotations
@@ -20,7 +25,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,7 +34,10 @@ from typing import Any
 import torch
 
 import memtrace
+import memtrace.execution.spill
+from memtrace.analysis.bandwidth import bandwidths_from_rates
 from memtrace.execution.host_bandwidth import measure_bandwidths
+from memtrace.execution.host_memory import Copy, MappedMemory, Pair, ThreadCopy, copy_pairs
 from memtrace.planning import SpillPlan, plan_spill, write_plan
 from memtrace.planning.recorded_step import choose_step
 
@@ -39,6 +48,10 @@ PROGRAMS: dict[str, Callable[[int], Training]] = {
     "mlp": lambda steps: mlp(steps, width=512, depth=24, batch=64),
     "gpt": lambda steps: gpt(steps, width=256, layers=12, heads=8, length=64, vocabulary=1024, batch=2),
 }
+
+
+BUFFERS = {"no buffer": 0.0, "buffer 5 %": 0.05, "buffer 25 %": 0.25, "buffer 50 %": 0.5}
+"""Shares of the budget."""
 
 
 class AnonymousMemory:
@@ -67,8 +80,31 @@ def anonymous_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def run_case(name: str, steps: int, plan: Path | None, trace: Path | None) -> dict[str, Any]:
+class BusMemory(MappedMemory):
+    """Host memory behind a bus that makes one copy at a time in each direction."""
+
+    def __init__(self, gb_per_s: float) -> None:
+        super().__init__()
+        self._gb_per_s = gb_per_s
+        self._directions = {to_host: ThreadPoolExecutor(1) for to_host in (True, False)}
+
+    def copy_many(self, pairs: Sequence[Pair], *, to_host: bool, overlaps: bool) -> Copy:
+        """Copy in the time that the bus would need."""
+
+        def copy(pairs: list[Pair]) -> None:
+            end_s = time.perf_counter() + sum(source.nbytes for _, source in pairs) / (self._gb_per_s * 1e9)
+            copy_pairs(pairs)
+            time.sleep(max(0.0, end_s - time.perf_counter()))
+
+        return ThreadCopy(self._directions[to_host].submit(copy, list(pairs)))
+
+
+def run_case(
+    name: str, steps: int, plan: Path | None, trace: Path | None, bus_gb_per_s: float | None
+) -> dict[str, Any]:
     """Train once in this process; with ``trace`` under memtrace, else timed and counted by the kernel."""
+    if bus_gb_per_s is not None:
+        memtrace.execution.spill.host_memory_for = lambda device: BusMemory(bus_gb_per_s)
     torch.set_num_threads(1)
     train(mlp(1, width=8, depth=1, batch=2))  # loads what torch imports at the first step
     before = anonymous_bytes()
@@ -103,7 +139,7 @@ def in_process(*arguments: str) -> dict[str, Any]:
     """Run a case in a process whose allocator gives freed memory back at once."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(
-        [sys.executable, __file__, "--case", *arguments], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, __file__, *arguments], env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode:
         sys.exit(done.stderr[-3000:])
@@ -113,7 +149,9 @@ def in_process(*arguments: str) -> dict[str, Any]:
 
 def measure(name: str, label: str, plan: SpillPlan | None, arguments: argparse.Namespace, folder: Path) -> list[str]:
     """Run a case twice, with and without memtrace, and return a row of the table."""
-    words = [name, str(arguments.steps)]
+    words = ["--case", name, str(arguments.steps)]
+    if arguments.bus is not None:
+        words = ["--bus", str(arguments.bus), *words]
     file = folder / f"{name}-{label}.json"
     if plan is not None:
         write_plan(plan.plan, file)
@@ -144,12 +182,13 @@ def main() -> None:
     parser.add_argument("--program", choices=PROGRAMS, action="append")
     parser.add_argument("--ratio", type=float, default=4.0, help="training state / budget")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--bus", type=float, metavar="GB/S", help="bandwidth of an emulated bus")
     parser.add_argument("--case", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
         name, steps, *paths = arguments.case
         plan, trace = [Path(path) if path else None for path in (*paths, "", "")[:2]]
-        print(json.dumps(run_case(name, int(steps), plan, trace)))
+        print(json.dumps(run_case(name, int(steps), plan, trace, arguments.bus)))
         return
     header = [
         "program",
@@ -162,14 +201,16 @@ def main() -> None:
         "price",
         "losses",
     ]
-    bandwidths = measure_bandwidths("cpu")
+    bus = arguments.bus
+    bandwidths = measure_bandwidths("cpu") if bus is None else bandwidths_from_rates(bus, bus)
     with tempfile.TemporaryDirectory(prefix="memtrace-spill-") as folder:
         for name in arguments.program or PROGRAMS:
             rows = [measure(name, "plain", None, arguments, Path(folder))]
             trace = memtrace.load(Path(folder) / f"{name}-plain.memtrace")
             state_bytes = 4 * sum(parameter.nbytes for parameter in PROGRAMS[name](1).model.parameters())
             budget = int(state_bytes / arguments.ratio)
-            for label, buffer_bytes in (("no buffer", 0), ("buffer 5 %", budget // 20), ("buffer 25 %", budget // 4)):
+            for label, share in BUFFERS.items():
+                buffer_bytes = int(budget * share)
                 plan = plan_spill(trace, budget_bytes=budget, buffer_bytes=buffer_bytes, bandwidths=bandwidths)
                 rows.append(measure(name, f"{label}, {len(plan.shards)} shards", plan, arguments, Path(folder)))
             print(

@@ -62,10 +62,10 @@ class _HostTensor:
             start = tensor.storage_offset() * tensor.element_size()
             source = as_bytes(tensor, start, num_bytes)
             # The next operator may change the tensor in place.
-            memory.copy_out(self._host, source).wait()
+            memory.copy_many([(self._host, source)], to_host=True, overlaps=False).wait()
 
     def to_device(self) -> torch.Tensor:
         """Return a copy on the device of the tensor."""
         target = torch.empty(self._host.nbytes, dtype=torch.uint8, device=self._torch_device)
-        self._memory.copy_in(target, self._host).wait()
+        self._memory.copy_many([(target, self._host)], to_host=False, overlaps=False).wait()
         return view_bytes(target, *self._geometry)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 
 from memtrace.analysis.bandwidth import COPY_SIZES, CopyBandwidths, best_copy_times, fit_copy_cost
 from memtrace.errors import MemtraceError
 from memtrace.execution.host_memory import HostMemory, host_memory_for
+
+_REGION_BYTES: Final = COPY_SIZES[-1]
+_STRIDE_BYTES: Final = 9 << 20
+"""Distance of copies that follow each other."""
 
 
 def measure_bandwidths(device: str | None = None) -> CopyBandwidths:
@@ -31,16 +37,24 @@ def measure_bandwidths(device: str | None = None) -> CopyBandwidths:
 
 
 def _measure(place: torch.device, memory: HostMemory) -> CopyBandwidths:
-    host = memory.allocate(COPY_SIZES[-1])
-    content = torch.empty(COPY_SIZES[-1], dtype=torch.uint8, device=place).fill_(1)
+    host = memory.allocate(_REGION_BYTES)
+    content = torch.empty(_REGION_BYTES, dtype=torch.uint8, device=place).fill_(1)
     memory.copy_out(host, content).finish()  # the first copy also maps the pages of the file
+    begin = 0
+
+    def next_range(num_bytes: int) -> slice:
+        # Elsewhere each time: what a plan copies is no longer, or not yet, in the caches.
+        nonlocal begin
+        begin = begin + _STRIDE_BYTES if begin + _STRIDE_BYTES + num_bytes <= _REGION_BYTES else 0
+        return slice(begin, begin + num_bytes)
 
     def copy_out(num_bytes: int) -> None:
-        memory.copy_out(host[:num_bytes], content[:num_bytes]).finish()
+        place_of = next_range(num_bytes)
+        memory.copy_out(host[place_of], content[place_of]).finish()
 
     def copy_in(num_bytes: int) -> None:
         # As when a plan is applied, the copy back goes to new memory.
-        memory.copy_in(torch.empty(num_bytes, dtype=torch.uint8, device=place), host[:num_bytes]).finish()
+        memory.copy_in(torch.empty(num_bytes, dtype=torch.uint8, device=place), host[next_range(num_bytes)]).finish()
 
     d2h, h2d = (fit_copy_cost(best_copy_times(copy)) for copy in (copy_out, copy_in))
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else "memory-mapped files of this machine"

@@ -14,8 +14,8 @@ import sys
 import tempfile
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, Protocol
 
 import torch
@@ -27,6 +27,10 @@ from memtrace.units import format_bytes
 FILE_BYTES: Final = 64 << 20
 """Smallest size of a mapped file."""
 _ALIGNMENT: Final = 4096
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Target and source of a copy."""
 
 
 class Copy(Protocol):
@@ -61,6 +65,13 @@ class HostMemory(Protocol):
     def copy_in(self, device: torch.Tensor, host: torch.Tensor) -> Copy:
         """Start to copy to device memory, which was allocated for the computation that calls this."""
 
+    def copy_many(self, pairs: Sequence[Pair], *, to_host: bool, overlaps: bool) -> Copy:
+        """Start to copy several tensors, each to the first tensor of its pair, as one copy.
+
+        Without ``overlaps`` the copies take place between the computation before and after this call, which costs less
+        than a copy for which the computation waits.
+        """
+
     def close(self) -> None:
         """Wait for all copies, and give memory back as far as no tensor uses it.
 
@@ -82,13 +93,17 @@ def host_memory_for(device: torch.device) -> HostMemory:
 
 
 class MappedMemory:
-    """Host memory for the CPU: parts of mapped files without names. Copies run on two threads, one per direction."""
+    """Host memory for the CPU: parts of mapped files without names.
+
+    Copies run on one thread, whatever their direction: they share the bandwidth of the memory anyway, and every thread
+    takes a core from the computation.
+    """
 
     def __init__(self) -> None:
         self._files: list[tuple[mmap.mmap, int]] = []
         self._file_end = self._file_used = 0
         self._free: defaultdict[int, list[tuple[mmap.mmap, int]]] = defaultdict(list)
-        self._out, self._in = (_copy_thread(name) for name in ("out", "in"))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="memtrace-copy")
         self._is_closed = False
         self._process = os.getpid()
 
@@ -112,53 +127,51 @@ class MappedMemory:
 
     def copy_out(self, host: torch.Tensor, device: torch.Tensor, ended: Callable[[], None] | None = None) -> Copy:
         """See ``HostMemory.copy_out``."""
-        return self._start(self._out, host, device, ended)
+        return self._start([(host, device)], ended)
 
     def copy_in(self, device: torch.Tensor, host: torch.Tensor) -> Copy:
         """See ``HostMemory.copy_in``."""
-        return self._start(self._in, device, host)
+        return self._start([(device, host)])
 
-    def _start(
-        self, thread: Executor, target: torch.Tensor, source: torch.Tensor, ended: Callable[[], None] | None = None
-    ) -> Copy:
-        # A forked child has none of the threads.
+    def copy_many(self, pairs: Sequence[Pair], *, to_host: bool, overlaps: bool) -> Copy:
+        """See ``HostMemory.copy_many``."""
+        if overlaps:
+            return self._start(list(pairs))
+        copy_pairs(list(pairs))
+        return _NO_COPY
+
+    def _start(self, pairs: list[Pair], ended: Callable[[], None] | None = None) -> Copy:
+        # A forked child does not have the thread.
         if self._is_closed or os.getpid() != self._process:
             future: Future[None] = Future()
-            _copy([target, source])
+            copy_pairs(pairs)
             future.set_result(None)
         else:
-            future = thread.submit(_copy, [target, source])
+            future = self._thread.submit(copy_pairs, pairs)
         if ended is not None:
             future.add_done_callback(lambda _: ended())
-        return _ThreadCopy(future)
+        return ThreadCopy(future)
 
     def close(self) -> None:
         """See ``HostMemory.close``. A mapping disappears with the last tensor in it."""
         self._is_closed = True
         if os.getpid() == self._process:
-            for thread in (self._out, self._in):
-                thread.shutdown()
+            self._thread.shutdown()
         for _, address in self._files:
             include_memory(address)
         self._files.clear()
         self._free.clear()
 
 
-def _copy_thread(name: str) -> Executor:
-    return ThreadPoolExecutor(1, thread_name_prefix=f"memtrace-copy-{name}")
+def copy_pairs(pairs: list[Pair]) -> None:
+    """Copy the second tensor of each pair to the first, without the interpreter lock.
 
-
-def _copy(tensors: list[torch.Tensor]) -> None:
-    """Copy the second tensor to the first, without the interpreter lock.
-
-    Both live until the copy has ended. They are dropped before anybody learns of the end, so that whoever waited for it
-    finds the memory free.
+    All live until the last copy has ended. They are dropped before anybody learns of the end, so that whoever waited for
+    it finds the memory free.
     """
-    target, source = tensors
-    addresses = target.data_ptr(), source.data_ptr(), source.nbytes
-    del target, source
-    ctypes.memmove(*addresses)
-    tensors.clear()
+    for address, source, num_bytes in [(to.data_ptr(), source.data_ptr(), source.nbytes) for to, source in pairs]:
+        ctypes.memmove(address, source, num_bytes)
+    pairs.clear()
 
 
 def _map_file(num_bytes: int) -> tuple[mmap.mmap, int]:
@@ -177,19 +190,36 @@ def _map_file(num_bytes: int) -> tuple[mmap.mmap, int]:
     return mapped, address
 
 
-class _ThreadCopy:
+class ThreadCopy:
     """A copy on another thread."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
     def is_done(self) -> bool:
+        """See ``Copy.is_done``."""
         return self._future.done()
 
     def wait(self) -> None:
+        """See ``Copy.wait``."""
         self._future.result()
 
     finish = wait
+
+
+class _NoCopy:
+    """A copy that was made before it is asked for."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    finish = wait
+
+
+_NO_COPY: Final = _NoCopy()
 
 
 class PinnedMemory:
@@ -206,11 +236,16 @@ class PinnedMemory:
 
     def copy_out(self, host: torch.Tensor, device: torch.Tensor, ended: Callable[[], None] | None = None) -> Copy:
         """See ``HostMemory.copy_out``. ``ended`` is not called: the host does not learn of the end by itself."""
-        return _StreamCopy(self._out, host, device)
+        return _StreamCopy(self._out, [(host, device)])
 
     def copy_in(self, device: torch.Tensor, host: torch.Tensor) -> Copy:
         """See ``HostMemory.copy_in``."""
-        return _StreamCopy(self._in, device, host)
+        return _StreamCopy(self._in, [(device, host)])
+
+    def copy_many(self, pairs: Sequence[Pair], *, to_host: bool, overlaps: bool) -> Copy:
+        """See ``HostMemory.copy_many``."""
+        current: Any = torch.cuda.current_stream(self._device)
+        return _StreamCopy((self._out if to_host else self._in) if overlaps else current, pairs)
 
     def close(self) -> None:
         """See ``HostMemory.close``."""
@@ -219,13 +254,18 @@ class PinnedMemory:
 
 
 class _StreamCopy:
-    """A copy on a stream, after the work that the current stream has at the moment."""
+    """Copies on a stream, after the work that the current stream has at the moment."""
 
-    def __init__(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._tensors: Any = (target, source)
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
+    def __init__(self, stream: torch.cuda.Stream, pairs: Sequence[Pair]) -> None:
+        self._pairs: Sequence[Pair] | None = pairs
+        """They are used until the event has taken place; None: the computation waits for it."""
+        self._stream: Any = stream
+        self._origin: Any = torch.cuda.current_stream(stream.device)
+        """The stream that the memory of the device was allocated for."""
+        stream.wait_stream(self._origin)
+        with torch.cuda.stream(stream), torch.inference_mode(False), torch.no_grad():
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
             self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(stream)
 
@@ -233,14 +273,22 @@ class _StreamCopy:
         return bool(self._event.query())
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._event.device).wait_event(self._event)
-        self._tensors = None
+        current: Any = torch.cuda.current_stream(self._event.device)
+        current.wait_event(self._event)
+        if current != self._origin and self._pairs is not None:
+            # The allocator reuses memory in the order of the stream that it was allocated for.
+            self._origin.wait_event(self._event)
+            for tensor in (tensor for pair in self._pairs for tensor in pair if tensor.is_cuda):
+                tensor.record_stream(current)
+        self._pairs = None
 
     def finish(self) -> None:
         self._event.synchronize()
         self.wait()
 
     def __del__(self) -> None:
-        # Nobody waits for the copies of a graph that is dropped before backward reads it.
-        if getattr(self, "_event", None) is not None and self._tensors is not None and not sys.is_finalizing():
-            self._event.synchronize()
+        # Nobody waits for the copy of a storage that did not have to leave, or of a graph that is dropped. The
+        # allocators then keep the memory until the event has taken place; that of the host does so for all copies.
+        if getattr(self, "_event", None) is not None and self._pairs is not None and not sys.is_finalizing():
+            for tensor in (tensor for pair in self._pairs for tensor in pair if tensor.is_cuda):
+                tensor.record_stream(self._stream)

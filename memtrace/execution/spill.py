@@ -13,7 +13,7 @@ import torch
 
 from memtrace.errors import MemtraceError
 from memtrace.execution.host_memory import host_memory_for
-from memtrace.execution.moved_storage import MovedStorage, move_storages
+from memtrace.execution.moved_storage import MovedStorage, StorageMover, find_storages
 from memtrace.execution.spill_layers import SpilledForward, SpilledLayers
 from memtrace.execution.spill_optimizer import ShardedStep
 from memtrace.execution.spill_residency import Residency, Shard, is_movable
@@ -42,7 +42,8 @@ def apply_action(action: Spill, target: Target) -> Iterator[None]:
     for number, members in enumerate(parameters):
         for parameter in members:
             owner.setdefault(id(parameter), number)
-    residency = Residency(_make_shards(parameters, owner, move_storages(every, memory)), memory, action.buffer_bytes)
+    mover = StorageMover(memory)
+    residency = Residency(_make_shards(parameters, owner, find_storages(every)), mover, action.buffer_bytes)
     layers = SpilledLayers(residency, recompute=action.recompute)
     steps = [ShardedStep(optimizer, residency, owner) for optimizer in target.optimizers]
     forwards = [SpilledForward(module, number, layers) for number, members in enumerate(modules) for module in members]
@@ -140,15 +141,16 @@ def _watch_gradients(layers: SpilledLayers, owner: dict[int, int], parameters: S
 
         def before(gradient: torch.Tensor) -> None:
             layers.watch_backward()
-            for moved in shard.gradients:
-                if any(tensor is parameter.grad for tensor in moved.tensors):
-                    moved.load()
+            residency.go_on()
+            if (current := parameter.grad) is not None:
+                residency.mover.load(
+                    moved for moved in shard.gradients if any(tensor is current for tensor in moved.tensors)
+                )
 
         def after(parameter: torch.Tensor) -> None:
             if residency.current != number:
-                shard.collect_gradients(residency.memory)
-                for moved in shard.gradients:
-                    residency.store(moved)
+                shard.collect_gradients()
+                residency.store(shard.gradients)
 
         hooked: Any = parameter
         return [hooked.register_hook(before), hooked.register_post_accumulate_grad_hook(after)]

@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from memtrace.execution.boundary_tensors import BoundaryTensors
-from memtrace.execution.moved_storage import MovedStorage
+from memtrace.execution.moved_storage import MovedStorage, view_bytes
 from memtrace.execution.spill_residency import Residency
 from memtrace.recording.plain_access import module_members, walk_modules
 
@@ -31,7 +31,7 @@ class SpilledLayers:
     def __init__(self, residency: Residency, *, recompute: bool) -> None:
         self.residency = residency
         self.recompute = recompute
-        self.inputs = BoundaryTensors(residency.memory)
+        self.inputs = BoundaryTensors(residency.mover.memory)
         self._waits_for_backward = False
 
     def use_in_forward(self, shard: int) -> None:
@@ -106,7 +106,12 @@ class SpilledForward:
 
     def _unpack_parameter(self, packed: torch.Tensor | tuple[MovedStorage, tuple[Any, ...]]) -> torch.Tensor:
         self._layers.use_in_backward(self._shard)
-        return packed if isinstance(packed, torch.Tensor) else packed[0].view(*packed[1])
+        if isinstance(packed, torch.Tensor):
+            return packed
+        moved, geometry = packed
+        self._layers.residency.mover.load([moved])
+        assert moved.device is not None
+        return view_bytes(moved.device, *geometry)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._before is not _MISSING:

@@ -116,7 +116,16 @@ def _spilled_model(
         resident_bytes=_resident_bytes(trace, device, step, measured),
         update_s=0.0 if step_ns is None else max(0.0, step_ns / 1e9 - computed_s),
         recompute=recompute,
+        num_parameters=_num_parameters(trace, device, step) if step_ns is not None else 0,
     )
+
+
+def _num_parameters(trace: Trace, device: str, step: RecordedStep) -> int:
+    """Return how many parameters are on the device in a step."""
+    table = blocks(trace)
+    live = (table.alloc_event < step.end_row) & ((table.free_event < 0) | (table.free_event >= step.first_row))
+    chosen = live & (table.category == CATEGORY["parameter"]) & (table.device == trace.devices.index(device))
+    return int(chosen.sum())
 
 
 def _resident_bytes(trace: Trace, device: str, step: RecordedStep, measured: MeasuredLayers) -> int:

@@ -33,7 +33,8 @@ def _units(shards: Sequence[SpillShard], bandwidths: CopyBandwidths) -> list[_Un
         loaded = 0 if number == len(shards) - 1 else shard.parameter_bytes
         units.append(_Unit(number, "backward", seconds, loaded, shard.gradient_bytes))
     for number, shard in enumerate(shards):
-        units.append(_Unit(number, "update", shard.update_s, shard.state_bytes, shard.state_bytes))
+        changed_bytes = shard.parameter_bytes + shard.optimizer_bytes
+        units.append(_Unit(number, "update", shard.update_s, shard.state_bytes, changed_bytes))
     return units
 
 
@@ -62,11 +63,10 @@ def shard_units(shards: Sequence[SpillShard], bandwidths: CopyBandwidths) -> tup
 def step_seconds(shards: Sequence[SpillShard], bandwidths: CopyBandwidths, buffer_bytes: int) -> float:
     """Return the duration of a step.
 
-    Without a buffer, copies and computation follow each other. With one, as many bytes as fit it are loaded for the
-    next unit, and unloaded from the last one, while a unit computes: the unit takes as long as the longest of the
-    three.
-    Copies of one direction follow each other. Nothing overlaps at the ends of the three passes through the model,
-    because the program sees the whole model there, in host memory.
+    Without a buffer, copies and computation follow each other. With one, as many bytes as fit it are stored from the
+    last unit, and then loaded for the next one, while a unit computes: the unit takes as long as the computation or
+    these copies, whichever is longer. Nothing overlaps at the ends of the three passes through the model, because the
+    program sees the whole model there, in host memory.
 
     Args:
         shards: The shards.
@@ -83,9 +83,8 @@ def step_seconds(shards: Sequence[SpillShard], bandwidths: CopyBandwidths, buffe
         own_in = unit.load_bytes - (min(buffer_bytes, unit.load_bytes) if before is not None else 0)
         own_out = unit.unload_bytes - (min(buffer_bytes, unit.unload_bytes) if after is not None else 0)
         total_s += copy_seconds(own_in, bandwidths.h2d) + copy_seconds(own_out, bandwidths.d2h)
-        total_s += max(
-            unit.compute_s, copy_seconds(hidden_in, bandwidths.h2d), copy_seconds(hidden_out, bandwidths.d2h)
-        )
+        hidden_s = copy_seconds(hidden_in, bandwidths.h2d) + copy_seconds(hidden_out, bandwidths.d2h)
+        total_s += max(unit.compute_s, hidden_s)
     return total_s
 
 

@@ -51,6 +51,13 @@ def train(training: Training) -> list[torch.Tensor]:
     return losses
 
 
+def on_device(training: Training, device: str) -> Training:
+    """Return a training whose model, batches and optimizer are on a device."""
+    model = training.model.to(device)
+    batches = tuple((inputs.to(device), targets.to(device)) for inputs, targets in training.batches)
+    return Training(model, torch.optim.AdamW(model.parameters(), lr=1e-3), batches, training.loss)
+
+
 def mlp(num_steps: int, *, width: int, depth: int, batch: int) -> Training:
     """Linear layers with ReLU and dropout."""
     torch.manual_seed(SEED)
@@ -137,7 +144,7 @@ class _Gpt(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         logits: torch.Tensor = self.head(self.norm(x))
