@@ -32,11 +32,16 @@ class ChildProcesses:
         self._watch_multiprocessing(undo)
         self._watch_subprocess(undo)
 
-    def note(self) -> str | None:
-        """A sentence about the processes that were not recorded; None if there are none."""
-        if self.num_started == 0:
+    def note(self, since: int = 0) -> str | None:
+        """A sentence about the processes that were not recorded; None if there are none.
+
+        Args:
+            since: number of processes that were started before.
+        """
+        num_started = self.num_started - since
+        if num_started == 0:
             return None
-        count = "1 child process was" if self.num_started == 1 else f"{self.num_started} child processes were"
+        count = "1 child process was" if num_started == 1 else f"{num_started} child processes were"
         return (
             f"{count} started while recording; the memory of a child process is not in this trace. To record it, call "
             "memtrace.record in the function or script that the child process runs"

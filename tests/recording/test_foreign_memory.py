@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import tracemalloc
 from collections.abc import Callable
@@ -15,8 +16,9 @@ from torch import nn
 import memtrace
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.coverage import compute_coverage
-from memtrace.analysis.peak import find_peak
+from memtrace.analysis.peak import find_peak, level_at, requested_bytes
 from memtrace.format.schema import CATEGORIES
+from memtrace.recording.options import ObserverKind
 from memtrace.trace import Trace
 from tests.recording.helpers import MIB
 
@@ -144,3 +146,47 @@ def test_frees_after_the_recording_do_no_harm(tmp_path: Path) -> None:
         tensor.add_(1)
     del tensor
     assert 4000 in freed
+
+
+@pytest.mark.parametrize("observer", ["native", "dispatch"])
+def test_copies_of_storages_begin_where_they_are_made(observer: ObserverKind, tmp_path: Path) -> None:
+    """deepcopy makes storages without asking torch's allocator: they are not older than the recording."""
+    model = nn.Linear(256, 64)
+    model_bytes = 4 * (256 * 64 + 64)
+    with memtrace.record(tmp_path / "run.memtrace", observer=observer) as recording:
+        before = torch.ones(1001)
+        copied = copy.deepcopy(model.state_dict())
+        after = torch.ones(1003)
+        del copied
+        last = torch.ones(1007)
+    trace = memtrace.load(recording.path)
+    live = requested_bytes(trace, "cpu")
+    events = trace.events
+    marks = [
+        events.index[(events.kind == "alloc") & (events["size"] == tensor.nbytes)][0]
+        for tensor in (before, after, last)
+    ]
+    levels = level_at(live, np.array(marks))
+    sizes = [tensor.nbytes for tensor in (before, after, last)]
+    assert find_peak(trace, "cpu").baseline_bytes == model_bytes
+    assert levels.tolist() == [
+        model_bytes + sizes[0], 2 * model_bytes + sum(sizes[:2]), model_bytes + sum(sizes)
+    ]  # fmt: skip
+    table = blocks(trace)
+    copies = np.flatnonzero((table.size == 4 * 256 * 64) & (table.stack >= 0))
+    assert len(copies) == 1
+    functions = [frame.function for frame in trace.frames(int(table.stack[copies[0]]))]
+    assert "test_copies_of_storages_begin_where_they_are_made" in functions
+
+
+@pytest.mark.parametrize("observer", ["native", "dispatch"])
+def test_memory_that_autograd_alone_keeps_is_older_than_the_recording(observer: ObserverKind, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    model(torch.randn(8, 64)).sum().backward()  # the gradients have no Python objects
+    loss = model(torch.randn(32, 64)).sum()
+    with memtrace.record(tmp_path / "run.memtrace", observer=observer) as recording:
+        loss.backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    saved_bytes = 2 * 4 * 32 * 64 + 4  # the input, the output of tanh, the loss
+    assert find_peak(memtrace.load(recording.path), "cpu").baseline_bytes == 2 * parameter_bytes + saved_bytes

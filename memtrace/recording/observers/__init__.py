@@ -93,6 +93,9 @@ class Observer(Protocol):
     def span(self, kind: int, name: int, start_ns: int, end_ns: int, index: int) -> None:
         """Record a span. ``kind`` is an index into SPAN_KINDS."""
 
+    def end_phase(self) -> None:
+        """End the forward phase of the calling thread, so that it is recorded: another recording begins or ends."""
+
     def waiting(self, on: bool) -> None:
         """Enter (True) or leave (False) a wait for data that the caller records itself.
 

@@ -8,6 +8,8 @@ It differs from the native observer as follows:
 * torch behaves differently under a Python dispatch mode: where autograd sums gradients, or an operator adds a bias, it
   adds out of place, and each such sum is a block of its own.
 * The allocation of a CPU block is recorded when the operator returns, with the end time of the operator.
+* Memory that no operator allocates (copies of storages, NumPy arrays, batches of DataLoader workers) begins where an
+  operator or a label first refers to it.
 * Fake tensors have sizes but no addresses; their address is null.
 * Memory that changes its size in place (``Tensor.resize_``) keeps the size it had when it was first seen.
 * Operators of other threads are recorded only if torch carries its modes to them: autograd's threads, but not the
@@ -78,6 +80,8 @@ class _Call:
     thread: _Thread
     started_ns: int
     accesses: dict[int, tuple[LiveBlock, ArgumentAccess]]
+    first_seen_bytes: int = 0
+    """Bytes of arguments whose allocation was not seen."""
 
 
 class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -135,6 +139,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def wait(self, seconds: float) -> int:
         """See ``Observer.wait``."""
         self._drained.wait(min(seconds, 0.5) if self._active else 0)
+        self._drained.clear()
         return len(self._buffer.rows["events"])
 
     def wake(self) -> None:
@@ -218,11 +223,17 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def span(self, kind: int, name: int, start_ns: int, end_ns: int, index: int) -> None:
         """See ``Observer.span``."""
-        thread = self._thread()
-        if kind == _SPAN["step"]:
+        thread: _Thread | None = getattr(self._local, "thread", None)  # memtrace's own threads have none
+        if kind == _SPAN["step"] and thread is not None:
             self._end_forward(thread)
         if self._active:
-            self._buffer.add("spans", (kind, name, start_ns, end_ns - start_ns, thread.index, index))
+            index_of_thread = -1 if thread is None else thread.index
+            self._buffer.add("spans", (kind, name, start_ns, end_ns - start_ns, index_of_thread, index))
+
+    def end_phase(self) -> None:
+        """See ``Observer.end_phase``."""
+        if (thread := getattr(self._local, "thread", None)) is not None:
+            self._end_forward(thread)
 
     def waiting(self, on: bool) -> None:
         """See ``Observer.waiting``."""
@@ -234,9 +245,15 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         with torch._C.DisableTorchFunction():
             for tensor, name in zip(tensors, names, strict=True):
-                self._blocks.label(tensor, category, name)
+                self._label(tensor, category, name)
                 if gradient_category >= 0 and tensor.is_leaf and tensor.grad is not None:
-                    self._blocks.label(tensor.grad, gradient_category, name)
+                    self._label(tensor.grad, gradient_category, name)
+
+    def _label(self, tensor: torch.Tensor, category: int, name: int) -> None:
+        with self._lock:
+            block = self._blocks.find(tensor) or self._see_first(tensor)
+            if block is not None:
+                self._blocks.label(block, category, name)
 
     def label_inputs(self, tensors: list[torch.Tensor], category: int) -> None:
         """See ``Observer.label_inputs``."""
@@ -250,7 +267,9 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunction():
             for tensor in tensors:
                 if not self._records_fakes_only or is_fake(tensor):
-                    self._blocks.block_of(tensor)
+                    self._blocks.add_older(tensor)
+                    if tensor.is_leaf and tensor.grad is not None:
+                        self._blocks.add_older(tensor.grad)
 
     def collected(self, phase: str, info: dict[str, int]) -> None:
         """See ``Observer.collected``."""
@@ -325,7 +344,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _call(self, call: _Call, func: Any, args: Any, kwargs: Any) -> Any:
         try:
             if self._accesses:
-                call.accesses = self._argument_accesses(call.info, args, kwargs)
+                call.accesses = self._argument_accesses(call, args, kwargs)
             with self._lock:
                 for block, access in call.accesses.values():
                     if access.reads:
@@ -349,15 +368,51 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._operators[func] = (info, self.name_id(_NAME["operator"], info.name))
         return self._operators[func]
 
-    def _argument_accesses(
-        self, info: OperatorInfo, args: Any, kwargs: Any
-    ) -> dict[int, tuple[LiveBlock, ArgumentAccess]]:
+    def _see_first(self, tensor: torch.Tensor, call: _Call | None = None) -> LiveBlock | None:
+        """Record memory that no operator allocated at its first sight; None without memory.
+
+        What exists when the recording starts is listed then, on a thread of memtrace's. Autograd keeps memory alive
+        that is not listed: tensors that were saved for a backward pass, buckets of DistributedDataParallel. Fake
+        tensors can stand for real ones that are older.
+
+        Args:
+            tensor: a tensor of the memory.
+            call: the operator call that accesses it; None outside all calls.
+        """
+        thread: _Thread | None = getattr(self._local, "thread", None)
+        if thread is None or self._records_fakes_only or thread.backward_calls > 0:
+            return self._blocks.add_older(tensor)
+        if torch._C._current_autograd_node() is not None:
+            return self._blocks.add_older(tensor)
+        with self._lock:
+            started_ns = self.now() if call is None else call.started_ns
+            op = self._num_ops if call is None else call.op
+            block = self._blocks.allocate(tensor, started_ns, op)
+            if block is not None and call is not None:
+                call.first_seen_bytes += block.size
+            elif block is not None:
+                self._num_ops += 1
+                self._add_unnamed_call(thread, op, started_ns, block.size)
+            return block
+
+    def _add_unnamed_call(self, thread: _Thread, op: int, time_ns: int, allocated_bytes: int) -> None:
+        """Add the call in which something happens outside all operators: it has a stack but no name."""
+        phase, is_recompute = self._phase(thread)
+        module = thread.modules[-1][0] if thread.modules else -1
+        has_stack = self._stacks and allocated_bytes >= self._stack_min_bytes
+        stack = self._python_stacks.current() if has_stack else -1
+        self._buffer.add("ops", (op, -1, time_ns, 0, thread.index, module, phase, stack, -1, int(is_recompute)))
+
+    def _argument_accesses(self, call: _Call, args: Any, kwargs: Any) -> dict[int, tuple[LiveBlock, ArgumentAccess]]:
         """Blocks of the arguments by number, with their accesses."""
         blocks: dict[int, tuple[LiveBlock, ArgumentAccess]] = {}
-        for key, access in info.accesses.items():
+        for key, access in call.info.accesses.items():
             value: Any = kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None
             for tensor in value if type(value) in (list, tuple) else (value,):
-                if is_tensor(tensor) and (block := self._blocks.block_of(tensor)) is not None:
+                if not is_tensor(tensor):
+                    continue
+                block = self._blocks.find(tensor) or self._see_first(tensor, call)
+                if block is not None:
                     _, other = blocks.get(block.number, (block, ArgumentAccess(False, False)))
                     both = ArgumentAccess(access.reads or other.reads, access.writes or other.writes)
                     blocks[block.number] = (block, both)
@@ -375,7 +430,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 written = [block for block, access in call.accesses.values() if access.writes]
                 for block in written + (new_blocks if call.info.writes_result else []):
                     self._blocks.add_event("write", block, ended_ns, call.op)
-            self._add_call(call, ended_ns, sum(block.size for block in new_blocks))
+            self._add_call(call, ended_ns, call.first_seen_bytes + sum(block.size for block in new_blocks))
 
     def _add_call(self, call: _Call, ended_ns: int, allocated_bytes: int) -> None:
         thread = call.thread
