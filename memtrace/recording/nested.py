@@ -21,7 +21,7 @@ from memtrace.recording.background import BackgroundTask
 from memtrace.recording.hook_errors import describe_error
 from memtrace.recording.manifest import new_manifest
 from memtrace.recording.observers.dispatch_blocks import fake_mode_active
-from memtrace.recording.observers.unseen import unseen_accesses
+from memtrace.recording.observers.unseen import THREADS_NOTE
 from memtrace.recording.trace_output import TraceOutput
 from memtrace.units import format_bytes
 
@@ -252,9 +252,9 @@ class NestedRecorder:
         if outer.stop_reason is not None and not outer.finished and manifest.current.stop_reason is None:
             manifest.update(stop_reason=f"the recording that contains it stopped: {outer.stop_reason}")
         for note in self._notes(outer.coverage.notes):
-            if note not in manifest.current.coverage.notes:
+            if note not in (*manifest.current.coverage.notes, THREADS_NOTE):
                 manifest.add_note(note)
-        self.output.finish(reason, unseen_accesses(self.observer))
+        self.output.finish(reason)
         self.is_complete = True
 
     def _notes(self, outer_notes: Sequence[str]) -> list[str]:

@@ -22,7 +22,6 @@ from memtrace.recording.hooks import install_hooks
 from memtrace.recording.labels import Labeller
 from memtrace.recording.manifest import ManifestFile, new_manifest
 from memtrace.recording.observers import Observer
-from memtrace.recording.observers.unseen import unseen_accesses
 from memtrace.recording.reserve import AddressSpaceReserve
 from memtrace.recording.trace_output import TraceOutput
 from memtrace.recording.writer import Writer
@@ -314,7 +313,7 @@ class Recorder:
             with suppress(Exception):  # a handler of the program's
                 logger.warning("memtrace: %s", note)
         try:
-            self.output.finish(reason, unseen_accesses(self.observer))
+            self.output.finish(reason)
             self.is_complete = True
         except OSError as error:
             self._warn(f"the manifest could not be written, the trace is incomplete: {error}")

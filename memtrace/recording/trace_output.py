@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ from memtrace.format.manifest import Manifest, RecordingOptions
 from memtrace.recording.job import JobMembership
 from memtrace.recording.manifest import ManifestFile
 from memtrace.recording.observers import Observer
+from memtrace.recording.observers.unseen import THREADS_NOTE, unseen_accesses
 from memtrace.recording.output_dir import OutputDir, claim_output_dir, move_output_dir
 from memtrace.recording.sink import OUTERMOST, TraceSink
 from memtrace.recording.steps import StepTracker
@@ -53,6 +54,7 @@ class TraceOutput:
         self.sink: TraceSink | None = None
         self._requested_path = requested_path
         self._options = options
+        self._observer = observer
         self._number = number
         self._output_dir: OutputDir | None = None
         self._ring = self._make_ring()
@@ -126,12 +128,11 @@ class TraceOutput:
         if (offset := self.job.stop()) is not None:
             self.manifest.update(clock=offset)
 
-    def finish(self, reason: str | None, unseen_accesses: Sequence[str]) -> None:
+    def finish(self, reason: str | None) -> None:
         """Write the last manifest.
 
         Args:
             reason: why the recording ended before the recorded block did; None if it did not.
-            unseen_accesses: code whose reads and writes were not recorded.
 
         Raises:
             OSError: the manifest cannot be written.
@@ -139,7 +140,9 @@ class TraceOutput:
         assert self.sink is not None
         assert self._output_dir is not None
         manifest, job = self.manifest, self.job
-        manifest.set_unseen_accesses(unseen_accesses)
+        manifest.set_unseen_accesses(unseen_accesses(self._observer))
+        if not self._observer.sees_threads():
+            manifest.add_note(THREADS_NOTE)
         failure = manifest.current.stop_reason
         manifest.update(finished=failure is None, stop_reason=failure or reason, num_events=self.sink.num_events)
         if manifest.current.world_size != job.world_size and self._move_to_rank(self._output_dir):

@@ -124,6 +124,9 @@ class Observer(Protocol):
     def sees_python_handlers(self) -> bool:
         """Whether the operators are recorded that dispatch modes and tensor subclasses call."""
 
+    def sees_threads(self) -> bool:
+        """Whether all operators were recorded of the threads that the program started and that ran operators."""
+
     def attach_cuda(self) -> bool:
         """Start to observe torch's CUDA allocator, from the next snapshot that torch takes of it; False if that is not
         possible. ``finish_cuda`` must follow.

@@ -82,6 +82,10 @@ class NativeObserver:
         """See ``Observer.sees_python_handlers``. True for the versions of torch that python_handlers.cpp knows."""
         return bool(self._native.status()["python_handlers"])
 
+    def sees_threads(self) -> bool:
+        """See ``Observer.sees_threads``. Always True: every thread that allocates or calls a module is switched on."""
+        return True
+
     def failure(self) -> str | None:
         """See ``Observer.failure``."""
         failure: str | None = self._native.status()["failure"]
