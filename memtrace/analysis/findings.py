@@ -192,6 +192,8 @@ def _unknown_accesses(trace: Trace) -> str | None:
         return "the trace does not record reads and writes"
     if runs_compiled_kernels(trace):
         return "kernels of torch.compile read and write memory unseen"
+    if "threads" in trace.manifest.coverage.unseen_accesses:
+        return "threads of the program read and wrote memory unseen"
     return None
 
 

@@ -92,6 +92,17 @@ class LiveSet:
         self.order_ns = int(_NO_TIME)
         """Largest time of all events so far."""
 
+    def without_steps(self) -> LiveSet:
+        """Return a copy for a trace that begins here: its own steps are still to come."""
+        copy = LiveSet()
+        copy._columns = {name: values.copy() for name, values in self._columns.items()}
+        copy._columns["step"][:] = -1
+        copy._has_op, copy._span_start = self._has_op.copy(), self._span_start.copy()
+        copy._open_reads = self._open_reads.copy()
+        copy._segments = self._segments.copy()
+        copy.order_ns = self.order_ns
+        return copy
+
     def advance(self, part: PartColumns) -> None:
         """Carry the live set over the rows of the next part."""
         if len(part.events.get("kind", ())):

@@ -24,6 +24,12 @@ class LiveSegments:
     def __init__(self) -> None:
         self._rows: list[Row] = []
 
+    def copy(self) -> LiveSegments:
+        """Return a copy, which changes on its own."""
+        other = LiveSegments()
+        other._rows = list(self._rows)
+        return other
+
     def advance(self, events: Mapping[str, Array]) -> None:
         """Apply the segment events among ``events``, which are columns of the table events.
 

@@ -111,7 +111,8 @@ class FileCoverage:
     unseen_accesses: tuple[str, ...] = ()
     """Code that ran without its reads and writes being recorded, so that a block without accesses may have been used:
     ``compiled`` (kernels that torch.compile generated), ``python_handlers`` (operators that dispatch modes and tensor
-    subclasses call: they are recorded with the versions of torch that are known)."""
+    subclasses call: they are recorded with the versions of torch that are known), ``threads`` (threads that the program
+    started, of which the pure-Python observer records module calls and backward passes only)."""
     notes: tuple[str, ...] = ()
     """Sentences about what the trace cannot show, and why."""
 

@@ -88,6 +88,20 @@ class PartWriter:
         """Largest time of all events so far."""
         return self._live.order_ns
 
+    @property
+    def live_set(self) -> LiveSet:
+        """The live set after all rows appended so far."""
+        return self._live
+
+    def begin_with(self, live: LiveSet, names: Sequence[pa.Table]) -> None:
+        """Begin the first part with a live set, and with names that its rows refer to; it is written even if empty."""
+        self._live = live
+        self._write_keyframe()
+        for name in ("events", "names"):
+            self._open_table(name)
+        for rows in names:
+            self._open["names"].writer.write_table(rows)
+
     def forget_parts(self, through: int) -> None:
         """Leave parts with numbers up to ``through`` out of ``parts``: a ring deleted them."""
         for table in KEYFRAMED_TABLES:
@@ -101,7 +115,7 @@ class PartWriter:
             tables: the rows as Arrow tables.
             columns: the same rows as numpy columns, for the keyframe of the next part.
         """
-        if self.rows_in_part == 0 and "events" in tables and tables["events"].num_rows:
+        if "live" not in self._open and "events" in tables and tables["events"].num_rows:
             self._write_keyframe()
         for name, rows in tables.items():
             if rows.num_rows == 0:

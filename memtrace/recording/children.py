@@ -9,6 +9,7 @@ import sys
 import threading
 from contextlib import ExitStack
 from multiprocessing.process import BaseProcess
+from types import FunctionType, MethodType
 from typing import Any
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK")
@@ -17,7 +18,8 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK")
 class ChildProcesses:
     """Counts forks, processes of ``multiprocessing`` and ranks started by the program, such as those of Lightning.
 
-    Workers of a DataLoader are not counted: they only prepare the batches, which are recorded where they arrive.
+    Workers of a DataLoader are not counted: they only prepare the batches, which are recorded where they arrive. Servers
+    of a ``multiprocessing.Manager`` are not counted either.
 
     Attributes:
         num_started: processes counted so far.
@@ -32,11 +34,16 @@ class ChildProcesses:
         self._watch_multiprocessing(undo)
         self._watch_subprocess(undo)
 
-    def note(self) -> str | None:
-        """A sentence about the processes that were not recorded; None if there are none."""
-        if self.num_started == 0:
+    def note(self, since: int = 0) -> str | None:
+        """A sentence about the processes that were not recorded; None if there are none.
+
+        Args:
+            since: number of processes that were started before.
+        """
+        num_started = self.num_started - since
+        if num_started == 0:
             return None
-        count = "1 child process was" if self.num_started == 1 else f"{self.num_started} child processes were"
+        count = "1 child process was" if num_started == 1 else f"{num_started} child processes were"
         return (
             f"{count} started while recording; the memory of a child process is not in this trace. To record it, call "
             "memtrace.record in the function or script that the child process runs"
@@ -53,13 +60,13 @@ class ChildProcesses:
 
         @functools.wraps(original)
         def start(process: BaseProcess) -> None:
-            is_data_worker = _is_data_worker(process)
+            is_helper = _is_helper(process)
             self._starting.is_starting = True
             try:
                 original(process)
             finally:
                 self._starting.is_starting = False
-            self.num_started += not is_data_worker
+            self.num_started += not is_helper
 
         def restore() -> None:
             if owner.start is start:
@@ -85,10 +92,12 @@ class ChildProcesses:
         owner.__init__ = init
 
 
-def _is_data_worker(process: BaseProcess) -> bool:
+def _is_helper(process: BaseProcess) -> bool:
+    """Whether a process is a worker of a DataLoader or the server of a ``multiprocessing.Manager``."""
     target = process.__dict__.get("_target")
-    module = target.__module__ if type(target) is type(_is_data_worker) else ""
-    return module.startswith("torch.utils.data.")
+    function = target.__func__ if type(target) is MethodType else target
+    module = function.__module__ if type(function) is FunctionType else ""
+    return module.startswith("torch.utils.data.") or module == "multiprocessing.managers"
 
 
 def _is_rank(environment: object) -> bool:

@@ -55,6 +55,9 @@ class CudaMonitor:
         observer: receives existing segments and blocks, and the allocator history if it does not track CUDA itself.
         driver: access to ``torch.cuda``.
         manifest: receives the devices, the allocator settings and notes.
+
+    Attributes:
+        num_replays: number of replays of CUDA graphs so far.
     """
 
     def __init__(self, observer: Observer, driver: CudaDriver, manifest: ManifestFile) -> None:
@@ -72,7 +75,7 @@ class CudaMonitor:
         self._complete_until_ns = 0
         self._counters: list[tuple[int, int, int, int]] = []
         self._segments: pa.Table | None = None
-        self._num_replays = 0
+        self.num_replays = 0
 
     def start(self) -> None:
         """Start now, or when the program initialises CUDA."""
@@ -157,7 +160,7 @@ class CudaMonitor:
         original = graph.replay
 
         def replay(self_: Any) -> None:
-            self._num_replays += 1
+            self.num_replays += 1
             original(self_)
 
         def restore() -> None:
@@ -175,11 +178,28 @@ class CudaMonitor:
             self._guard(self._read_last_entries)
             self._guard(self._read_segments)
             self._guard(self._read_devices)
-        if self._num_replays:
-            self._note(
-                f"{self._num_replays} replays of CUDA graphs: the memory of a graph is recorded when it is captured; "
-                "reads and writes of its kernels during replay are not recorded"
-            )
+        if (note := self.replay_note()) is not None:
+            self._note(note)
+
+    def replay_note(self, since: int = 0) -> str | None:
+        """A sentence about the replays of CUDA graphs; None if there were none.
+
+        Args:
+            since: number of replays that are not counted because they came before.
+        """
+        if self.num_replays == since:
+            return None
+        return (
+            f"{self.num_replays - since} replays of CUDA graphs: the memory of a graph is recorded when it is "
+            "captured; reads and writes of its kernels during replay are not recorded"
+        )
+
+    def segments_now(self) -> dict[str, pa.Table]:
+        """The table ``segments`` at this moment, for a recording that ends while this one goes on."""
+        tables: dict[str, pa.Table] = {}
+        if self._is_attached and self._manifest.current.cuda_allocator == "native":
+            self._guard(lambda: tables.update(segments=final_segments(self._driver.snapshot())))
+        return tables
 
     def _read_last_entries(self) -> None:
         if self._history is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Final, ParamSpec
 
+from memtrace.errors import MemtraceError
 from memtrace.recording.untraced import never_compiled
 
 logger = logging.getLogger("memtrace")
@@ -58,3 +59,10 @@ class HookErrors:
                     self.caught(error)
 
         return never_compiled(protected)
+
+
+def describe_error(error: BaseException) -> str:
+    """Return what an error of memtrace's says, for a warning."""
+    if isinstance(error, MemoryError):
+        return f"out of memory: {error}" if str(error) else "out of memory"
+    return str(error) if isinstance(error, (OSError, MemtraceError)) else f"{type(error).__name__}: {error}"

@@ -20,6 +20,7 @@ from memtrace.recording.module_registry import ModuleRegistry
 from memtrace.recording.observers import Observer
 from memtrace.recording.plain_access import (
     child_module,
+    is_script,
     is_tensor,
     memory_parts,
     module_tensors,
@@ -248,7 +249,8 @@ class Labeller:
     def label_existing_tensors(self) -> None:
         """Record all tensors that exist when the recording starts, and name the modules among the live objects."""
         modules, tensors = self._observer.live_instances((torch.nn.Module, torch.Tensor))
-        self._observer.baseline(tensors)
+        in_scripts = [tensor for module in modules if is_script(module) for _, tensor in module_tensors(module)]
+        self._observer.baseline(tensors + in_scripts)
         for module in modules:
             self.modules.add(module)
             if id(module) in self.known_modules:

@@ -63,7 +63,7 @@ class OutputDir:
 def claim_output_dir(trace: Path, rank: int, world_size: int) -> OutputDir:
     """Create and claim the folder of ``rank`` in ``trace``. An older trace in it is moved aside.
 
-    If another process is recording into that folder (two processes with the same rank), the folder is in
+    If another recording is writing to that folder (two processes with the same rank), the folder is in
     ``<trace>-2``, ``<trace>-3``, ... instead.
 
     Raises:
@@ -86,8 +86,8 @@ def claim_output_dir(trace: Path, rank: int, world_size: int) -> OutputDir:
                 undo.pop_all()
         if number > 1:
             print(
-                f"memtrace: another process is recording into {trace}; recording into {candidate} instead. If both "
-                "processes join one process group, their traces are merged when the recording ends",
+                f"memtrace: another recording is writing to {trace}; recording into {candidate} instead. If its "
+                "process and this one join one process group, their traces are merged when the recording ends",
                 file=sys.stderr,
             )
         return output_dir

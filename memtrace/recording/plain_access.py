@@ -36,6 +36,11 @@ def is_module(value: object) -> bool:
     return issubclass(type(value), torch.nn.Module)
 
 
+def is_script(module: torch.nn.Module) -> bool:
+    """Whether a module is TorchScript, which holds its tensors in C++."""
+    return type(module).__module__ == _SCRIPT_MODULE
+
+
 def is_tensor(value: object) -> bool:
     """Whether ``value`` is a tensor."""
     return issubclass(type(value), torch.Tensor)

@@ -7,31 +7,28 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 
-from memtrace.errors import MemtraceError
 from memtrace.format.manifest import RecordingOptions
 from memtrace.format.schema import NAME_KINDS, SPAN_KINDS
 from memtrace.recording.background import BackgroundTask
 from memtrace.recording.children import ChildProcesses
-from memtrace.recording.hook_errors import HookErrors
+from memtrace.recording.hook_errors import HookErrors, describe_error
 from memtrace.recording.hooks import install_hooks
-from memtrace.recording.job import JobMembership
 from memtrace.recording.labels import Labeller
 from memtrace.recording.manifest import ManifestFile, new_manifest
 from memtrace.recording.observers import Observer
-from memtrace.recording.observers.unseen import unseen_accesses
-from memtrace.recording.output_dir import OutputDir, claim_output_dir, move_output_dir
 from memtrace.recording.reserve import AddressSpaceReserve
-from memtrace.recording.steps import StepTracker
+from memtrace.recording.trace_output import TraceOutput
 from memtrace.recording.writer import Writer
 
 if TYPE_CHECKING:
     from memtrace.recording.cuda import CudaMonitor
-    from memtrace.recording.ring import Ring
+    from memtrace.recording.nested import NestedRecorder
 
 logger = logging.getLogger("memtrace")
 NO_DEVICE_TIMES_NOTE: Final = "no device times: they need the native observer, built for the CUDA version of torch"
@@ -61,9 +58,13 @@ class Recorder:
 
     Attributes:
         observer: sees allocations and accesses.
-        job: rank and world size of this process.
+        options: what is recorded.
+        output: the trace, with its rank and its steps.
         labeller: names modules and tensors.
-        steps: tracks the training steps.
+        cuda: records what the observer does not see of CUDA; None without CUDA.
+        writer: writes the trace; None until ``start``.
+        nested: the recordings inside this one that have not ended.
+        nested_numbers: gives each of them a number.
         children: counts the child processes that the program starts.
         is_recording: whether events are recorded at the moment.
         is_complete: whether the trace is written and its manifest final.
@@ -75,47 +76,44 @@ class Recorder:
         self.observer = observer
         self.is_recording = False
         self.is_complete = False
-        self.job = JobMembership(requested_path.name, observer.now)
+        self.options = options
         self.children = ChildProcesses()
-        self._requested_path = requested_path
-        self._options = options
+        self.nested: list[NestedRecorder] = []
+        self.nested_numbers = count()
+        self.writer: Writer | None = None
         self._reserve = AddressSpaceReserve()
-        self._manifest = ManifestFile(new_manifest(observer, options, notes, self.job.rank, self.job.world_size))
-        self.labeller = Labeller(observer, HookErrors(self._manifest.add_note))
-        self._output_dir: OutputDir | None = None
-        self._writer: Writer | None = None
-        self._hooks = ExitStack()
-        self._cuda = make_cuda_monitor(observer, self._manifest)
-        self._ring = self._make_ring()
-        self.steps = StepTracker(
+        self.output = TraceOutput(
+            requested_path,
+            options,
             observer,
-            self._ring,
-            options.max_steps,
+            partial(new_manifest, observer, options, notes),
             on_limit=self._stop_at_max_steps,
-            on_step_end=self._step_ended,
-            on_renumber=self._steps_renumbered,
+            on_step_end=self.step_ended,
         )
+        self._manifest = self.output.manifest
+        self.labeller = Labeller(observer, HookErrors(self._manifest.add_note))
+        self._hooks = ExitStack()
+        self.cuda = make_cuda_monitor(observer, self._manifest)
         self._is_abandoned = False
+        self._has_failed = False
         self._has_warned = False
         self._tasks: list[BackgroundTask] = []
         self._end: dict[str, BackgroundTask] = {}  # "end": the task that ends the recording; setdefault is atomic
 
-    def _make_ring(self) -> Ring | None:
-        if self._options.last_steps is None:
-            return None
-        from memtrace.recording.ring import Ring
-
-        return Ring(self._requested_path, self._options.last_steps)
-
     @property
     def trace_path(self) -> Path:
         """Folder of the trace."""
-        return self._requested_path if self._output_dir is None else self._output_dir.trace
+        return self.output.trace_path
 
     @property
     def rank_folder(self) -> Path:
         """Folder of this process's rank in the trace."""
-        return self._requested_path if self._output_dir is None else self._output_dir.folder
+        return self.output.rank_folder
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the recording has ended, although the recorded block may go on."""
+        return self._has_failed or "end" in self._end
 
     # Start.
 
@@ -135,7 +133,7 @@ class Recorder:
         self._tasks.append(task)
         task.finish()
         if task.error is not None:
-            self._warn(f"nothing is recorded, training continues: {_describe(task.error)}")
+            self._warn(f"nothing is recorded, training continues: {describe_error(task.error)}")
         return task.error is None
 
     def _warn(self, message: str) -> None:
@@ -147,21 +145,14 @@ class Recorder:
 
     def _open(self) -> None:
         self._reserve.acquire()
-        if self._options.device_time_min_bytes >= 0 and not self.observer.times_devices():
+        if self.options.device_time_min_bytes >= 0 and not self.observer.times_devices():
             self._manifest.add_note(NO_DEVICE_TIMES_NOTE)
             logger.warning("memtrace: %s", NO_DEVICE_TIMES_NOTE)
-        self._output_dir = claim_output_dir(self._requested_path, self.job.rank, self.job.world_size)
-        self._manifest.write(self._output_dir.folder)
-        if self._ring is not None:
-            self._ring.folder = self._output_dir.folder
-        self._writer = Writer(
-            self.observer, self._output_dir.folder, self._manifest, self._ring, self._writing_failed, self._reserve,
-            self._options.flush_seconds, self._cuda,
-        )  # fmt: skip
+        self.writer = Writer(self.observer, self.output.open(self._writing_failed), self._reserve, self.cuda)
 
     def _start_observer(self) -> bool:
         """Start the observer, on the thread that is recorded."""
-        options = self._options
+        options = self.options
         try:
             self.observer.start(
                 accesses=options.accesses,
@@ -172,31 +163,31 @@ class Recorder:
         except (RuntimeError, MemoryError) as error:
             if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
                 raise  # not from the observer, which is C++, but from a signal handler of the program
-            self._warn(f"nothing is recorded, training continues: {_describe(error)}")
+            self._warn(f"nothing is recorded, training continues: {describe_error(error)}")
             return False
         return True
 
     def _begin(self, models: Mapping[str, torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._manifest.update(t0_epoch_ns=time.time_ns() - self.observer.now())
-        install_hooks(self.observer, self.labeller, self.steps.optimizer_stepped, self._hooks)
+        install_hooks(self.observer, self.labeller, self._optimizer_stepped, self._hooks)
         self.children.watch(self._hooks)
-        if self._cuda is not None:
-            self._hooks.callback(self._cuda.watch_graphs())
-            self._cuda.start()
-        self._label_existing(models, optimizers)
-        assert self._writer is not None
-        if not self._writer.start():
+        if self.cuda is not None:
+            self._hooks.callback(self.cuda.watch_graphs())
+            self.cuda.start()
+        self.label(models, ())
+        self.labeller.errors.protect(self.labeller.label_existing_tensors)()
+        self.label({}, optimizers)
+        assert self.writer is not None
+        if not self.writer.start():
             raise MemoryError("no thread can be started")
         self.is_recording = True
-        self.job.start()
+        self.output.job.start()
 
-    def _label_existing(
-        self, models: Mapping[str, torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
-    ) -> None:
+    def label(self, models: Mapping[str, torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Label the parameters of models and the state of optimizers that the program passed in."""
         labeller, protect = self.labeller, self.labeller.errors.protect
         for name, model in models.items():
             protect(labeller.add_model)(model, name)
-        protect(labeller.label_existing_tensors)()
         for optimizer in optimizers:
             protect(labeller.before_optimizer_step)(optimizer)
             protect(labeller.after_optimizer_step)(optimizer)
@@ -210,11 +201,10 @@ class Recorder:
 
     def _undo(self) -> None:
         self.is_recording = False
-        end_writer = () if self._writer is None else (self._writer.abandon,)
-        discard = () if self._output_dir is None else (self._output_dir.discard,)
+        end_writer = () if self.writer is None else (self.writer.abandon,)
         self._do_all(
-            self._hooks.close, self.observer.stop, self._reserve.close, self.job.stop, *end_writer, self._close_cuda,
-            *discard,
+            self._hooks.close, self.observer.stop, self._reserve.close, self.output.job.stop, *end_writer,
+            self._close_cuda, self.output.discard,
         )  # fmt: skip
 
     # While recording.
@@ -235,14 +225,19 @@ class Recorder:
         """Record a range of the program that began at ``started_ns`` and ends now."""
         self.observer.span(_RANGE, self.observer.name_id(_RANGE_NAME, name), started_ns, self.observer.now(), -1)
 
-    def _step_ended(self) -> None:
-        self.job.refresh()
-        if self._cuda is not None:
-            self._cuda.read_totals()
+    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self.output.steps.optimizer_stepped(optimizer)
+        for nested in self._recording_nested():
+            nested.output.steps.optimizer_stepped(optimizer)
 
-    def _steps_renumbered(self) -> None:
-        if self._writer is not None:
-            self._writer.steps_numbered_anew()
+    def _recording_nested(self) -> list[NestedRecorder]:
+        return [nested for nested in list(self.nested) if nested.is_recording]
+
+    def step_ended(self) -> None:
+        """Read what is read once in a step."""
+        self.output.job.refresh()
+        if self.cuda is not None:
+            self.cuda.read_totals()
 
     def _stop_at_max_steps(self) -> None:
         self.stop("max_steps reached")
@@ -251,6 +246,7 @@ class Recorder:
         # Runs on the writer's thread. The program may be inside one of our hooks, so they stay installed, without
         # effect, until the recorded block ends.
         self.is_recording = False
+        self._has_failed = True
         self._do_all(partial(self._manifest.update, stop_reason=reason), self.observer.stop)
         self._warn(f"recording stopped, training continues: {reason}")
 
@@ -261,8 +257,9 @@ class Recorder:
         for work in (self.observer.abandon, self._hooks.close, self._reserve.close):
             with suppress(Exception):
                 work()
-        if self._output_dir is not None:
-            self._output_dir.leave_to_parent()
+        self.output.leave_to_parent()
+        for nested in list(self.nested):
+            nested.abandon()
 
     # End.
 
@@ -275,19 +272,20 @@ class Recorder:
         if self._is_abandoned:
             return
         if self.is_recording and "end" not in self._end:
-            self.steps.close()  # on this thread, which the step belongs to
+            self.output.steps.close()  # on this thread, which the step belongs to
+            for nested in self._recording_nested():
+                nested.close_spans()
         self._end.setdefault("end", BackgroundTask(partial(self._stop_now, reason))).finish()
         self.observer.stop()  # on this thread too: the observer is enabled for it
 
     def _stop_now(self, reason: str | None) -> None:
-        self._do_all(self._hooks.close, self._align_clock)
+        self._do_all(self._hooks.close, self.output.align_clock)
         if self.is_recording:
             self.is_recording = False
             self._do_all(self.labeller.errors.protect(self.labeller.label_remaining_gradients), self._stop_cuda)
         self._do_all(self.observer.stop, self._stop_writer, self._reserve.close, self._close_cuda)
-        self._do_all(partial(self._finish_manifest, reason))
-        if self._output_dir is not None:
-            self._output_dir.release()
+        self._do_all(partial(self._finish_manifest, reason), self.output.release)
+        self._do_all(*(nested.stop_with_outer for nested in list(self.nested)))
 
     def _do_all(self, *steps: Callable[[], object]) -> None:
         """Take all steps, even if one fails."""
@@ -295,52 +293,27 @@ class Recorder:
             try:
                 step()
             except BaseException as error:  # noqa: PERF203 (whatever it is, the next step must be taken)
-                self._warn(f"the trace may be incomplete: {_describe(error)}")
-
-    def _align_clock(self) -> None:
-        self.job.refresh()
-        if (offset := self.job.stop()) is not None:
-            self._manifest.update(clock=offset)
+                self._warn(f"the trace may be incomplete: {describe_error(error)}")
 
     def _stop_writer(self) -> None:
-        if self._writer is not None:
-            self._writer.stop()
+        if self.writer is not None:
+            self.writer.stop()
 
     def _stop_cuda(self) -> None:
-        if self._cuda is not None:
-            self._cuda.stop()
+        if self.cuda is not None:
+            self.cuda.stop()
 
     def _close_cuda(self) -> None:
-        if self._cuda is not None:
-            self._cuda.close()
+        if self.cuda is not None:
+            self.cuda.close()
 
     def _finish_manifest(self, reason: str | None) -> None:
-        assert self._writer is not None
-        assert self._output_dir is not None
-        manifest = self._manifest
-        manifest.set_unseen_accesses(unseen_accesses(self.observer))
         if (note := self.children.note()) is not None:
-            manifest.add_note(note)
+            self._manifest.add_note(note)
             with suppress(Exception):  # a handler of the program's
                 logger.warning("memtrace: %s", note)
-        failure = manifest.current.stop_reason
-        manifest.update(finished=failure is None, stop_reason=failure or reason, num_events=self._writer.num_events)
-        if manifest.current.world_size != self.job.world_size and self._move_to_rank(self._output_dir):
-            manifest.update(rank=self.job.rank, world_size=self.job.world_size)
         try:
-            manifest.write(self._output_dir.folder)
+            self.output.finish(reason)
             self.is_complete = True
         except OSError as error:
             self._warn(f"the manifest could not be written, the trace is incomplete: {error}")
-
-    def _move_to_rank(self, output_dir: OutputDir) -> bool:
-        """Move a trace that was started without a rank to the folder of its rank; whether that was possible."""
-        return any(
-            move_output_dir(output_dir, trace, self.job.rank) for trace in (self._requested_path, output_dir.trace)
-        )
-
-
-def _describe(error: BaseException) -> str:
-    if isinstance(error, MemoryError):
-        return f"out of memory: {error}" if str(error) else "out of memory"
-    return str(error) if isinstance(error, (OSError, MemtraceError)) else f"{type(error).__name__}: {error}"

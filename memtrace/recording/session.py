@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 
 from memtrace.errors import MemtraceError
 from memtrace.format.manifest import RecordingOptions
+from memtrace.recording.nested import NestedRecorder
 from memtrace.recording.observers import Observer
 from memtrace.recording.observers.build import MODULE
 from memtrace.recording.observers.select import select_observer
@@ -27,9 +29,15 @@ from memtrace.recording.writer import FLUSH_SECONDS
 
 logger = logging.getLogger("memtrace")
 
+ENTER_TIMEOUT_SECONDS: Final = 10.0
+"""Maximum time that a recording waits for another one that is being entered on another thread."""
+
 LoaderItem = TypeVar("LoaderItem")
 _running: dict[str, Recording] = {}
 """The running recording, under "recording"; ``setdefault`` is atomic, and an interrupt cannot leave it half done."""
+
+_explained_error: dict[str, int] = {}
+"""The out-of-memory error that a recording has explained last, under "id"."""
 
 
 def record(
@@ -138,8 +146,9 @@ class _WithMethod:
 class Recording:
     """One recording, created by ``memtrace.record``. Enter it once; its trace is complete after the ``with`` block.
 
-    A recording inside another recording becomes a range of the outer one: there is one allocator to observe. The
-    methods of the inner recording then act on the outer one. Methods have no effect when nothing is being recorded.
+    A recording inside another one, on any thread, writes a trace of its own, and is a range of the outer trace. There
+    is one allocator to observe: times count from the start of the outer recording, whose options decide what is
+    observed, and both end where the outer one ends. Methods have no effect when nothing is being recorded.
     """
 
     def __init__(
@@ -153,9 +162,9 @@ class Recording:
         self._options = options
         self._models = models
         self._optimizers = optimizers
-        self._recorder: Recorder | None = None
+        self._recorder: Recorder | NestedRecorder | None = None
         self._position = PipelinePosition()
-        self._nested_since_ns: int | None = None
+        self._has_entered = threading.Event()
         self._stop_reason: str | None = None
         self._ran_out_of_memory = False
         self._is_over = False
@@ -163,14 +172,12 @@ class Recording:
     @property
     def path(self) -> Path:
         """Folder of the trace; not the requested one if another process is recording there."""
-        if self._recorder is None or self._nested_since_ns is not None:
-            return self._requested_path
-        return self._recorder.trace_path
+        return self._requested_path if self._recorder is None else self._recorder.trace_path
 
     @property
     def is_recording(self) -> bool:
         """Whether events are being recorded into this recording's own trace."""
-        return self._nested_since_ns is None and self._active_recorder() is not None
+        return self._active_recorder() is not None
 
     if TYPE_CHECKING:
 
@@ -200,47 +207,58 @@ class Recording:
 
     def _enter_without_memory(self, error: Exception) -> Recording:
         logger.warning("memtrace: nothing is recorded, training continues: out of memory: %r", error)
+        self._has_entered.set()
         return self
 
     def _enter(self, selected: tuple[Observer, list[str]] | None) -> Recording:
-        while (outer := _running.setdefault("recording", self)) is not self and outer._is_over:
-            outer._finish()  # it was interrupted too often to wait for its end
-        if outer is not self:
-            self._enter_nested(outer)
-            return self
+        while (outer := _running.setdefault("recording", self)) is not self and outer._has_ended():
+            outer._finish()  # it has reached max_steps, or was interrupted too often to wait for its end
         try:
-            # Without an observer here, the recording that was running has ended since.
-            observer, notes = selected or select_observer(self._options.observer)
-            self._recorder = Recorder(self._requested_path, self._options, observer, notes)
+            self._recorder = self._make_recorder(selected) if outer is self else self._make_nested(outer)
         except (MemoryError, ImportError) as error:
-            return self._enter_without_memory(error)
-        if not self._recorder.start(self._models, self._optimizers):
+            self._enter_without_memory(error)
+        if self._recorder is not None and not self._recorder.start(self._models, self._optimizers):
             self._recorder = None
+        if self._recorder is None:
+            self._make_way()
+        self._has_entered.set()
         return self
 
+    def _make_recorder(self, selected: tuple[Observer, list[str]] | None) -> Recorder:
+        # Without an observer here, the recording that was running has ended since.
+        observer, notes = selected or select_observer(self._options.observer)
+        return Recorder(self._requested_path, self._options, observer, notes)
+
+    def _make_nested(self, outer: Recording) -> NestedRecorder | None:
+        outer._has_entered.wait(ENTER_TIMEOUT_SECONDS)  # another thread may be entering it
+        if not isinstance(outer._recorder, Recorder):
+            logger.warning(
+                "memtrace: %s: nothing is recorded there, training continues: another recording is being started",
+                self._requested_path,
+            )
+            return None
+        self._position = outer._position
+        return NestedRecorder(outer._recorder, self._requested_path, self._options)
+
+    def _has_ended(self) -> bool:
+        return self._is_over or (self._recorder is not None and self._recorder.has_ended)
+
     def _undo_enter(self) -> None:
-        if self._nested_since_ns is None and self._recorder is not None:
+        if self._recorder is not None:
             self._recorder.undo_start()
         self._recorder = None
+        self._make_way()
+        self._has_entered.set()
+
+    def _make_way(self) -> None:
+        """Let the next recording be the outermost one, if this one is."""
         if _running.get("recording") is self:
             _running.pop("recording", None)
-
-    def _enter_nested(self, outer: Recording) -> None:
-        logger.warning(
-            "memtrace: %s is already being recorded; %s becomes a range of it", outer.path, self._requested_path
-        )
-        self._recorder, self._position = outer._recorder, outer._position
-        self._nested_since_ns = outer._recorder.observer.now() if outer._recorder is not None else 0
 
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """End the recording. May be interrupted and called again."""
-        if self._nested_since_ns is not None:
-            if not self._is_over and (recorder := self._active_recorder()) is not None:
-                self._is_over = True
-                recorder.mark_range(str(self._requested_path), self._nested_since_ns)
-            return
         if error is not None and not self._is_over:
             self.report_exception(error, f"{type(error).__name__} left the recorded block")
         self._is_over = True
@@ -252,8 +270,7 @@ class Recording:
     def _finish(self) -> None:
         if self._recorder is not None:
             self._recorder.stop(self._stop_reason)
-        if _running.get("recording") is self:
-            _running.pop("recording", None)
+        self._make_way()
 
     def _abandon(self) -> None:
         """Become inert in a forked child, whose parent goes on recording."""
@@ -262,7 +279,7 @@ class Recording:
             self._recorder.abandon()
 
     def _forked(self) -> None:
-        if self._recorder is not None:
+        if isinstance(self._recorder, Recorder):
             self._recorder.children.forked()
 
     def report_exception(self, error: BaseException, reason: str) -> None:
@@ -273,7 +290,10 @@ class Recording:
             reason: Why the recording ended, for the manifest of the trace.
         """
         self._stop_reason = reason
-        self._ran_out_of_memory = is_out_of_memory(error)
+        # Of recordings inside each other, the innermost one that the error leaves explains it.
+        self._ran_out_of_memory = is_out_of_memory(error) and _explained_error.get("id") != id(error)
+        if self._ran_out_of_memory:
+            _explained_error["id"] = id(error)
 
     def step(self) -> None:
         """Mark the end of a training step.
@@ -282,7 +302,7 @@ class Recording:
         longer do.
         """
         if (recorder := self._active_recorder()) is not None:
-            recorder.steps.mark()
+            recorder.output.steps.mark()
 
     def steps(self, loader: Iterable[LoaderItem]) -> Iterator[LoaderItem]:
         """Iterate over a data loader, with one training step per item.
@@ -290,7 +310,7 @@ class Recording:
         The time spent waiting for the loader is recorded, and the tensors of each item are labelled as inputs.
         """
         if (recorder := self._active_recorder()) is not None:
-            recorder.steps.begin()
+            recorder.output.steps.begin()
         iterator: Iterator[LoaderItem] | None = None
 
         def fetch() -> LoaderItem:
@@ -341,7 +361,7 @@ class Recording:
             direction: "forward" or "backward"; "input_backward" and "weight_backward" if the backward pass is split.
         """
         position = self._position
-        rank = self._recorder.job.rank if self._recorder is not None else 0
+        rank = self._recorder.output.job.rank if self._recorder is not None else 0
         stage, pipeline = position.stage or (rank, 0)
         previous, position.is_in_microbatch = position.is_in_microbatch, True
         try:
@@ -364,7 +384,7 @@ class Recording:
         with mark_action(recorder.observer, text):
             yield
 
-    def _active_recorder(self) -> Recorder | None:
+    def _active_recorder(self) -> Recorder | NestedRecorder | None:
         recorder = self._recorder
         return recorder if recorder is not None and recorder.is_recording else None
 

@@ -45,6 +45,7 @@ class StepTracker:
         observer: records the spans.
         ring: is notified of every step; None if all steps are kept.
         max_steps: number of steps after which ``on_limit`` is called; None for no limit.
+        number: number of the recording, which goes with its steps to the writer; -1 for the outermost one.
         on_limit: called when ``max_steps`` is reached.
         on_step_end: called at the end of every step.
         on_renumber: called when the first mark voids the steps recorded so far.
@@ -56,6 +57,7 @@ class StepTracker:
         ring: Ring | None,
         max_steps: int | None,
         *,
+        number: int,
         on_limit: Callable[[], None],
         on_step_end: Callable[[], None],
         on_renumber: Callable[[], None],
@@ -63,17 +65,22 @@ class StepTracker:
         self._observer = observer
         self._ring = ring
         self._max_steps = max_steps
+        self._number = number
         self._on_limit = on_limit
         self._on_step_end = on_step_end
         self._on_renumber = on_renumber
         self._has_marks = False
-        self._step_start_ns = 0
+        self._step_start_ns = self._first_start_ns = 0
         self._lock = threading.RLock()
         self._rounds: dict[int, _Round] = {}  # by thread identifier, which a later thread can reuse
         self._thread = threading.local()  # has the attribute "has_stepped" on threads that are known
         self._waiting: list[int] = []  # sorted ends of steps that follow the step of a round that is not over
         self._last_round_size = 1
         self.num_steps = 0
+
+    def start(self) -> None:
+        """Begin the first step, where the recording begins later than the observer."""
+        self._step_start_ns = self._first_start_ns = self._observer.now()
 
     def begin(self) -> None:
         """Mark the beginning of a loop of marked steps: time before it belongs to no step."""
@@ -93,7 +100,7 @@ class StepTracker:
             self._has_marks = True
             self._forget_rounds()
             if self.num_steps:
-                self._step_start_ns = self.num_steps = 0
+                self._step_start_ns, self.num_steps = self._first_start_ns, 0
                 if self._ring is not None:
                     self._ring.forget_steps()
                 self._on_renumber()
@@ -144,7 +151,7 @@ class StepTracker:
                 self._end_waiting_steps()
 
     def _end_step(self, end_ns: int) -> None:
-        self._observer.span(_STEP, -1, self._step_start_ns, end_ns, self.num_steps)
+        self._observer.span(_STEP, self._number, self._step_start_ns, end_ns, self.num_steps)
         self._step_start_ns = end_ns
         self.num_steps += 1
         if self._ring is not None:

@@ -1,4 +1,4 @@
-"""Writes what an observer sees to the parts of a trace, off the training thread.
+"""Writes what an observer sees to the parts of its traces, off the training thread.
 
 A disk that is full or slow, or memory that runs out, never breaks the training: one warning, and the recording ends
 with what was written.
@@ -6,26 +6,27 @@ with what was written.
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from memtrace.errors import MemtraceError
 from memtrace.format import schema
 from memtrace.format.keyframes import PartColumns
-from memtrace.format.part_writer import PART_ROWS, PartWriter
 from memtrace.recording import arrow
 from memtrace.recording.background import BackgroundTask
-from memtrace.recording.manifest import ManifestFile
 from memtrace.recording.observers import Batch, Observer
 from memtrace.recording.reserve import AddressSpaceReserve
+from memtrace.recording.sink import Rows, TraceSink
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from memtrace.recording.cuda import CudaMonitor
-    from memtrace.recording.ring import Ring
 
 FLUSH_SECONDS: Final = 5.0
 
@@ -33,50 +34,33 @@ FLUSH_SECONDS: Final = 5.0
 class Writer:
     """Drains an observer on a thread of its own until it is stopped.
 
+    What is drained goes to the trace of the recording, and to those of the recordings inside it that run at that time.
+    Such a recording begins and ends between two batches: what the program did before it is drained first, and waits in
+    a queue until the thread writes it.
+
     Args:
         observer: what is drained.
-        folder: the folder of the rank.
-        manifest: the manifest of the rank, written with every part.
-        ring: deletes parts that are no longer needed; None keeps all of them.
-        failed: called once, on the writer's thread, with the reason when writing ends early.
+        sink: the trace of the outermost recording.
         reserve: address space for Arrow.
-        flush_seconds: a part is written at least this often.
         cuda: source of events and tables of CUDA; None where there is no CUDA.
     """
 
     def __init__(
-        self,
-        observer: Observer,
-        folder: Path,
-        manifest: ManifestFile,
-        ring: Ring | None,
-        failed: Callable[[str], None],
-        reserve: AddressSpaceReserve,
-        flush_seconds: float = FLUSH_SECONDS,
-        cuda: CudaMonitor | None = None,
+        self, observer: Observer, sink: TraceSink, reserve: AddressSpaceReserve, cuda: CudaMonitor | None = None
     ) -> None:
         self._observer = observer
-        self._folder = folder
-        self._manifest = manifest
-        self._ring = ring
-        self._failed = failed
+        self._sink = sink
         self._reserve = reserve
-        self._flush_seconds = flush_seconds
         self._cuda = cuda
-        self._parts = PartWriter(folder, arrow.DEVICES)
-        self._parts.on_table_written = self._drop_void_steps
-        self._has_void_steps = False
+        self._inner: list[TraceSink] = []
+        self._waiting: list[TraceSink] = []
+        self._lock = threading.RLock()  # guards the order of batches in the queue, and the two lists of traces
+        self._queue: deque[Callable[[], None]] = deque()
+        self._names: list[pa.Table] = []
+        self._phase_of_name: dict[int, int] = {}
         self._is_stopping = False
+        self._is_over = False
         self._task = BackgroundTask(self._run)
-
-    @property
-    def num_events(self) -> int:
-        """Events written so far."""
-        return self._parts.num_events
-
-    def steps_numbered_anew(self) -> None:
-        """Note that a second step 0 follows, which voids the steps before it; called on the training thread."""
-        self._has_void_steps = True
 
     def start(self) -> bool:
         """Begin to write; return whether a thread could be started."""
@@ -94,83 +78,151 @@ class Writer:
         self._observer.wake()
         self._task.settle()
 
+    def add(self, sink: TraceSink) -> None:
+        """Write what is seen from now on to another trace too; called on another thread.
+
+        Raises:
+            MemtraceError: the writer has ended, or is about to.
+        """
+        with self._lock:
+            if self._is_over or self._is_stopping:
+                raise MemtraceError("the recording that contains it has ended")
+            self._take(at_end=True)
+            self._waiting.append(sink)
+            self._queue.append(partial(self._begin_inner, sink))
+        self._observer.wake()
+
+    def remove(self, sink: TraceSink, last_tables: Mapping[str, pa.Table]) -> None:
+        """Return when what has been seen so far is in the parts of an added trace; called on another thread.
+
+        Args:
+            sink: the trace, which gets no more rows.
+            last_tables: tables of what is true at its end.
+        """
+        with self._lock:
+            if not self._is_over:
+                self._take(at_end=True)
+                self._queue.append(partial(self._end_inner, sink, last_tables))
+        self._observer.wake()
+        sink.is_over.wait()
+
     def _run(self) -> None:
         try:
             self._write_until_stopped()
         except BaseException as error:  # whatever it is, the program must go on
             self._end_early(error)
+        finally:
+            self._end_all_inner()
 
     def _end_early(self, error: BaseException) -> None:
         self._reserve.close()  # the warning needs memory, too
         with suppress(Exception):
-            self._parts.abandon()
-        reason = str(error) or type(error).__name__
-        if isinstance(error, MemoryError):
-            self._failed(f"out of memory: {reason}")
-        else:
-            self._failed(f"cannot write to {self._folder}: {reason}")
+            self._sink.abandon()
+        self._sink.failed(_describe(error, self._sink))
 
     def _write_until_stopped(self) -> None:
-        due = time.monotonic() + self._flush_seconds
+        self._sink.begin()
         while not self._must_stop():
-            self._observer.wait(max(0.0, min(due - time.monotonic(), self._flush_seconds)))
+            due = min(sink.due for sink in (self._sink, *self._inner))
+            self._observer.wait(max(0.0, due - time.monotonic()))
             if self._must_stop():  # perhaps because the program ran out of memory: the reserve is needed for the end
                 break
-            self._reserve.release()
-            self._drain(at_end=False)
+            self._take(at_end=False)
             failure = self._observer.failure()
-            is_due = time.monotonic() >= due
-            if failure is not None or is_due or self._parts.rows_in_part >= PART_ROWS:
-                self._flush()
-                due = time.monotonic() + self._flush_seconds
+            self._write_queue()
+            if failure is not None:
+                self._sink.flush()
+                self._sink.failed(failure)
+                return
+            self._sink.flush_if_due()
+            for sink in list(self._inner):
+                self._protect(sink, sink.flush_if_due)
             if not self._must_stop():
                 self._reserve.acquire()
-            if failure is not None:
-                self._failed(failure)
-                return
         self._reserve.close()
-        self._drain(at_end=True)
-        self._flush()
+        self._take(at_end=True)
+        self._write_queue()
+        self._sink.flush(with_manifest=False)
 
     def _must_stop(self) -> bool:
         return self._is_stopping  # another thread sets it at any time
 
-    def _drain(self, *, at_end: bool) -> None:
-        until_ns = -1 if self._cuda is None else self._cuda.take_history()
-        batch = self._observer.drain(-1 if at_end else until_ns)
+    # Batches.
+
+    def _take(self, *, at_end: bool) -> None:
+        """Put the next batch into the queue; an error is raised on the writer's thread, in its place in the queue."""
+        with self._lock:
+            self._reserve.release()
+            try:
+                until_ns = -1 if self._cuda is None else self._cuda.take_history()
+                batch = self._observer.drain(-1 if at_end else until_ns)
+                tables = {} if self._cuda is None else self._cuda.take_tables()
+                self._queue.append(partial(self._append, batch, tables))
+            except BaseException as error:
+                self._queue.append(partial(_raise, error))
+
+    def _write_queue(self) -> None:
+        while self._queue:
+            self._queue.popleft()()
+
+    def _append(self, batch: Batch, cuda_tables: Mapping[str, pa.Table]) -> None:
+        rows = self._encode(batch, cuda_tables)
+        self._sink.append(rows)
+        for sink in list(self._inner):
+            self._protect(sink, partial(sink.append, rows))
+
+    def _encode(self, batch: Batch, cuda_tables: Mapping[str, pa.Table]) -> Rows:
         columns = arrow.batch_columns(batch)
-        tables: Mapping[str, pa.Table] = arrow.encode_batch(columns, batch)
-        if self._cuda is not None:
-            tables = {**tables, **self._cuda.take_tables()}
-        self._parts.append(tables, _part_columns(columns, batch))
+        tables = {**arrow.encode_batch(columns, batch), **cuda_tables}
+        if tables["names"].num_rows:
+            self._names.append(tables["names"])
+            self._phase_of_name |= {
+                row[0]: schema.PHASES.index(row[2]) for row in batch["names"] if row[2] in schema.PHASES
+            }
+        part = PartColumns(columns["events"], columns["ops"], columns["labels"], columns["spans"], self._phase_of_name)
+        return Rows(tables, part)
 
-    def _flush(self) -> None:
-        num_events = self._parts.rows_in_part
-        number = self._parts.flush()
-        if number is None:
-            return
-        if self._ring is not None:
-            dropped = self._ring.part_written(number, num_events, self._parts.order_ns)
-            if dropped is not None:
-                self._parts.forget_parts(dropped)
-            self._manifest.set_dropped_events(self._ring.dropped_events)
-        self._manifest.update(num_events=self._parts.num_events, parts=self._parts.parts)
-        if not self._is_stopping:  # otherwise the last manifest follows at once
-            self._manifest.write(self._folder)
+    # Recordings inside the outermost one. Whatever happens to one of them, the others go on.
 
-    def _drop_void_steps(self, table: str, temporary: Path) -> None:
-        if table == "spans" and self._has_void_steps:
-            from memtrace.recording.void_steps import drop_void_steps
+    def _begin_inner(self, sink: TraceSink) -> None:
+        self._waiting.remove(sink)
+        self._inner.append(sink)
+        self._protect(sink, lambda: sink.begin_inside(self._sink, self._names))
 
-            if drop_void_steps(self._folder, temporary):
-                self._has_void_steps = False
+    def _end_inner(self, sink: TraceSink, last_tables: Mapping[str, pa.Table]) -> None:
+        if sink in self._inner:
+            self._protect(sink, partial(sink.end, last_tables))
+            self._drop(sink)
+
+    def _protect(self, sink: TraceSink, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            with suppress(Exception):
+                sink.abandon()
+            self._drop(sink)
+            sink.failed(_describe(error, sink))
+
+    def _drop(self, sink: TraceSink) -> None:
+        if sink in self._inner:
+            self._inner.remove(sink)
+        sink.is_over.set()
+
+    def _end_all_inner(self) -> None:
+        with self._lock:
+            self._is_over = True
+            waiting, self._waiting = self._waiting, []
+        for sink in list(self._inner):
+            self._end_inner(sink, {})
+        for sink in waiting:
+            sink.is_over.set()
+        self._sink.is_over.set()
 
 
-def _part_columns(columns: arrow.Columns, batch: Batch) -> PartColumns:
-    return PartColumns(
-        columns["events"],
-        columns["ops"],
-        columns["labels"],
-        columns["spans"],
-        {row[0]: schema.PHASES.index(row[2]) for row in batch["names"] if row[2] in schema.PHASES},
-    )
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _describe(error: BaseException, sink: TraceSink) -> str:
+    reason = str(error) or type(error).__name__
+    return f"out of memory: {reason}" if isinstance(error, MemoryError) else f"cannot write to {sink.folder}: {reason}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import tracemalloc
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from memtrace.analysis.blocks import blocks
 from memtrace.analysis.coverage import compute_coverage
 from memtrace.analysis.peak import find_peak
 from memtrace.format.schema import CATEGORIES
+from memtrace.recording.options import ObserverKind
 from memtrace.trace import Trace
 from tests.recording.helpers import MIB
 
@@ -144,3 +146,40 @@ def test_frees_after_the_recording_do_no_harm(tmp_path: Path) -> None:
         tensor.add_(1)
     del tensor
     assert 4000 in freed
+
+
+@pytest.mark.parametrize("observer", ["native", "dispatch"])
+def test_copies_of_storages_begin_where_they_are_made(observer: ObserverKind, tmp_path: Path) -> None:
+    """deepcopy makes storages without asking torch's allocator: they are not older than the recording."""
+    model = nn.Linear(257, 67)
+    with memtrace.record(tmp_path / "run.memtrace", observer=observer) as recording:
+        before = torch.ones(1001)
+        copied = copy.deepcopy(model.state_dict())
+        after = torch.ones(1003)
+        del copied
+        last = torch.ones(1007)
+    trace = memtrace.load(recording.path)
+    events = trace.events[trace.events.kind.isin(["baseline", "alloc", "free"])]
+    sizes = {model.weight.nbytes: "weight", before.nbytes: "before", after.nbytes: "after", last.nbytes: "last"}
+    story = [f"{kind} {sizes[size]}" for kind, size in zip(events.kind, events["size"], strict=True) if size in sizes]
+    assert story[:6] == [
+        "baseline weight", "alloc before", "alloc weight", "alloc after", "free weight", "alloc last"
+    ]  # fmt: skip
+    table = blocks(trace)
+    (copied_block,) = np.flatnonzero((table.size == model.weight.nbytes) & (table.stack >= 0))
+    functions = [frame.function for frame in trace.frames(int(table.stack[copied_block]))]
+    assert "test_copies_of_storages_begin_where_they_are_made" in functions
+
+
+@pytest.mark.parametrize("observer", ["native", "dispatch"])
+def test_memory_that_autograd_alone_keeps_is_older_than_the_recording(observer: ObserverKind, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(67, 71), nn.Tanh(), nn.Linear(71, 1))
+    model(torch.randn(8, 67)).sum().backward()  # the gradients have no Python objects
+    loss = model(torch.randn(37, 67)).sum()
+    with memtrace.record(tmp_path / "run.memtrace", observer=observer) as recording:
+        loss.backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    events = memtrace.load(recording.path).events
+    older = events[events.kind == "baseline"]["size"].value_counts()
+    weight_bytes, input_bytes, output_bytes = 4 * 67 * 71, 4 * 37 * 67, 4 * 37 * 71
+    assert (older[weight_bytes], older[input_bytes], older[output_bytes]) == (2, 1, 1)

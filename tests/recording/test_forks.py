@@ -140,11 +140,13 @@ def test_processes_of_multiprocessing_are_counted_but_not_data_workers(
     assert any("2 child processes were started while recording" in note for note in notes)
 
 
-def test_a_recording_with_data_workers_alone_mentions_no_child_processes(
+def test_a_recording_with_data_workers_and_a_manager_mentions_no_child_processes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loader = DataLoader(TensorDataset(torch.randn(8, 8)), batch_size=4, num_workers=1)
     with memtrace.record(tmp_path / "run.memtrace"):
         for (batch,) in loader:
             batch.sum()
+        with multiprocessing.get_context("fork").Manager() as manager:
+            manager.list()
     assert "child process" not in caplog.text

@@ -58,19 +58,6 @@ def test_variables_of_the_program_live_no_longer_than_without_a_recording(tmp_pa
         assert loop() == [True] * 3
 
 
-def test_an_inner_recording_becomes_a_range_of_the_outer_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with memtrace.record(tmp_path / "outer.memtrace") as outer, memtrace.record(tmp_path / "inner.memtrace") as inner:
-        assert (outer.is_recording, inner.is_recording) == (True, False)
-        make_step(mlp())()
-    assert "becomes a range of it" in caplog.text
-    trace = memtrace.load(tmp_path / "outer.memtrace")
-    spans = trace.spans
-    ranges = {trace.name(int(name)) for name in spans[spans.kind == "range"].name.dropna()}
-    assert str(tmp_path / "inner.memtrace") in ranges
-    assert not (tmp_path / "inner.memtrace").exists()
-    assert inner.path == tmp_path / "inner.memtrace"
-
-
 def test_torch_profiler_can_run_at_the_same_time(tmp_path: Path) -> None:
     with torch.profiler.profile(profile_memory=True, with_stack=True) as profile:
         trace = record_steps(make_step(mlp()), tmp_path / "run.memtrace", num_steps=1)

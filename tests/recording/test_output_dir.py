@@ -35,7 +35,7 @@ def test_a_trace_that_another_process_is_recording_is_not_touched(
             with memtrace.record(path) as recording:
                 step()
             assert recording.path == tmp_path / "run-2.memtrace"
-            assert "another process is recording" in capsys.readouterr().err
+            assert "another recording is writing" in capsys.readouterr().err
         assert not compute_coverage(memtrace.load(path)).finished
     with memtrace.record(path) as recording:
         step()

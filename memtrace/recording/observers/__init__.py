@@ -93,6 +93,9 @@ class Observer(Protocol):
     def span(self, kind: int, name: int, start_ns: int, end_ns: int, index: int) -> None:
         """Record a span. ``kind`` is an index into SPAN_KINDS."""
 
+    def end_phase(self) -> None:
+        """End the forward phase of the calling thread, so that it is recorded: another recording begins or ends."""
+
     def waiting(self, on: bool) -> None:
         """Enter (True) or leave (False) a wait for data that the caller records itself.
 
@@ -120,6 +123,9 @@ class Observer(Protocol):
 
     def sees_python_handlers(self) -> bool:
         """Whether the operators are recorded that dispatch modes and tensor subclasses call."""
+
+    def sees_threads(self) -> bool:
+        """Whether all operators were recorded of the threads that the program started and that ran operators."""
 
     def attach_cuda(self) -> bool:
         """Start to observe torch's CUDA allocator, from the next snapshot that torch takes of it; False if that is not

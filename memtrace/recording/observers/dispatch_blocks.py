@@ -65,8 +65,13 @@ class BlockTable:
         self._is_open = False
         self._blocks.clear()
 
-    def block_of(self, tensor: torch.Tensor) -> LiveBlock | None:
-        """The block of a tensor; None without memory. An unknown block is older than the recording."""
+    def find(self, tensor: torch.Tensor) -> LiveBlock | None:
+        """The block of a tensor; None if it is unknown."""
+        storage = _storage(tensor)
+        return None if storage is None else self._blocks.get(storage._cdata)
+
+    def add_older(self, tensor: torch.Tensor) -> LiveBlock | None:
+        """The block of a tensor that is older than the recording; None without memory."""
         storage = _storage(tensor)
         if storage is None:
             return None
@@ -79,11 +84,10 @@ class BlockTable:
             return None
         return self._begin(tensor, storage, "alloc", time_ns, op)
 
-    def label(self, tensor: torch.Tensor, category: int, name: int) -> None:
-        """Label the block of a tensor, unless it has that category already."""
+    def label(self, block: LiveBlock, category: int, name: int) -> None:
+        """Label a block, unless it has that category already."""
         with self._buffer.lock:
-            block = self.block_of(tensor)
-            if block is None or category in block.labels:
+            if category in block.labels:
                 return
             block.labels.add(category)
             if block.number < 0:

@@ -8,10 +8,13 @@ It differs from the native observer as follows:
 * torch behaves differently under a Python dispatch mode: where autograd sums gradients, or an operator adds a bias, it
   adds out of place, and each such sum is a block of its own.
 * The allocation of a CPU block is recorded when the operator returns, with the end time of the operator.
+* Memory that no operator allocates (copies of storages, NumPy arrays, batches of DataLoader workers) begins where an
+  operator or a label first refers to it.
 * Fake tensors have sizes but no addresses; their address is null.
 * Memory that changes its size in place (``Tensor.resize_``) keeps the size it had when it was first seen.
-* Operators of other threads are recorded only if torch carries its modes to them: autograd's threads, but not the
-  user's own.
+* Operators of threads that the program starts are recorded within module calls and backward passes only: the mode is
+  on a thread's stack during that time, where the program has no mode of its own there. What else such threads do is
+  missing, and the trace says so.
 * It is slower; BENCHMARKS.md compares the two.
 """
 
@@ -66,6 +69,8 @@ class _Thread:
     modules_outside: int = 0  # depth of module calls at which backward or the optimizer began
     forward: tuple[int, int] | None = None  # start, and end so far, of the current forward phase
     last_sequence: int = 0
+    creates_nodes: bool = False  # whether it runs forward operators that autograd records
+    has_own_mode: bool = False  # whether the mode was pushed for the module call or backward pass that is running
 
 
 @dataclass
@@ -78,6 +83,8 @@ class _Call:
     thread: _Thread
     started_ns: int
     accesses: dict[int, tuple[LiveBlock, ArgumentAccess]]
+    first_seen_bytes: int = 0
+    """Bytes of arguments whose allocation was not seen."""
 
 
 class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -94,7 +101,8 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._local = threading.local()
         self._operators: dict[Any, tuple[OperatorInfo, int]] = {}
         self._blocks = BlockTable(self._buffer, self.now, lambda: self._thread().index)
-        self._forward: OrderedDict[int, tuple[int, int]] = OrderedDict()  # module and stack by sequence number
+        # Module and stack of autograd nodes, by the thread that created them and its sequence number.
+        self._forward: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
         self._cuda = CudaBlocks()
         self._running: dict[int, int] = {}  # start of each operator call that has not returned
         self._num_ops = 0
@@ -103,6 +111,8 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._collection_start_ns = 0
         self._python_stacks = PythonStacks(self._buffer, __file__)
         self._active = False
+        self._has_baseline = False
+        self._has_unseen_threads = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -135,6 +145,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def wait(self, seconds: float) -> int:
         """See ``Observer.wait``."""
         self._drained.wait(min(seconds, 0.5) if self._active else 0)
+        self._drained.clear()
         return len(self._buffer.rows["events"])
 
     def wake(self) -> None:
@@ -183,25 +194,29 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def push_module(self, name: int) -> bool:
         """See ``Observer.push_module``."""
-        modules = self._thread().modules
+        thread = self._thread()
+        self._push_on(thread)
+        modules = thread.modules
         modules.append((name, self.now()))
         with torch._C.DisableTorchFunction():
             return len(modules) == 1 and torch.is_grad_enabled()
 
     def pop_module(self, name: int) -> None:
         """See ``Observer.pop_module``."""
-        modules = self._thread().modules
-        if not any(module == name for module, _ in modules):
-            return
-        while True:
-            module, started_ns = modules.pop()
-            self.span(_SPAN["module"], module, started_ns, self.now(), -1)
-            if module == name:
-                return
+        thread = self._thread()
+        modules = thread.modules
+        if any(module == name for module, _ in modules):
+            while True:
+                module, started_ns = modules.pop()
+                self.span(_SPAN["module"], module, started_ns, self.now(), -1)
+                if module == name:
+                    break
+        self._pop_from(thread)
 
     def begin_backward(self) -> int:
         """See ``Observer.begin_backward``."""
         thread = self._thread()
+        self._push_on(thread)
         if thread.backward_calls == 0:
             self._end_forward(thread)
             thread.modules_outside = len(thread.modules)
@@ -215,14 +230,42 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if thread.backward_calls == 0:
             thread.modules_outside = 0
             self.span(_SPAN["phase"], self.name_id(_NAME["range"], "backward"), started_ns, self.now(), -1)
+        self._pop_from(thread)
+
+    def _push_on(self, thread: _Thread) -> None:
+        """Record the operators of a module call or backward pass on a thread of the program.
+
+        Below modes of the program this mode would take their place when they are left.
+        """
+        if not self._active or thread.index == 0 or thread.has_own_mode:
+            return
+        stack = _get_current_dispatch_mode_stack()
+        if self in stack or torch._C._current_autograd_node() is not None:
+            return  # a thread of autograd's
+        self._has_unseen_threads = True
+        if not stack:
+            torch._C._push_on_torch_dispatch_stack(self)
+            thread.has_own_mode = True
+
+    def _pop_from(self, thread: _Thread) -> None:
+        if thread.has_own_mode and not thread.modules and thread.backward_calls == 0:
+            thread.has_own_mode = False
+            if (stack := _get_current_dispatch_mode_stack()) and stack[-1] is self:
+                torch._C._pop_torch_dispatch_stack(None)
 
     def span(self, kind: int, name: int, start_ns: int, end_ns: int, index: int) -> None:
         """See ``Observer.span``."""
-        thread = self._thread()
-        if kind == _SPAN["step"]:
+        thread: _Thread | None = getattr(self._local, "thread", None)  # memtrace's own threads have none
+        if kind == _SPAN["step"] and thread is not None:
             self._end_forward(thread)
         if self._active:
-            self._buffer.add("spans", (kind, name, start_ns, end_ns - start_ns, thread.index, index))
+            index_of_thread = -1 if thread is None else thread.index
+            self._buffer.add("spans", (kind, name, start_ns, end_ns - start_ns, index_of_thread, index))
+
+    def end_phase(self) -> None:
+        """See ``Observer.end_phase``."""
+        if (thread := getattr(self._local, "thread", None)) is not None:
+            self._end_forward(thread)
 
     def waiting(self, on: bool) -> None:
         """See ``Observer.waiting``."""
@@ -234,9 +277,15 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         with torch._C.DisableTorchFunction():
             for tensor, name in zip(tensors, names, strict=True):
-                self._blocks.label(tensor, category, name)
+                self._label(tensor, category, name)
                 if gradient_category >= 0 and tensor.is_leaf and tensor.grad is not None:
-                    self._blocks.label(tensor.grad, gradient_category, name)
+                    self._label(tensor.grad, gradient_category, name)
+
+    def _label(self, tensor: torch.Tensor, category: int, name: int) -> None:
+        with self._lock:
+            block = self._blocks.find(tensor) or self._see_first(tensor)
+            if block is not None:
+                self._blocks.label(block, category, name)
 
     def label_inputs(self, tensors: list[torch.Tensor], category: int) -> None:
         """See ``Observer.label_inputs``."""
@@ -250,7 +299,10 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunction():
             for tensor in tensors:
                 if not self._records_fakes_only or is_fake(tensor):
-                    self._blocks.block_of(tensor)
+                    self._blocks.add_older(tensor)
+                    if tensor.is_leaf and tensor.grad is not None:
+                        self._blocks.add_older(tensor.grad)
+        self._has_baseline = True
 
     def collected(self, phase: str, info: dict[str, int]) -> None:
         """See ``Observer.collected``."""
@@ -278,6 +330,10 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def sees_python_handlers(self) -> bool:
         """See ``Observer.sees_python_handlers``. Always True: other modes and subclasses run first."""
         return True
+
+    def sees_threads(self) -> bool:
+        """See ``Observer.sees_threads``."""
+        return not self._has_unseen_threads
 
     def attach_cuda(self) -> bool:
         """See ``Observer.attach_cuda``. Always False: Python has no such hook."""
@@ -325,7 +381,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _call(self, call: _Call, func: Any, args: Any, kwargs: Any) -> Any:
         try:
             if self._accesses:
-                call.accesses = self._argument_accesses(call.info, args, kwargs)
+                call.accesses = self._argument_accesses(call, args, kwargs)
             with self._lock:
                 for block, access in call.accesses.values():
                     if access.reads:
@@ -349,15 +405,51 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._operators[func] = (info, self.name_id(_NAME["operator"], info.name))
         return self._operators[func]
 
-    def _argument_accesses(
-        self, info: OperatorInfo, args: Any, kwargs: Any
-    ) -> dict[int, tuple[LiveBlock, ArgumentAccess]]:
+    def _see_first(self, tensor: torch.Tensor, call: _Call | None = None) -> LiveBlock | None:
+        """Record memory that no operator allocated at its first sight; None without memory.
+
+        What exists when the recording starts is listed then (``baseline``). Autograd keeps memory alive that is not
+        listed: tensors that were saved for a backward pass, buckets of DistributedDataParallel. Fake tensors can stand
+        for real ones that are older.
+
+        Args:
+            tensor: a tensor of the memory.
+            call: the operator call that accesses it; None outside all calls.
+        """
+        thread = self._thread()
+        if not self._has_baseline or self._records_fakes_only or thread.backward_calls > 0:
+            return self._blocks.add_older(tensor)
+        if torch._C._current_autograd_node() is not None:
+            return self._blocks.add_older(tensor)
+        with self._lock:
+            started_ns = self.now() if call is None else call.started_ns
+            op = self._num_ops if call is None else call.op
+            block = self._blocks.allocate(tensor, started_ns, op)
+            if block is not None and call is not None:
+                call.first_seen_bytes += block.size
+            elif block is not None:
+                self._num_ops += 1
+                self._add_unnamed_call(thread, op, started_ns, block.size)
+            return block
+
+    def _add_unnamed_call(self, thread: _Thread, op: int, time_ns: int, allocated_bytes: int) -> None:
+        """Add the call in which something happens outside all operators: it has a stack but no name."""
+        phase, is_recompute = self._phase(thread)
+        module = thread.modules[-1][0] if thread.modules else -1
+        has_stack = self._stacks and allocated_bytes >= self._stack_min_bytes
+        stack = self._python_stacks.current() if has_stack else -1
+        self._buffer.add("ops", (op, -1, time_ns, 0, thread.index, module, phase, stack, -1, int(is_recompute)))
+
+    def _argument_accesses(self, call: _Call, args: Any, kwargs: Any) -> dict[int, tuple[LiveBlock, ArgumentAccess]]:
         """Blocks of the arguments by number, with their accesses."""
         blocks: dict[int, tuple[LiveBlock, ArgumentAccess]] = {}
-        for key, access in info.accesses.items():
+        for key, access in call.info.accesses.items():
             value: Any = kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None
             for tensor in value if type(value) in (list, tuple) else (value,):
-                if is_tensor(tensor) and (block := self._blocks.block_of(tensor)) is not None:
+                if not is_tensor(tensor):
+                    continue
+                block = self._blocks.find(tensor) or self._see_first(tensor, call)
+                if block is not None:
                     _, other = blocks.get(block.number, (block, ArgumentAccess(False, False)))
                     both = ArgumentAccess(access.reads or other.reads, access.writes or other.writes)
                     blocks[block.number] = (block, both)
@@ -375,7 +467,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 written = [block for block, access in call.accesses.values() if access.writes]
                 for block in written + (new_blocks if call.info.writes_result else []):
                     self._blocks.add_event("write", block, ended_ns, call.op)
-            self._add_call(call, ended_ns, sum(block.size for block in new_blocks))
+            self._add_call(call, ended_ns, call.first_seen_bytes + sum(block.size for block in new_blocks))
 
     def _add_call(self, call: _Call, ended_ns: int, allocated_bytes: int) -> None:
         thread = call.thread
@@ -392,7 +484,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inherited, sequence_nr = None, -1
         if is_backward:
             sequence_nr = running_node_sequence_nr()
-            inherited = self._forward.get(sequence_nr)
+            inherited = self._forward.get((self._creator_of_nodes(thread), sequence_nr))
         elif len(new_nodes) > 0:
             sequence_nr = new_nodes[0]
         if inherited is not None:
@@ -401,7 +493,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_large = allocated_bytes > 0 and allocated_bytes >= self._stack_min_bytes
             stack = self._python_stacks.current() if self._stacks and (is_large or len(new_nodes) > 0) else -1
             if not is_backward:
-                self._keep_forward(new_nodes, module, stack)
+                self._keep_forward(thread, new_nodes, module, stack)
         if call.accesses or allocated_bytes > 0:
             row = (
                 call.op, call.name, call.started_ns, ended_ns - call.started_ns, thread.index, module, phase, stack,
@@ -409,10 +501,21 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )  # fmt: skip
             self._buffer.add("ops", row)
 
-    def _keep_forward(self, nodes: range, module: int, stack: int) -> None:
+    def _creator_of_nodes(self, thread: _Thread) -> int:
+        """The index of the thread that created the autograd nodes that run on ``thread``; -1 if it is not known.
+
+        A node runs on the thread that called backward, or on a thread of autograd's own, which creates no nodes.
+        """
+        if thread.creates_nodes:
+            return thread.index
+        creators = [other.index for other in self._threads if other.creates_nodes]
+        return creators[0] if len(creators) == 1 else -1
+
+    def _keep_forward(self, thread: _Thread, nodes: range, module: int, stack: int) -> None:
         """Remember module and stack of new autograd nodes for their backward operators."""
+        thread.creates_nodes |= len(nodes) > 0
         for number in nodes:
-            self._forward[number] = (module, stack)
+            self._forward[thread.index, number] = (module, stack)
             if len(self._forward) > MAX_FORWARD_NODES:
                 self._forward.popitem(last=False)
 

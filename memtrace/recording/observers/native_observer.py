@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -26,6 +26,7 @@ class NativeObserver:
     """
 
     kind = "native"
+    _latest: ClassVar[NativeObserver | None] = None
 
     def __init__(self) -> None:
         build = load_native()
@@ -33,7 +34,6 @@ class NativeObserver:
         self._native = native
         self.cuda_obstacle = build.cuda_obstacle
         # The functions of the module are used directly, without a Python wrapper: some run at every module call.
-        self.stop = native.stop
         self.abandon = native.abandon
         self.wait = native.wait
         self.wake = native.wake
@@ -46,6 +46,7 @@ class NativeObserver:
         self.begin_backward = native.begin_backward
         self.end_backward = native.end_backward
         self.span = native.span
+        self.end_phase = native.end_phase
         self.waiting = native.waiting
         self.label = native.label
         self.label_inputs = native.label_inputs
@@ -64,8 +65,14 @@ class NativeObserver:
             RuntimeError: another library uses the CPU allocator or the dispatch key.
         """
         _let_higher_order_operators_pass(self._native.status()["dispatch_key"])
+        NativeObserver._latest = self
         self._native.exclude_memory(excluded_ranges())
         self._native.start(accesses, stacks, stack_min_bytes, device_time_min_bytes, WAKE_RECORDS, LIMIT_RECORDS)
+
+    def stop(self) -> None:
+        """See ``Observer.stop``. Without effect once another observer has started: the module has one state."""
+        if NativeObserver._latest is self:
+            self._native.stop()
 
     def times_devices(self) -> bool:
         """See ``Observer.times_devices``. True if the module was built with the CUDA headers."""
@@ -74,6 +81,10 @@ class NativeObserver:
     def sees_python_handlers(self) -> bool:
         """See ``Observer.sees_python_handlers``. True for the versions of torch that python_handlers.cpp knows."""
         return bool(self._native.status()["python_handlers"])
+
+    def sees_threads(self) -> bool:
+        """See ``Observer.sees_threads``. Always True: every thread that allocates or calls a module is switched on."""
+        return True
 
     def failure(self) -> str | None:
         """See ``Observer.failure``."""

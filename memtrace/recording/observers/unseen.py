@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Final
 
 from memtrace.recording.observers import Observer
+
+THREADS_NOTE: Final = (
+    "of the threads that the program started, the pure-Python observer recorded operators in module calls and backward "
+    "passes only: their other memory and accesses are missing, so peaks may be too low"
+)
 
 
 def unseen_accesses(observer: Observer) -> list[str]:
@@ -15,6 +20,8 @@ def unseen_accesses(observer: Observer) -> list[str]:
         sources.append("compiled")
     if not observer.sees_python_handlers():
         sources.append("python_handlers")
+    if not observer.sees_threads():
+        sources.append("threads")
     return sources
 
 

@@ -165,6 +165,9 @@ class Call {
     thread_.op_freed = false;
     sequence_ = static_cast<int64_t>(at::sequence_number::peek());
     if (r.options.accesses) record_or_give_up([&] { add_argument_accesses(info, stack, accesses_); });
+    // Memory whose allocation was not reported counts as allocated here, so that it gets a stack.
+    for (const Access& access : accesses_)
+      if (begins_at_first_sight(access.memory.origin)) thread_.op_allocated_bytes += access.memory.size;
     start_ = r.now();
     std::atomic_ref(thread_.op_start_ns).store(start_, std::memory_order_relaxed);
     if (r.options.device_time_min_bytes != kNone) start_on_device(r.options.device_time_min_bytes);

@@ -78,7 +78,13 @@ void stop_watching(size_t index) {   // requires the mutex
 
 Origin watch_memory(c10::StorageImpl* storage, c10::DataPtr& data) {
   if (data.device().is_cpu()) {
-    if (has_traced_deleter(data) || trace_deleter(data)) return Origin::traced;
+    if (has_traced_deleter(data)) return Origin::traced;
+    if (trace_deleter(data)) {
+      // What exists when the recording starts is listed then, on a thread of memtrace's. Autograd keeps memory alive that
+      // is not listed: tensors that were saved for a backward pass, buckets of DistributedDataParallel.
+      const bool may_be_older = thread_index_or_none() == kNone || current_phase(thread_state()) == Phase::backward;
+      return may_be_older ? Origin::traced : Origin::unreported;
+    }
   } else {
     const CudaBlock block = follow_cuda_block(data);
     if (block != CudaBlock::unfollowed) return block == CudaBlock::newly_followed ? Origin::foreign_new : Origin::traced;

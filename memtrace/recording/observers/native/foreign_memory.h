@@ -11,10 +11,14 @@ namespace memtrace {
 
 enum class Origin : int8_t {
   traced,        // of torch's allocators, which report the free
+  unreported,    // the same, seen for the first time: the storage was made without the traced allocator (deepcopy)
   foreign,       // from outside, seen before
   foreign_new,   // from outside, seen for the first time
   excluded,      // from outside, and not to be recorded
 };
+
+// Whether the first sight of memory is its allocation, as far as it is known.
+inline bool begins_at_first_sight(Origin origin) { return origin == Origin::unreported || origin == Origin::foreign_new; }
 
 // Where the memory of a storage comes from. Its free will be recorded, whatever its origin.
 Origin watch_memory(c10::StorageImpl* storage, c10::DataPtr& data);

@@ -89,6 +89,11 @@ PyObject* span(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
+PyObject* end_phase(PyObject*, PyObject*) {
+  if (thread_index_or_none() != kNone) end_forward(thread_state());
+  Py_RETURN_NONE;
+}
+
 PyObject* waiting(PyObject*, PyObject* on) {
   thread_state().wait_ranges += PyObject_IsTrue(on) ? 1 : -1;
   Py_RETURN_NONE;
@@ -116,7 +121,7 @@ class Labels {
   void add(const at::Tensor& tensor, int category, int32_t name) {
     const std::optional<Memory> memory = memory_of(tensor);
     if (!memory) return;
-    if (memory->origin == Origin::foreign_new && thread_ != kNone) {
+    if (begins_at_first_sight(memory->origin) && thread_ != kNone) {
       // No operator allocated it: its allocation is where the program first uses it.
       if (calls_.empty()) calls_.push_back(unnamed_call(thread_state()));
       events_.push_back(event_of(*memory, EventKind::foreign_seen, calls_.front().op, kNone));
@@ -191,11 +196,17 @@ PyObject* label_inputs(PyObject*, PyObject* arguments) {
 PyObject* baseline(PyObject*, PyObject* tensors) {
   if (!PyList_Check(tensors)) return fail("usage: baseline(list of tensors)");
   std::vector<Event> events;
+  const auto add = [&](const at::Tensor& tensor) {
+    if (!tensor.defined()) return;
+    if (const auto memory = memory_of(tensor)) events.push_back(event_of(*memory, EventKind::baseline, kNone, kNone));
+  };
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
     PyObject* object = PyList_GET_ITEM(tensors, i);
     if (!THPVariable_Check(object)) continue;
-    if (const auto memory = memory_of(THPVariable_Unpack(object)))
-      events.push_back(event_of(*memory, EventKind::baseline, kNone, kNone));
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    add(tensor);
+    // Autograd holds gradients; there may be no Python object of them.
+    if (tensor.defined() && tensor.unsafeGetTensorImpl()->grad().defined()) add(tensor.unsafeGetTensorImpl()->grad());
   }
   Recorder& r = recorder();
   Lock lock(r.mutex);

@@ -17,6 +17,7 @@ PyObject* pop_module(PyObject*, PyObject* name);
 PyObject* begin_backward(PyObject*, PyObject*);
 PyObject* end_backward(PyObject*, PyObject* started_ns);
 PyObject* span(PyObject*, PyObject* arguments);
+PyObject* end_phase(PyObject*, PyObject*);
 PyObject* waiting(PyObject*, PyObject* on);
 PyObject* label(PyObject*, PyObject* arguments);
 PyObject* label_inputs(PyObject*, PyObject* arguments);

@@ -132,8 +132,9 @@ PyObject* wait(PyObject*, PyObject* argument) {
   Py_BEGIN_ALLOW_THREADS {
     std::unique_lock<SpinLock> lock(r.mutex);
     r.wake_writer.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
-      return !r.active || r.events.size() + r.ops.size() >= r.options.wake_records;
+      return !r.active || r.must_wake || r.events.size() + r.ops.size() >= r.options.wake_records;
     });
+    r.must_wake = false;
     num_records = r.events.size() + r.ops.size();
   }
   Py_END_ALLOW_THREADS
@@ -141,7 +142,12 @@ PyObject* wait(PyObject*, PyObject* argument) {
 }
 
 PyObject* wake(PyObject*, PyObject*) {
-  recorder().wake_writer.notify_all();
+  Recorder& r = recorder();
+  {
+    Lock lock(r.mutex);
+    r.must_wake = true;
+  }
+  r.wake_writer.notify_all();
   Py_RETURN_NONE;
 }
 
@@ -394,6 +400,7 @@ PyMethodDef methods[] = {
     {"begin_backward", marking<begin_backward>, METH_NOARGS, nullptr},
     {"end_backward", marking<end_backward>, METH_O, nullptr},
     {"span", marking<span>, METH_VARARGS, nullptr},
+    {"end_phase", marking<end_phase>, METH_NOARGS, nullptr},
     {"waiting", marking<waiting>, METH_O, nullptr},
     {"now", now, METH_NOARGS, nullptr},
     {"label", marking<label>, METH_VARARGS, nullptr},

@@ -189,6 +189,7 @@ struct Recorder {
   std::condition_variable_any wake_writer, buffer_taken;
   SpinLock mutex;                          // guards everything below
   bool writer_notified = false;            // whether the writer was woken since the last drain
+  bool must_wake = false;                  // whether `wake` was called since the writer last waited
   std::vector<StreamPool> stream_pools;    // CUDA streams and pools seen so far
   CudaSettings cuda_settings;
   CudaAttachment cuda_attachment;

@@ -1,0 +1,157 @@
+"""Where the rows of a recording go: the parts of one trace, with its ring and its manifest."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from memtrace.format.encode import encode_codes
+from memtrace.format.keyframes import PartColumns
+from memtrace.format.part_writer import PART_ROWS, PartWriter
+from memtrace.format.schema import SPAN_KINDS
+from memtrace.recording import arrow
+from memtrace.recording.manifest import ManifestFile
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from memtrace.recording.ring import Ring
+
+OUTERMOST: Final = -1
+"""Number of the recording that no other recording contains."""
+_STEP: Final = SPAN_KINDS.index("step")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that an observer has seen, as Arrow tables and as numpy columns.
+
+    Every recording has steps of its own: in the column ``name`` of its steps is its number.
+    """
+
+    tables: dict[str, pa.Table]
+    columns: PartColumns
+
+    def of_recording(self, number: int) -> Rows:
+        """Return the same rows without the steps of other recordings."""
+        spans = self.columns.spans
+        is_step = spans["kind"] == _STEP
+        is_foreign = is_step & (spans["name"] != number)
+        if number == OUTERMOST and not is_foreign.any():
+            return self
+        kept = {name: values[~is_foreign] for name, values in spans.items()}
+        kept["name"] = np.where(kept["kind"] == _STEP, -1, kept["name"])
+        tables = {**self.tables, "spans": encode_codes("spans", kept, arrow.DEVICES)}
+        return Rows(tables, replace(self.columns, spans=kept))
+
+
+class TraceSink:
+    """The parts of one trace. Its methods are called on the writer's thread, unless they say otherwise.
+
+    Args:
+        folder: the folder of the rank.
+        manifest: the manifest of the rank, written with every part.
+        ring: deletes parts that are no longer needed; None keeps all of them.
+        failed: called once with the reason when the trace ends early.
+        flush_seconds: a part is written at least this often.
+        number: number of the recording, or OUTERMOST.
+
+    Attributes:
+        is_over: set when nothing more is written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: ManifestFile,
+        ring: Ring | None,
+        failed: Callable[[str], None],
+        flush_seconds: float,
+        number: int = OUTERMOST,
+    ) -> None:
+        self.folder = folder
+        self.failed = failed
+        self.is_over = threading.Event()
+        self.due = 0.0
+        """Time of the next flush, by ``time.monotonic``."""
+        self._manifest = manifest
+        self._ring = ring
+        self._flush_seconds = flush_seconds
+        self._number = number
+        self._parts = PartWriter(folder, arrow.DEVICES)
+        self._parts.on_table_written = self._drop_void_steps
+        self._has_void_steps = False
+
+    @property
+    def num_events(self) -> int:
+        """Events written so far."""
+        return self._parts.num_events
+
+    def steps_numbered_anew(self) -> None:
+        """Note that a second step 0 follows, which voids the steps before it; called on the training thread."""
+        self._has_void_steps = True
+
+    def begin(self) -> None:
+        """Start the clock of the flushes."""
+        self.due = time.monotonic() + self._flush_seconds
+
+    def begin_inside(self, outer: TraceSink, names: Sequence[pa.Table]) -> None:
+        """Begin with the live set of ``outer``, whose trace goes on, and with the names known so far."""
+        self.begin()
+        self._parts.begin_with(outer._parts.live_set.without_steps(), names)
+
+    def append(self, rows: Rows) -> None:
+        """Add rows to the current part."""
+        own = rows.of_recording(self._number)
+        self._parts.append(own.tables, own.columns)
+
+    def flush_if_due(self) -> None:
+        """Write the current part if it is large or old enough."""
+        if time.monotonic() >= self.due or self._parts.rows_in_part >= PART_ROWS:
+            self.flush()
+
+    def flush(self, *, with_manifest: bool = True) -> None:
+        """Write the current part.
+
+        Args:
+            with_manifest: write the manifest too; unnecessary where the last manifest follows at once.
+        """
+        self.due = time.monotonic() + self._flush_seconds
+        num_events = self._parts.rows_in_part
+        number = self._parts.flush()
+        if number is None:
+            return
+        if self._ring is not None:
+            dropped = self._ring.part_written(number, num_events, self._parts.order_ns)
+            if dropped is not None:
+                self._parts.forget_parts(dropped)
+            self._manifest.set_dropped_events(self._ring.dropped_events)
+        self._manifest.update(num_events=self._parts.num_events, parts=self._parts.parts)
+        if with_manifest:
+            self._manifest.write(self.folder)
+
+    def end(self, last_tables: Mapping[str, pa.Table]) -> None:
+        """Write what is left; the last manifest follows.
+
+        Args:
+            last_tables: tables of what is true at the end.
+        """
+        self._parts.append(last_tables, PartColumns({}))
+        self.flush(with_manifest=False)
+
+    def abandon(self) -> None:
+        """Drop the current part after an error."""
+        self._parts.abandon()
+
+    def _drop_void_steps(self, table: str, temporary: Path) -> None:
+        if table == "spans" and self._has_void_steps:
+            from memtrace.recording.void_steps import drop_void_steps
+
+            if drop_void_steps(self.folder, temporary):
+                self._has_void_steps = False
