@@ -174,6 +174,26 @@ def find_idle_gradients(trace: Trace, candidates: Array) -> IdleIntervals:
     return IdleIntervals(block[last][is_idle], begin[is_idle], end[is_idle])
 
 
+def find_replaced_state(trace: Trace, candidates: Array) -> IdleIntervals:
+    """Return the intervals from the last use of optimizer state to its free, if another optimizer has replaced it.
+
+    A state of the same name and size is allocated after the last use: a second optimizer updates the same parameters.
+    """
+    columns, accesses = blocks(trace), group_accesses_by_block(trace)
+    block = candidates[
+        (columns.category[candidates] == CATEGORY["optimizer_state"]) & (accesses.num_accesses(candidates) > 0)
+    ]
+    block = block[columns.name[block] >= 0]
+    if not len(block):
+        return IdleIntervals.concatenate([])
+    group = row_codes(columns.name[block], columns.size[block])
+    newest = np.full(int(group.max()) + 1, -1, np.int64)
+    np.maximum.at(newest, group, columns.alloc_event[block])
+    begin, end = last_needed_rows(trace, block), free_rows(columns, block)
+    is_replaced = (newest[group] > begin) & (newest[group] < end)
+    return IdleIntervals(block, begin, end).select(is_replaced)
+
+
 def is_applied_gradient(trace: Trace, block: Array) -> Array:
     """Return whether each block is a gradient that an optimizer uses last; every block must have an access."""
     accesses = group_accesses_by_block(trace)
