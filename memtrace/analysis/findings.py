@@ -247,6 +247,7 @@ def _detect_patterns(trace: Trace, candidates: Array) -> list[tuple[WastePattern
     late = patterns.select_droppable(trace, freed_late)
     after_backward = patterns.find_graphs_kept_after_backward(trace, freed_late)
     late_gradient = training_patterns.is_applied_gradient(trace, late.block)
+    applied = training_patterns.find_optimizer_in_backward(trace, late.block[late_gradient], candidates)
     redundant, donors = patterns.find_redundant_allocations(trace, candidates)
     copied = training_patterns.is_copy_of_donor(trace, redundant.block, donors)
     in_place = can_write_in_place(trace, redundant.block)
@@ -260,7 +261,7 @@ def _detect_patterns(trace: Trace, candidates: Array) -> list[tuple[WastePattern
         (catalog.GRAPH_AFTER_BACKWARD, dead_graphs.until_variables_drop(trace, after_backward)),
         (catalog.REPLACED_STATE, replaced),
         (catalog.UNUSED_GRADIENTS, for_nothing),
-        (catalog.GRADIENTS_THROUGH_STEP, late.select(late_gradient)),
+        (catalog.GRADIENTS_THROUGH_STEP, applied),
         (catalog.LATE_DEALLOCATION, late.select(~late_gradient)),
         (catalog.EARLY_ALLOCATION, patterns.find_early_allocations(trace, candidates)),
         (catalog.DOUBLE_COPY, redundant.select(copied)),
@@ -386,7 +387,7 @@ def _evaluate(
         pattern=pattern.name,
         pattern_class=pattern.pattern_class,
         site=site,
-        module=largest_module(trace, intervals.block),
+        module=_main_module(trace, pattern, intervals.block),
         category=CATEGORIES[int(bytes_by_category.argmax())],
         num_blocks=len(np.unique(intervals.block)),
         wasted_bytes=int(size.max()) if is_dead_write else max_simultaneous_bytes(intervals, size),
@@ -399,6 +400,13 @@ def _evaluate(
         advice=pattern.advice,
         no_stack_reason=_no_stack_reason(trace, intervals.block) if site is None else None,
     )
+
+
+def _main_module(trace: Trace, pattern: WastePattern, block: Array) -> str | None:
+    """Return the module to report: that of unused gradients contains all of them, others own most of the bytes."""
+    if pattern is catalog.UNUSED_GRADIENTS:
+        return unused_gradients.module_of_unused_gradients(trace, block) or largest_module(trace, block)
+    return largest_module(trace, block)
 
 
 def _no_stack_reason(trace: Trace, block: Array) -> str | None:

@@ -8,12 +8,14 @@ that it writes is read by unneeded operators alone.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
 
 from memtrace.analysis.attribution import PHASE, op_column
 from memtrace.analysis.block_accesses import group_accesses_by_block
+from memtrace.analysis.block_groups import find_owning_modules, module_pattern
 from memtrace.analysis.blocks import CATEGORY, allocating_op, blocks
 from memtrace.analysis.components import connected_components
 from memtrace.analysis.counterfactual import END_OF_TRACE, IdleIntervals, free_rows
@@ -160,6 +162,15 @@ def _reaches_needed(block: Array, op: Array, is_read: Array, is_removable: Array
     reached = np.zeros(root + 1, bool)
     reached[breadth_first_order(edges, root, return_predecessors=False)] = True
     return reached[:root]
+
+
+def module_of_unused_gradients(trace: Trace, block: Array) -> str | None:
+    """Return the innermost module that contains the parameters of all unused gradients among some blocks."""
+    gradients = np.intersect1d(block, trace.cached(_find_unneeded).gradients)
+    names, _ = find_owning_modules(trace, gradients)
+    parts = zip(*(name.split(".") for name in names if name is not None), strict=False)
+    common = [levels[0] for levels in itertools.takewhile(lambda levels: len(set(levels)) == 1, parts)]
+    return module_pattern(".".join(common)) if common else None
 
 
 def sites_of_unused_gradients(trace: Trace, block: Array) -> list[str | None]:
