@@ -96,11 +96,12 @@ def sites_of_dead_graphs(trace: Trace, block: Array) -> list[str | None]:
 
     Blocks belong to one graph if an operator that autograd recorded reads one of them to make the other.
     """
-    return sites_of_groups(trace, block, trace.cached(_graphs)[block], trace.cached(_live_lines))
+    is_own = np.ones(len(block), bool)
+    return sites_of_groups(trace, block, trace.cached(_graphs)[block], is_own, trace.cached(_live_lines))
 
 
 def sites_of_groups(
-    trace: Trace, block: Array, group: Array, live_lines: frozenset[tuple[str, int]]
+    trace: Trace, block: Array, group: Array, is_own: Array, live_lines: frozenset[tuple[str, int]]
 ) -> list[str | None]:
     """Return for each block the line of the program that runs the whole graph which the block belongs to.
 
@@ -108,6 +109,7 @@ def sites_of_groups(
         trace: the trace of one rank.
         block: the blocks.
         group: the number of the graph of each block.
+        is_own: whether the call stack of each block says where its graph runs; where none does, all are taken.
         live_lines: files and lines that graphs pass which are needed.
     """
     order = np.argsort(group, kind="stable")
@@ -116,8 +118,9 @@ def sites_of_groups(
     columns = blocks(trace)
     site_of_stacks: dict[tuple[int, ...], str | None] = {}
     for members in np.split(order, first[1:]) if len(groups) else []:
-        stacks, index = np.unique(columns.stack[block[members]], return_inverse=True)
-        num_bytes = np.bincount(index, weights=columns.size[block[members]])
+        own = block[members[is_own[members]] if is_own[members].any() else members]
+        stacks, index = np.unique(columns.stack[own], return_inverse=True)
+        num_bytes = np.bincount(index, weights=columns.size[own])
         key = tuple(stacks.tolist())
         if key not in site_of_stacks:
             site_of_stacks[key] = _site_of_stacks(trace, stacks, num_bytes, live_lines)

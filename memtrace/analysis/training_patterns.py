@@ -13,6 +13,7 @@ import numpy as np
 
 from memtrace.analysis.attribution import PHASE, op_column, step_rows
 from memtrace.analysis.block_accesses import (
+    find_initial_fills,
     group_accesses_by_block,
     last_needed_rows,
     operator_end_rows,
@@ -61,10 +62,18 @@ def find_leaked_blocks(trace: Trace, candidates: Array) -> IdleIntervals:
     last_use[is_accessed] = last_needed_rows(trace, block[is_accessed])
     # Blocks that a later step uses, or that are used after the last step, are kept for a reason.
     is_done = (steps.of_rows(last_use) <= columns.step[block] + 1) & (last_use < steps.end_row[-1])
-    is_leaked = is_done & _is_of_growing_origin(trace, candidates, block)
+    is_leaked = is_done & _is_of_growing_origin(trace, candidates, block) & ~_awaits_use(trace, block)
     leaked, begin = block[is_leaked], last_use[is_leaked]
     begin = np.maximum(begin, _reassignment_rows(trace, leaked))
     return IdleIntervals(leaked, begin, free_rows(columns, leaked)).select(begin < free_rows(columns, leaked))
+
+
+def _awaits_use(trace: Trace, block: Array) -> Array:
+    """Return whether no operator has used each block yet although others of its call stack and size are used."""
+    columns, accesses = blocks(trace), group_accesses_by_block(trace)
+    is_used = block_mask(trace, accesses.block[~find_initial_fills(trace)])
+    like = row_codes(columns.stack, columns.size)
+    return np.asarray(~is_used[block] & np.isin(like[block], like[is_used]))
 
 
 def _reassignment_rows(trace: Trace, block: Array) -> Array:

@@ -16,6 +16,7 @@ import numpy as np
 from memtrace.analysis.attribution import PHASE, op_column
 from memtrace.analysis.block_accesses import group_accesses_by_block
 from memtrace.analysis.block_groups import find_owning_modules, module_pattern
+from memtrace.analysis.block_signatures import row_codes
 from memtrace.analysis.blocks import CATEGORY, allocating_op, blocks
 from memtrace.analysis.components import connected_components
 from memtrace.analysis.counterfactual import END_OF_TRACE, IdleIntervals, free_rows
@@ -112,11 +113,38 @@ def _gradients_without_optimizer(trace: Trace, block: Array) -> Array:
     next_step = step_event[np.searchsorted(step_event, columns.alloc_event[block])]
     block = block[(next_step < free_rows(columns, block)) & (next_step < END_OF_TRACE)]
     # A gradient that no optimizer has is labeled only if it lives until the recording ends.
-    is_parameter = columns.category == CATEGORY["parameter"]
-    is_like_gradient = is_gradient[block] | np.isin(columns.size[block], columns.size[is_parameter])
-    is_like_gradient &= np.isin(columns.category[block], [CATEGORY[name] for name in ("gradient", "unknown")])
-    chosen: Array = block[is_like_gradient & ~_has_optimizer_state(trace, block)]
+    unlabeled = (columns.category[block] == CATEGORY["unknown"]) & _is_like_gradient(trace, block)
+    chosen: Array = block[(is_gradient[block] | unlabeled) & ~_has_optimizer_state(trace, block)]
     return chosen
+
+
+def _is_like_gradient(trace: Trace, block: Array) -> Array:
+    """Return whether each block can be the gradient of a parameter of the module whose backward allocates it.
+
+    A parameter of the module has its size, and no gradient of the module has its size while it lives: a parameter has
+    one gradient at a time. (The gradient of an input can have the size of a weight.)
+    """
+    columns = blocks(trace)
+    parameters, gradients = (np.flatnonzero(columns.category == CATEGORY[name]) for name in ("parameter", "gradient"))
+    owners, owner = find_owning_modules(trace, parameters)
+    known = zip(owner.tolist(), columns.size[parameters].tolist(), strict=True)
+    sizes = {(owners[index], size) for index, size in known}
+    pairs, pair = np.unique(np.stack([columns.module[block], columns.size[block]]), axis=1, return_inverse=True)
+    has_parameter = np.array([(trace.name(module), size) in sizes for module, size in pairs.T.tolist()], bool)
+    key = row_codes(
+        np.concatenate([columns.module[gradients], columns.module[block]]),
+        np.concatenate([columns.size[gradients], columns.size[block]]),
+    )
+    result = has_parameter[pair.reshape(-1)]
+    if len(gradients):
+        of_gradient, of_block = key[: len(gradients)], key[len(gradients) :]
+        begin = of_gradient * (4 * END_OF_TRACE) + columns.alloc_event[gradients]
+        order = np.argsort(begin)
+        end = of_block * (4 * END_OF_TRACE) + free_rows(columns, block)
+        last = order[np.maximum(np.searchsorted(begin[order], end) - 1, 0)]
+        begins_before = (of_gradient[last] == of_block) & (begin[last] < end)
+        result &= ~(begins_before & (free_rows(columns, gradients[last]) > columns.alloc_event[block]))
+    return np.asarray(result)
 
 
 def _has_optimizer_state(trace: Trace, block: Array) -> Array:
@@ -187,7 +215,9 @@ def sites_of_unused_gradients(trace: Trace, block: Array) -> list[str | None]:
     # Inputs that models share, such as a batch, do not connect them.
     links = belongs[accesses.block[mine]]
     group = connected_components(accesses.block[mine][links], len(columns) + op[links], num_nodes)[block]
-    return sites_of_groups(trace, block, group, trace.cached(_live_lines))
+    # The line that made an input of the graph does not run the graph.
+    is_own = (op_column(trace, allocating_op(trace, block), "sequence_nr") >= 0) | unneeded.block[block]
+    return sites_of_groups(trace, block, group, is_own, trace.cached(_live_lines))
 
 
 def _live_lines(trace: Trace) -> frozenset[tuple[str, int]]:
