@@ -13,7 +13,7 @@ from memtrace.cli.quantities import BYTES_OR_ZERO
 from memtrace.cli.tabular import print_csv
 
 from memtrace.analysis.access import AccessAnalysis, analyze_access
-from memtrace.analysis.bandwidth import TITAN_XP, CopyBandwidths
+from memtrace.analysis.bandwidth import CopyBandwidths
 from memtrace.analysis.thresholds import MIN_SWAP_BYTES
 from memtrace.format.schema import NO_BLOCKS
 from memtrace.units import UNKNOWN, format_bytes, format_count, format_duration
@@ -42,8 +42,8 @@ def command(
 
     An access interval is the time between two accesses of a block. A block is a swap candidate if it can be copied to
     the host and back within one. Intervals on a GPU are measured there if TRACE was recorded with device_time=True,
-    otherwise between the launches on the host. Bandwidths are those of a TITAN Xp (6.4 GB/s) unless --bandwidth,
-    --card, or --d2h and --h2d are given.
+    otherwise between the launches on the host. Without --bandwidth, --card, or --d2h and --h2d, bandwidths are those
+    of the recorded card if memtrace knows it, otherwise of a TITAN Xp (6.4 GB/s).
 
     \b
     Examples:
@@ -51,7 +51,7 @@ def command(
       memtrace access run.memtrace --bandwidth bandwidths.json
     """
     trace = selection.open_rank()
-    result = analyze_access(trace, bandwidths or TITAN_XP, min_bytes=min_bytes)
+    result = analyze_access(trace, bandwidths, min_bytes=min_bytes)
     if as_json:
         print_json(result)
     elif as_csv:

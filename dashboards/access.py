@@ -10,17 +10,17 @@ from memtrace.dashboards.palette import CATEGORY_COLORS, STACK_ORDER
 from plotly.subplots import make_subplots
 
 from memtrace.analysis.access import SIZE_CLASSES, size_classes
-from memtrace.analysis.bandwidth import TITAN_XP
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.device_clock import count_clocks, describe_clocks
 from memtrace.analysis.intervals import access_intervals, device_intervals
-from memtrace.analysis.swap import IntervalSample, max_swappable_bytes, sample_intervals
+from memtrace.analysis.swap import IntervalSample, assumed_bandwidths, max_swappable_bytes, sample_intervals
 from memtrace.analysis.thresholds import MIN_SWAP_BYTES
 from memtrace.categories import CATEGORY_LABELS
 from memtrace.format.schema import CATEGORIES
 from memtrace.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
+    from memtrace.analysis.bandwidth import CopyBandwidths
     from memtrace.format.arrays import Array
     from memtrace.trace import Trace
 
@@ -79,9 +79,11 @@ def intervals_figure(trace: Trace, device: str) -> go.Figure | None:
 def swap_figure(trace: Trace, device: str) -> go.Figure | None:
     """Return block size against access interval, with the largest size that can be swapped within an interval.
 
-    None where accesses were not recorded. Bandwidths are the published ones of a TITAN Xp.
+    None where accesses were not recorded, or times mean nothing. Dots are the blocks that can all be in host memory at
+    the peak, with one copy at a time in each direction; bandwidths are those of ``assumed_bandwidths``.
     """
-    sample = sample_intervals(trace, device, TITAN_XP, MAX_SCATTER_POINTS)
+    costs = assumed_bandwidths(trace)
+    sample = sample_intervals(trace, device, costs, MAX_SCATTER_POINTS)
     if sample is None:
         return None
     intervals, table = access_intervals(trace), blocks(trace)
@@ -90,26 +92,37 @@ def swap_figure(trace: Trace, device: str) -> go.Figure | None:
     figure = go.Figure()
     for name in STACK_ORDER:
         of_category = category == CATEGORIES.index(name)
-        for is_swappable in (True, False):
-            chosen = of_category & (sample.is_swappable == is_swappable)
+        has_legend = False
+        for symbol, is_shown in _symbols(sample):
+            chosen = of_category & is_shown
             if chosen.any():
-                trace_of_category = _scatter(duration_ns[chosen], size[chosen], name, is_swappable)
-                # The legend has one entry per category: that of its swappable intervals where it has any.
-                trace_of_category.showlegend = is_swappable or not (of_category & sample.is_swappable).any()
+                trace_of_category = _scatter(duration_ns[chosen], size[chosen], name, symbol)
+                # The legend has one entry per category.
+                trace_of_category.showlegend = not has_legend
+                has_legend = True
                 figure.add_trace(trace_of_category)
-    for limit in _limit_curves(duration_ns, int(size.min())):
+    for limit in _limit_curves(duration_ns, int(size.min()), costs):
         figure.add_trace(limit)
     figure.update_layout(
         xaxis={"type": "log", "title": {"text": "access interval"}, **_time_ticks(duration_ns)},
         yaxis={"type": "log", "title": {"text": "block size"}, "tickvals": _SIZE_TICKS,
                "ticktext": [format_bytes(num_bytes) for num_bytes in _SIZE_TICKS]},
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        meta={"note": f"{_sample_note(sample)} {describe_clocks(count_clocks(intervals.clock[sample.rows]))}"},
+        meta={"note": f"{_sample_note(sample, costs)} {describe_clocks(count_clocks(intervals.clock[sample.rows]))}"},
     )  # fmt: skip
     return figure
 
 
-def _scatter(duration_ns: Array, size: Array, category: str, is_swappable: bool) -> go.Scatter:
+def _symbols(sample: IntervalSample) -> tuple[tuple[str, Array], ...]:
+    """Return the symbols of the figure, and which intervals of the sample each of them shows."""
+    return (
+        ("circle", sample.is_swapped_at_peak),
+        ("circle-open", sample.is_swappable & ~sample.is_swapped_at_peak),
+        ("x-thin-open", ~sample.is_swappable),
+    )
+
+
+def _scatter(duration_ns: Array, size: Array, category: str, symbol: str) -> go.Scatter:
     texts = [
         f"{format_bytes(num_bytes)} block, interval {format_duration(length_ns)}"
         for num_bytes, length_ns in zip(size.tolist(), duration_ns.tolist(), strict=True)
@@ -124,19 +137,19 @@ def _scatter(duration_ns: Array, size: Array, category: str, is_swappable: bool)
         marker={
             "color": CATEGORY_COLORS[category],
             "size": 7,
-            "symbol": "circle" if is_swappable else "x-thin-open",
+            "symbol": symbol,
             "opacity": 0.8,
         },
         hovertemplate="%{customdata}",
     )
 
 
-def _limit_curves(duration_ns: Array, smallest_bytes: int) -> list[go.Scatter]:
+def _limit_curves(duration_ns: Array, smallest_bytes: int, costs: CopyBandwidths) -> list[go.Scatter]:
     """Return the curves of the largest size that can be swapped within an interval, with and without latency."""
     length_ns = np.geomspace(duration_ns.min(), duration_ns.max(), 100)
     curves = []
     for label, with_latency, dash in (("bandwidth only", False, "dot"), ("latency and bandwidth", True, "solid")):
-        limit = max_swappable_bytes(length_ns, TITAN_XP, with_latency=with_latency)
+        limit = max_swappable_bytes(length_ns, costs, with_latency=with_latency)
         # A logarithmic axis cannot show 0, and need not show what is far below all blocks.
         limit[limit < smallest_bytes / 10] = np.nan
         line = {"dash": dash, "color": "#8c9299"}
@@ -144,13 +157,14 @@ def _limit_curves(duration_ns: Array, smallest_bytes: int) -> list[go.Scatter]:
     return curves
 
 
-def _sample_note(sample: IntervalSample) -> str:
-    num_swappable = format_count(int(sample.is_swappable.sum()), "interval")
+def _sample_note(sample: IntervalSample, costs: CopyBandwidths) -> str:
+    totals = sample.swappable
     return (
         f"{len(sample.rows):,} of {sample.num_intervals:,} intervals, half of them the longest of the largest blocks. "
-        f"{num_swappable} (dots; {format_bytes(sample.swappable_bytes)} of blocks) are long enough to swap a block of "
-        f"at least {format_bytes(MIN_SWAP_BYTES)} at {TITAN_XP.d2h.gb_per_s:.2f} GB/s D2H and "
-        f"{TITAN_XP.h2d.gb_per_s:.2f} GB/s H2D ({TITAN_XP.source})."
+        f"{format_bytes(totals.bytes_at_peak)} can be in host memory at the peak (dots), with one copy at a time in "
+        f"each direction at {costs.d2h.gb_per_s:.2f} GB/s D2H and {costs.h2d.gb_per_s:.2f} GB/s H2D ({costs.source}). "
+        f"{format_count(totals.num_intervals or 0, 'interval')} (dots and circles) would be long enough, each for "
+        f"itself, to swap a block of at least {format_bytes(MIN_SWAP_BYTES)}."
     )
 
 

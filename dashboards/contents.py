@@ -158,8 +158,9 @@ DEVICE_SECTIONS: Final = (
     Section(
         "swap",
         "Swap candidates",
-        "An interval below the line is long enough to copy the block to the host and back before its next access. "
-        "Run memtrace access with the measured bandwidths of your machine for exact results.",
+        "Below the line, a block can be copied to the host and back before its next access. A dot is a block that can "
+        "be in host memory at the peak together with all other dots, because the copies share the bus. Run memtrace "
+        "access with the measured bandwidths of your machine for exact results.",
         access.swap_figure,
         height=440,
     ),

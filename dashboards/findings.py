@@ -53,7 +53,7 @@ def _row(waste: DeviceWaste, finding: Finding) -> Row:
         f"{finding.pattern}{mark}",
         name_text(f"{finding.site or UNKNOWN} [{finding.module}]" if finding.module else finding.site or UNKNOWN),
         finding.category,
-        format_bytes(finding.saved_bytes),
+        f"{'up to ' if finding.is_upper_bound else ''}{format_bytes(finding.saved_bytes)}",
         finding.saved_bytes / max(waste.peak_bytes, 1),
         format_bytes(finding.peak_if_fixed_bytes),
         f"{finding.num_blocks:,}",

@@ -20,7 +20,7 @@ _DRAWN: Final = slice(-MAX_STEPS, None)
 
 
 def steps_figure(trace: Trace, device: str) -> go.Figure | None:
-    """Return memory above and time below, one element per step; None without steps.
+    """Return memory above and, where times are known, time below, one element per step; None without steps.
 
     Args:
         trace: a single-rank trace.
@@ -30,16 +30,18 @@ def steps_figure(trace: Trace, device: str) -> go.Figure | None:
     num_steps = len(columns)
     if not num_steps:
         return None
-    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.09)
+    num_rows = 2 if trace.has_times else 1
+    figure = make_subplots(rows=num_rows, cols=1, shared_xaxes=True, vertical_spacing=0.09)
     _draw_memory(figure, columns)
-    _draw_time(figure, columns, records_data_waits(trace))
+    if trace.has_times:
+        _draw_time(figure, columns, records_data_waits(trace))
     figure.update_layout(
         barmode="stack",
         hovermode="x unified",
         legend={"orientation": "h", "y": 1.03, "yanchor": "bottom", "x": 0},
         meta={"note": f"Last {MAX_STEPS:,} of {num_steps:,} steps." if num_steps > MAX_STEPS else ""},
     )
-    figure.update_xaxes(title_text="step", row=2, col=1)
+    figure.update_xaxes(title_text="step", row=num_rows, col=1)
     return figure
 
 

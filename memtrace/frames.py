@@ -149,7 +149,7 @@ def phase_hint(frame: Frame) -> PhaseHint:
     """Return what a frame reveals about the phase: the rules name functions of PyTorch that only one phase calls."""
     if "torch::autograd::Engine::" in frame.function:
         return PhaseHint.BACKWARD
-    file, function = normalize_path(frame.file), frame.function
+    file, function = normalize_path(frame.file), _unqualified(frame.function)
     if "torch/" not in file:
         return PhaseHint.NONE
     if file.endswith("torch/utils/checkpoint.py"):
@@ -163,6 +163,11 @@ def phase_hint(frame: Frame) -> PhaseHint:
     if is_optimizer_frame(frame) and function in ("step", "wrapper"):
         return PhaseHint.OPTIMIZER_STEP
     return PhaseHint.NONE
+
+
+def _unqualified(function: str) -> str:
+    """Return the last part of a Python function's name: recordings hold ``Module._call_impl``, files ``_call_impl``."""
+    return function.rpartition(".")[2]
 
 
 def stack_phase(hints: Sequence[PhaseHint]) -> tuple[int, bool]:
@@ -196,9 +201,9 @@ def category_hint(frame: Frame) -> str:
     Returns:
         One of ``CATEGORIES``; "none" if the hints of its callers must be ignored; "" for every other function.
     """
-    function = frame.function
-    if "AccumulateGrad::accumulateGrad" in function:
+    if "AccumulateGrad::accumulateGrad" in frame.function:
         return "gradient"
+    function = _unqualified(frame.function)
     if is_optimizer_frame(frame):
         return "optimizer_state" if function == "_init_group" else ""
     file = normalize_path(frame.file)

@@ -8,11 +8,13 @@ from memtrace.frames import (
     BACKWARD,
     Frame,
     PhaseHint,
+    category_hint,
     dispatched_operator,
     is_optimizer_base_frame,
     is_optimizer_frame,
     parse_profiler_function,
     parse_traceback,
+    phase_hint,
     stack_phase,
 )
 
@@ -82,3 +84,9 @@ def test_printed_tracebacks_are_parsed_innermost_first() -> None:
 def test_python_functions_of_the_profiler_are_parsed() -> None:
     assert parse_profiler_function("me/model.py(7): forward") == Frame("me/model.py", 7, "forward")
     assert parse_profiler_function("nn.Module: Linear_0") is None
+
+
+@pytest.mark.parametrize("function", ["_call_impl", "Module._call_impl", "Module._wrapped_call_impl"])
+def test_a_module_call_is_recognised_by_the_qualified_and_the_plain_name_of_its_function(function: str) -> None:
+    assert phase_hint(Frame("/lib/torch/nn/modules/module.py", 1, function)) is PhaseHint.MODULE_CALL
+    assert category_hint(Frame("/lib/torch/nn/modules/module.py", 1, "Module.to.<locals>.convert")) == "parameter"

@@ -7,12 +7,19 @@ from typing import Final
 
 import numpy as np
 
-from memtrace.analysis.bandwidth import TITAN_XP, CopyBandwidths
+from memtrace.analysis.bandwidth import CopyBandwidths
 from memtrace.analysis.block_accesses import has_accesses
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.device_clock import describe_clocks
 from memtrace.analysis.intervals import access_intervals
-from memtrace.analysis.swap import SwapCandidate, SwapTotals, find_swap_candidates, interval_clocks, swap_totals
+from memtrace.analysis.swap import (
+    SwapCandidate,
+    SwapTotals,
+    assumed_bandwidths,
+    find_swap_candidates,
+    interval_clocks,
+    swap_totals,
+)
 from memtrace.analysis.thresholds import MIN_SWAP_BYTES
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
@@ -67,15 +74,16 @@ class AccessAnalysis:
 
 
 def analyze_access(
-    trace: Trace, bandwidths: CopyBandwidths = TITAN_XP, *, min_bytes: int = MIN_SWAP_BYTES
+    trace: Trace, bandwidths: CopyBandwidths | None = None, *, min_bytes: int = MIN_SWAP_BYTES
 ) -> AccessAnalysis:
     """Return the access intervals of a single-rank trace and the blocks that could be swapped out during them.
 
     Args:
         trace: a single-rank trace.
-        bandwidths: cost of copies between device and host.
+        bandwidths: cost of copies between device and host; default: ``assumed_bandwidths``.
         min_bytes: smallest block to swap.
     """
+    bandwidths = bandwidths or assumed_bandwidths(trace)
     intervals, table = access_intervals(trace), blocks(trace)
     records_accesses = has_accesses(trace) and trace.has_times
     unknown = SwapTotals(None, None, None)

@@ -88,6 +88,16 @@ def bandwidths_of_card(name: str) -> CopyBandwidths:
     )
 
 
+def bandwidths_of_device_name(name: str | None) -> CopyBandwidths:
+    """Return the costs of copies of the known card that a device's name contains, else those of a TITAN Xp.
+
+    Args:
+        name: a name such as ``NVIDIA A100-SXM4-80GB``; None: unknown.
+    """
+    text = (name or "").casefold()
+    return next((costs for card, costs in CARDS.items() if card.casefold() in text), TITAN_XP)
+
+
 def bandwidths_from_rates(d2h_gb_per_s: float, h2d_gb_per_s: float) -> CopyBandwidths:
     """Return the costs of copies at given bandwidths in GB/s (10**9 bytes per second), without latency.
 

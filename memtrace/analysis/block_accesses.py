@@ -142,6 +142,12 @@ def operator_end_rows(trace: Trace, event: Array) -> Array:
     return np.where(number >= 0, calls.last[number], event) if len(calls.last) else event
 
 
+def last_accesses(trace: Trace, block: Array) -> Array:
+    """Return the last access of each block, as a row of ``group_accesses_by_block``; every block must have one."""
+    last: Array = group_accesses_by_block(trace).offset[block + 1] - 1
+    return last
+
+
 def last_needed_rows(trace: Trace, block: Array, *, allow_in_place: bool = False) -> Array:
     """Return for each block the last row of events that needs it; every block must have an access.
 

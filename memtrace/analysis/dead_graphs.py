@@ -70,17 +70,22 @@ def is_held_by_dead_graph(trace: Trace, block: Array) -> Array:
     return np.asarray(is_own | (is_input & is_freed_with(trace, block, block[is_own])))
 
 
-def until_variables_drop(trace: Trace, intervals: IdleIntervals) -> IdleIntervals:
+def until_variables_drop(trace: Trace, intervals: IdleIntervals, last_access: Array | None = None) -> IdleIntervals:
     """Return the intervals of blocks of dead graphs without the time for which variables hold the blocks as well.
 
     Without its graph, a result that is in a variable is freed when the line that made it assigns the next one.
+
+    Args:
+        trace: the trace of one rank.
+        intervals: intervals that end with the free of a block.
+        last_access: for each of them, the last access that the program needs; see ``find_release_rows``.
     """
     columns = blocks(trace)
     order = np.lexsort((columns.alloc_event, columns.stack))
     is_followed = columns.stack[order][1:] == columns.stack[order][:-1]
     replaced = np.full(len(columns), END_OF_TRACE)
     replaced[order[:-1][is_followed]] = columns.alloc_event[order[1:][is_followed]]
-    held = is_in_variable(trace, intervals.block)
+    held = is_in_variable(trace, intervals.block, last_access)
     begin = np.where(held, np.maximum(intervals.begin, replaced[intervals.block]), intervals.begin)
     kept = begin < intervals.end
     return IdleIntervals(intervals.block[kept], begin[kept], intervals.end[kept])
@@ -91,18 +96,34 @@ def sites_of_dead_graphs(trace: Trace, block: Array) -> list[str | None]:
 
     Blocks belong to one graph if an operator that autograd recorded reads one of them to make the other.
     """
-    graph = trace.cached(_graphs)[block]
-    order = np.argsort(graph, kind="stable")
-    graphs, first = np.unique(graph[order], return_index=True)
+    is_own = np.ones(len(block), bool)
+    return sites_of_groups(trace, block, trace.cached(_graphs)[block], is_own, trace.cached(_live_lines))
+
+
+def sites_of_groups(
+    trace: Trace, block: Array, group: Array, is_own: Array, live_lines: frozenset[tuple[str, int]]
+) -> list[str | None]:
+    """Return for each block the line of the program that runs the whole graph which the block belongs to.
+
+    Args:
+        trace: the trace of one rank.
+        block: the blocks.
+        group: the number of the graph of each block.
+        is_own: whether the call stack of each block says where its graph runs; where none does, all are taken.
+        live_lines: files and lines that graphs pass which are needed.
+    """
+    order = np.argsort(group, kind="stable")
+    groups, first = np.unique(group[order], return_index=True)
     sites: list[str | None] = [None] * len(block)
     columns = blocks(trace)
     site_of_stacks: dict[tuple[int, ...], str | None] = {}
-    for members in np.split(order, first[1:]) if len(graphs) else []:
-        stacks, index = np.unique(columns.stack[block[members]], return_inverse=True)
-        num_bytes = np.bincount(index, weights=columns.size[block[members]])
+    for members in np.split(order, first[1:]) if len(groups) else []:
+        own = block[members[is_own[members]] if is_own[members].any() else members]
+        stacks, index = np.unique(columns.stack[own], return_inverse=True)
+        num_bytes = np.bincount(index, weights=columns.size[own])
         key = tuple(stacks.tolist())
         if key not in site_of_stacks:
-            site_of_stacks[key] = _site_of_stacks(trace, stacks, num_bytes)
+            site_of_stacks[key] = _site_of_stacks(trace, stacks, num_bytes, live_lines)
         for member in members.tolist():
             sites[member] = site_of_stacks[key]
     return sites
@@ -129,11 +150,14 @@ def _graphs(trace: Trace) -> Array:
     return graph[:num_blocks]
 
 
-def _site_of_stacks(trace: Trace, stacks: Array, num_bytes: Array) -> str | None:
+def _site_of_stacks(
+    trace: Trace, stacks: Array, num_bytes: Array, live_lines: frozenset[tuple[str, int]]
+) -> str | None:
     """Return the line of the program under which a dead graph can run without autograd; None without call stacks.
 
     It is the innermost line that makes nearly all of the graph. It is not a line that live graphs pass as well, nor a
-    line of a module whose whole forward call is dead, because the line that calls the module serves as well.
+    line of a module whose whole forward call is dead, because the line that calls the module serves as well. Where only
+    the line of a live graph calls that module, as in ``head(backbone(x))``, it is that line.
     """
     known = stacks >= 0
     if not known.any():
@@ -141,13 +165,16 @@ def _site_of_stacks(trace: Trace, stacks: Array, num_bytes: Array) -> str | None
     paths = [call_path(trace, int(stack)) for stack in stacks[known]]
     weights = dict(zip(paths, num_bytes[known].tolist(), strict=True))
     path = _path_of_most_bytes(trace, weights)
-    owner, live_lines = trace.code_owner, trace.cached(_live_lines)
-    for depth in range(len(path), 0, -1):
-        frame, caller = path[depth - 1], path[depth - 2] if depth > 1 else None
-        in_module = caller is not None and phase_hint(caller) is PhaseHint.MODULE_CALL
-        is_live = (frame.file, frame.line) in live_lines
-        if owner.owner(frame) is Owner.USER and not is_live and not in_module:
-            return owner.format_site(path[:depth][::-1])
+    owner = trace.code_owner
+    of_user = [depth for depth, frame in enumerate(path) if owner.owner(frame) is Owner.USER]
+    is_dead = [(path[depth].file, path[depth].line) not in live_lines for depth in of_user]
+    for depth, dead in zip(reversed(of_user), reversed(is_dead), strict=True):
+        in_module = depth > 0 and phase_hint(path[depth - 1]) is PhaseHint.MODULE_CALL
+        if dead and not in_module:
+            return owner.format_site(path[: depth + 1][::-1])
+    callers = of_user[: is_dead.index(True)] if True in is_dead else of_user
+    if callers:
+        return owner.format_site(path[: callers[-1] + 1][::-1])
     return owner.format_site(max(weights, key=weights.__getitem__)[::-1])
 
 
@@ -178,8 +205,11 @@ def _path_of_most_bytes(trace: Trace, weights: dict[tuple[Frame, ...], float]) -
 def _live_lines(trace: Trace) -> frozenset[tuple[str, int]]:
     """Return the lines of all call paths through which autograd records a graph that backward uses."""
     ops = trace.columns("ops", "op_id", "stack")
-    rows = np.flatnonzero(ops["stack"] >= 0)
-    op = ops["op_id"][rows]
-    is_live = is_recorded_forward(trace, op) & ~ran_only_forward(trace, op)
-    stacks = np.unique(ops["stack"][rows[is_live]]).tolist()
+    op = ops["op_id"][ops["stack"] >= 0]
+    return lines_of(trace, op[is_recorded_forward(trace, op) & ~ran_only_forward(trace, op)])
+
+
+def lines_of(trace: Trace, op: Array) -> frozenset[tuple[str, int]]:
+    """Return the files and lines of all frames of the call stacks of some operator calls."""
+    stacks = np.unique(op_column(trace, op, "stack")).tolist()
     return frozenset((frame.file, frame.line) for stack in stacks for frame in call_path(trace, stack))

@@ -276,7 +276,7 @@ def _trace_totals(trace: Trace, steps: Array) -> TraceTotals:
         median_step_peak_bytes=median("peak_bytes"),
         median_step_allocated_bytes=median("allocated_bytes"),
         median_step_allocations=median("num_allocs"),
-        median_step_duration_ns=median("duration_ns"),
+        median_step_duration_ns=median("duration_ns") if trace.has_times else None,
     )
 
 

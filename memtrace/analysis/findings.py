@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from memtrace.analysis import dead_graphs, patterns, training_patterns
+from memtrace.analysis import dead_graphs, patterns, training_patterns, unused_gradients
 from memtrace.analysis import pattern_catalog as catalog
 from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.attribution import step_rows
@@ -226,7 +226,10 @@ def _detect_patterns(trace: Trace, candidates: Array) -> list[tuple[WastePattern
     candidates = _without(trace, candidates, carried.block)
     accumulated = training_patterns.find_accumulated_results(trace, candidates)
     gradients = training_patterns.find_idle_gradients(trace, candidates)
-    candidates = _without(trace, candidates, np.concatenate([gradients.block, leaked.block]))
+    for_nothing = unused_gradients.find_unused_gradients(trace, candidates)
+    replaced = training_patterns.find_replaced_state(trace, candidates)
+    special = [gradients.block, leaked.block, for_nothing.block, replaced.block]
+    candidates = _without(trace, candidates, np.concatenate(special))
     unused = patterns.find_unused_allocations(trace, candidates)
     candidates = _without(trace, candidates, unused.block)
     is_gradient = blocks(trace).category[candidates] == CATEGORY["gradient"]
@@ -242,8 +245,11 @@ def _detect_patterns(trace: Trace, candidates: Array) -> list[tuple[WastePattern
     is_retained = np.isin(origin[dead.block], origin[leaks[0][1].block])
     leaks[0] = (catalog.RETAINED_GRAPH, IdleIntervals.concatenate([leaks[0][1], dead.select(is_retained)]))
     others = others[~np.isin(stack[others], stack[leaked.block])]
-    late = patterns.select_droppable(trace, patterns.find_late_deallocations(trace, others))
+    freed_late = patterns.find_late_deallocations(trace, others)
+    late = patterns.select_droppable(trace, freed_late)
+    after_backward = patterns.find_graphs_kept_after_backward(trace, freed_late)
     late_gradient = training_patterns.is_applied_gradient(trace, late.block)
+    applied = training_patterns.find_optimizer_in_backward(trace, late.block[late_gradient], candidates)
     redundant, donors = patterns.find_redundant_allocations(trace, candidates)
     copied = training_patterns.is_copy_of_donor(trace, redundant.block, donors)
     in_place = can_write_in_place(trace, redundant.block)
@@ -254,7 +260,10 @@ def _detect_patterns(trace: Trace, candidates: Array) -> list[tuple[WastePattern
         (catalog.GRADIENTS_THROUGH_FORWARD, gradients),
         (catalog.UNUSED_ALLOCATION, unused),
         (catalog.FORWARD_WITHOUT_BACKWARD, dead.select(~is_retained)),
-        (catalog.GRADIENTS_THROUGH_STEP, late.select(late_gradient)),
+        (catalog.GRAPH_AFTER_BACKWARD, dead_graphs.until_variables_drop(trace, after_backward)),
+        (catalog.REPLACED_STATE, replaced),
+        (catalog.UNUSED_GRADIENTS, for_nothing),
+        (catalog.GRADIENTS_THROUGH_STEP, applied),
         (catalog.LATE_DEALLOCATION, late.select(~late_gradient)),
         (catalog.EARLY_ALLOCATION, patterns.find_early_allocations(trace, candidates)),
         (catalog.DOUBLE_COPY, redundant.select(copied)),
@@ -291,8 +300,9 @@ def _group_by_site(
     category = columns.category[intervals.block]
     if pattern.is_reported_by_line:
         category = np.zeros(len(intervals), np.int8)
-    if pattern is catalog.FORWARD_WITHOUT_BACKWARD:
-        return _by_bytes_at_peak(trace, device, intervals, _members_by_graph(trace, intervals))
+    if pattern in _SITES_OF_GRAPHS:
+        sites = _SITES_OF_GRAPHS[pattern](trace, intervals.block)
+        return _by_bytes_at_peak(trace, device, intervals, _members_by_site(sites))
     key = columns.stack[intervals.block].astype(np.int64) * len(CATEGORIES) + category
     order = np.argsort(key, kind="stable")
     keys, first = np.unique(key[order], return_index=True)
@@ -305,9 +315,15 @@ def _group_by_site(
     return _by_bytes_at_peak(trace, device, intervals, merged)
 
 
-def _members_by_graph(trace: Trace, intervals: IdleIntervals) -> list[tuple[str | None, Array]]:
-    """Return the positions of the intervals whose graphs one line of the program runs, by that line."""
-    sites = dead_graphs.sites_of_dead_graphs(trace, intervals.block)
+_SITES_OF_GRAPHS: Final = {
+    catalog.FORWARD_WITHOUT_BACKWARD: dead_graphs.sites_of_dead_graphs,
+    catalog.UNUSED_GRADIENTS: unused_gradients.sites_of_unused_gradients,
+}
+"""Patterns whose blocks belong to graphs that one line of the program runs, and the function that finds this line."""
+
+
+def _members_by_site(sites: list[str | None]) -> list[tuple[str | None, Array]]:
+    """Return each site with the positions at which it stands in ``sites``."""
     members: dict[str | None, list[int]] = {}
     for position, site in enumerate(sites):
         members.setdefault(site, []).append(position)
@@ -328,9 +344,10 @@ def _by_bytes_at_peak(
 def _main_site(trace: Trace, pattern: WastePattern, intervals: IdleIntervals) -> str | None:
     """Return the site to report for blocks of many sites: that of the loss of a retained graph, else of most bytes."""
     columns = blocks(trace)
-    if pattern is catalog.RETAINED_GRAPH:
+    if pattern in (catalog.RETAINED_GRAPH, catalog.GRAPH_AFTER_BACKWARD):
         # The loss is the block of the graph that is allocated last.
-        last = intervals.block[np.argmax(columns.alloc_event[intervals.block])]
+        of_graph = intervals.block[columns.stack[intervals.block] >= 0]
+        last = of_graph[np.argmax(columns.alloc_event[of_graph])] if len(of_graph) else intervals.block[0]
         return allocation_site(trace, int(columns.stack[last]))
     stacks, index = np.unique(columns.stack[intervals.block], return_inverse=True)
     largest = np.argmax(np.bincount(index, weights=columns.size[intervals.block]))
@@ -372,7 +389,7 @@ def _evaluate(
         pattern=pattern.name,
         pattern_class=pattern.pattern_class,
         site=site,
-        module=largest_module(trace, intervals.block),
+        module=_main_module(trace, pattern, intervals.block),
         category=CATEGORIES[int(bytes_by_category.argmax())],
         num_blocks=len(np.unique(intervals.block)),
         wasted_bytes=int(size.max()) if is_dead_write else max_simultaneous_bytes(intervals, size),
@@ -385,6 +402,13 @@ def _evaluate(
         advice=pattern.advice,
         no_stack_reason=_no_stack_reason(trace, intervals.block) if site is None else None,
     )
+
+
+def _main_module(trace: Trace, pattern: WastePattern, block: Array) -> str | None:
+    """Return the module to report: that of unused gradients contains all of them, others own most of the bytes."""
+    if pattern is catalog.UNUSED_GRADIENTS:
+        return unused_gradients.module_of_unused_gradients(trace, block) or largest_module(trace, block)
+    return largest_module(trace, block)
 
 
 def _no_stack_reason(trace: Trace, block: Array) -> str | None:

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from memtrace.analysis.attribution import PHASE, SPAN, op_column, rows_at
-from memtrace.analysis.block_accesses import group_accesses_by_block, last_needed_rows
+from memtrace.analysis.block_accesses import group_accesses_by_block, last_accesses, operator_end_rows
 from memtrace.analysis.blocks import blocks
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
@@ -18,15 +18,23 @@ _ROOT_OPERATOR: Final = "aten::ones_like"
 """The operator that makes the gradient of a loss when backward begins."""
 
 
-def find_release_rows(trace: Trace, block: Array) -> Array:
+def find_release_rows(trace: Trace, block: Array, last_access: Array | None = None) -> Array:
     """Return for each block the row of events from which the program could drop it; every block must have an access.
 
     That is the end of the operator call that uses the block last. If this call is made by a module that began after the
     block was allocated, the block may be an argument of the module: the caller then holds it until the outermost such
     module returns. The loss is an argument of ``backward`` and is held until that returns; a node of the graph
     holds its saved tensors until its last operator ends.
+
+    Args:
+        trace: the trace of one rank.
+        block: the blocks.
+        last_access: the access of each block that counts as its last, a row of ``group_accesses_by_block``; by default
+            the last one in the trace.
     """
-    row = _end_of_node(trace, _end_of_backward(trace, block, last_needed_rows(trace, block)))
+    last_access = last_accesses(trace, block) if last_access is None else last_access
+    last_row = operator_end_rows(trace, group_accesses_by_block(trace).event[last_access])
+    row = _end_of_node(trace, _end_of_backward(trace, last_access, last_row))
     start, end, parent = trace.cached(_module_calls)
     if not len(start):
         return row
@@ -66,8 +74,8 @@ def _node_runs(trace: Trace) -> tuple[Array, Array, Array]:
     return rows, node, rows[ends[np.searchsorted(ends, np.arange(len(rows)))]]
 
 
-def _end_of_backward(trace: Trace, block: Array, row: Array) -> Array:
-    """Return the end of the next backward for the blocks whose last use is its start, and ``row`` for all others."""
+def _end_of_backward(trace: Trace, last_access: Array, row: Array) -> Array:
+    """Return the end of the next backward for blocks whose last access is its start, and ``row`` for all others."""
     spans = trace.columns("spans", "kind", "name", "start_ns", "duration_ns")
     phases = np.flatnonzero(spans["kind"] == SPAN["phase"])
     names = [name for name in np.unique(spans["name"][phases]).tolist() if trace.name(name) == "backward"]
@@ -76,7 +84,7 @@ def _end_of_backward(trace: Trace, block: Array, row: Array) -> Array:
         return row
     ends = np.sort(rows_at(trace, spans["start_ns"][backward] + spans["duration_ns"][backward]))
     accesses = group_accesses_by_block(trace)
-    last_op = op_column(trace, accesses.op[accesses.offset[block + 1] - 1], "name")
+    last_op = op_column(trace, accesses.op[last_access], "name")
     root_names = [name for name in np.unique(last_op).tolist() if (trace.name(name) or "").startswith(_ROOT_OPERATOR)]
     next_end = np.searchsorted(ends, row, side="right")
     is_root = np.isin(last_op, root_names) & (next_end < len(ends))

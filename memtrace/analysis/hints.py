@@ -9,7 +9,7 @@ from typing import Final
 from memtrace.analysis.findings import Finding, find_device_waste
 from memtrace.analysis.growth import measure_growth
 from memtrace.analysis.peak import find_peak, peak_by_category
-from memtrace.analysis.steps import step_columns
+from memtrace.analysis.steps import records_data_waits, step_columns
 from memtrace.analysis.thresholds import MIN_CATEGORY_SHARE, MIN_FINDING_SHARE, MIN_WAIT_SHARE
 from memtrace.trace import Trace
 from memtrace.units import UNKNOWN, format_bytes, format_count, format_share
@@ -169,6 +169,8 @@ def _large_categories(trace: Trace) -> Iterator[Hint]:
 
 
 def _data_waits(trace: Trace) -> Iterator[Hint]:
+    if not (trace.has_times and records_data_waits(trace)):
+        return
     columns = step_columns(trace)
     wait_ns, duration_ns = int(columns.data_wait_ns.sum()), int(columns.duration_ns.sum())
     if duration_ns and wait_ns >= MIN_WAIT_SHARE * duration_ns:

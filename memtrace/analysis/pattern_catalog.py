@@ -73,12 +73,32 @@ FORWARD_WITHOUT_BACKWARD: Final = WastePattern(
     "Run it under torch.no_grad(): no backward follows, but the activations saved for it stay allocated.",
     is_reported_by_line=True,
 )
+GRAPH_AFTER_BACKWARD: Final = WastePattern(
+    "graph kept after backward",
+    "late deallocation",
+    "Call the last backward through the graph without retain_graph=True, or delete the loss before the next forward.",
+    is_reported_once=True,
+)
+REPLACED_STATE: Final = WastePattern(
+    "state of a replaced optimizer",
+    "late deallocation",
+    "Delete the first optimizer (and what refers to it) before creating the one that updates the same parameters.",
+    is_reported_once=True,
+)
+UNUSED_GRADIENTS: Final = WastePattern(
+    "unused gradients",
+    "unused allocation",
+    "Freeze the parameters (requires_grad_(False)) while it runs, or run it under torch.no_grad() if no gradient must "
+    "pass through it: no optimizer uses the gradients that backward computes.",
+    is_reported_by_line=True,
+)
 GRADIENTS_THROUGH_STEP: Final = WastePattern(
     "gradients kept through optimizer step",
     "late deallocation",
     "Free each gradient as soon as it is applied: run the optimizer in backward (register_post_accumulate_grad_hook).",
     is_single_line_fix=False,
     is_reported_once=True,
+    is_upper_bound=True,
 )
 EARLY_ALLOCATION: Final = WastePattern(
     "early allocation", "early allocation", "Allocate it right before its first use."
@@ -116,6 +136,9 @@ ALL_PATTERNS: Final = (
     LATE_DEALLOCATION,
     GRADIENTS_THROUGH_FORWARD,
     FORWARD_WITHOUT_BACKWARD,
+    GRAPH_AFTER_BACKWARD,
+    REPLACED_STATE,
+    UNUSED_GRADIENTS,
     GRADIENTS_THROUGH_STEP,
     EARLY_ALLOCATION,
     REDUNDANT_ALLOCATION,

@@ -109,6 +109,16 @@ def select_droppable(trace: Trace, late: IdleIntervals) -> IdleIntervals:
     return IdleIntervals(late.block, begin, late.end).select(begin < late.end)
 
 
+def find_graphs_kept_after_backward(trace: Trace, late: IdleIntervals) -> IdleIntervals:
+    """Return those late deallocations that a graph causes which is still alive after its backward (retain_graph=True).
+
+    Args:
+        trace: the trace of one rank.
+        late: late deallocations.
+    """
+    return late.select(_is_freed_with_graph(trace, late.block))
+
+
 def _is_used_unpredictably(trace: Trace, block: Array) -> Array:
     """Return whether the number of steps for which blocks of each block's stack and size are used varies."""
     columns, accesses, steps = blocks(trace), group_accesses_by_block(trace), step_rows(trace)
@@ -195,17 +205,19 @@ def find_temporary_idleness(trace: Trace, candidates: Array) -> IdleIntervals:
 def find_unused_allocations(trace: Trace, candidates: Array) -> IdleIntervals:
     """Return the lifetimes of blocks that are filled when they are allocated (zeros, random numbers) and never used.
 
-    Only these are known to be unused. Memory that is allocated empty, the results and the scratch memory of operators
-    may be used through pointers that no observer sees (NumPy, an extension, a kernel). Parameters, gradients, optimizer
-    state and inputs are in the hands of a module, an optimizer or a data loader. In a window of a trace, the block must
-    be freed in the window too.
+    Only these are known to be unused, and only if no block of the same call stack and size is used: a batch that is
+    loaded ahead when the program ends is not. Memory that is allocated empty, the results and the scratch memory of
+    operators may be used through pointers that no observer sees (NumPy, an extension, a kernel). Parameters, gradients,
+    optimizer state and inputs are in the hands of a module, an optimizer or a data loader. In a window of a trace, the
+    block must be freed in the window too.
     """
     columns, accesses = blocks(trace), group_accesses_by_block(trace)
     is_filled, is_used = (np.zeros(len(columns), bool) for _ in range(2))
     is_fill = find_initial_fills(trace)
     is_filled[accesses.block[is_fill]] = True
     is_used[accesses.block[~is_fill]] = True
-    is_unused = is_filled & ~is_used & ~np.isin(columns.category, _OWNED)
+    like = row_codes(columns.stack, columns.size)
+    is_unused = is_filled & ~np.isin(like, like[is_used]) & ~np.isin(columns.category, _OWNED)
     if trace.surroundings is not None:
         is_unused &= columns.free_event >= 0
     block = candidates[is_unused[candidates]]

@@ -126,13 +126,13 @@ def fullest_device_peak(trace: Trace) -> Peak | None:
 
 
 def step_compute_ns(trace: Trace) -> Array | None:
-    """Time of every step in operators other than those of torch.distributed; None without operator durations.
+    """Time of every step in operators other than those of torch.distributed; None where durations are unknown.
 
     Operators that run at the same time on several threads, or within each other (ranges of a Chrome trace), count once.
     """
     steps = step_columns(trace)
     ops = trace.columns("ops", "start_ns", "duration_ns", "name")
-    if not len(ops["duration_ns"]) or (ops["duration_ns"] < 0).all():
+    if not trace.has_times or not len(ops["duration_ns"]) or (ops["duration_ns"] < 0).all():
         return None
     names = {int(name): trace.name(int(name)) or "" for name in np.unique(ops["name"])}
     communication = [name for name, text in names.items() if text.startswith("c10d")]

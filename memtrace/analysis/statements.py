@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memtrace.analysis.attribution import PHASE, op_column
-from memtrace.analysis.block_accesses import group_accesses_by_block, number_operator_calls
+from memtrace.analysis.block_accesses import group_accesses_by_block, last_accesses, number_operator_calls
 from memtrace.analysis.blocks import blocks
 from memtrace.format.arrays import Array
 from memtrace.frames import Frame, PhaseHint, phase_hint
@@ -62,14 +62,19 @@ def end_of_last_statement(trace: Trace, block: Array) -> Array:
     return result
 
 
-def is_in_variable(trace: Trace, block: Array) -> Array:
+def is_in_variable(trace: Trace, block: Array, last_access: Array | None = None) -> Array:
     """Return whether a variable of the program, outside of all modules, holds each block after its last forward use.
 
     Two statements of one function make and use it, and the function is not called by a module, whose variables die when
     it returns.
+
+    Args:
+        trace: the trace of one rank.
+        block: the blocks; every one must have an access.
+        last_access: the access of each block that counts as its last; see ``last_accesses``.
     """
-    accesses, columns = group_accesses_by_block(trace), blocks(trace)
-    last_op = accesses.op[accesses.offset[block + 1] - 1]
+    columns = blocks(trace)
+    last_op = group_accesses_by_block(trace).op[last_accesses(trace, block) if last_access is None else last_access]
     use_stack = op_column(trace, last_op, "stack").astype(np.int64)
     depth = _depths_of_use(trace, columns.stack[block], use_stack)
     keys, index = np.unique(np.stack([use_stack, depth]), axis=1, return_inverse=True)

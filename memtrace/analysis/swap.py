@@ -12,7 +12,7 @@ from typing import Final, Literal
 import numpy as np
 
 from memtrace.analysis.allocation_sites import allocation_sites
-from memtrace.analysis.bandwidth import TITAN_XP, CopyBandwidths, CopyCost
+from memtrace.analysis.bandwidth import CopyBandwidths, CopyCost, bandwidths_of_device_name
 from memtrace.analysis.block_signatures import row_codes
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.device_clock import CLOCKS, Clock, count_clocks
@@ -93,17 +93,24 @@ def swappable_intervals(
     return rows
 
 
+def assumed_bandwidths(trace: Trace) -> CopyBandwidths:
+    """Return the costs of copies where none are given: those of the recorded card if it is known, else a TITAN Xp's."""
+    names = (info.name for device, info in sorted(trace.manifest.devices.items()) if device != "cpu")
+    return bandwidths_of_device_name(next(names, None))
+
+
 def swappable_peak_bytes(
-    trace: Trace, costs: CopyBandwidths = TITAN_XP, *, min_bytes: int = MIN_SWAP_BYTES
+    trace: Trace, costs: CopyBandwidths | None = None, *, min_bytes: int = MIN_SWAP_BYTES
 ) -> int | None:
     """Return the bytes that could be in host memory at the peak; None where accesses or times are unknown.
 
-    Copies are serialised in each direction (``swapped_at_peak``).
+    Copies are serialised in each direction (``swapped_at_peak``). By default they cost ``assumed_bandwidths``.
 
     ``interval_clocks`` returns the clocks of this answer.
     """
     if not len(access_intervals(trace)):
         return None
+    costs = costs or assumed_bandwidths(trace)
     return _swap_totals(trace, swappable_intervals(trace, costs, min_bytes=min_bytes), costs).bytes_at_peak
 
 
@@ -187,11 +194,13 @@ class IntervalSample:
     rows: Array
     """Positions in ``access_intervals(trace)``."""
     is_swappable: Array
-    """Whether each interval is long enough to swap its block."""
+    """Whether each interval, for itself, is long enough to swap its block."""
+    is_swapped_at_peak: Array
+    """Whether its block can be in host memory at the peak, together with all others (``swapped_at_peak``)."""
     num_intervals: int
     """Number of intervals from which the sample was taken."""
-    swappable_bytes: int
-    """Sum of the sizes of the distinct blocks of the sample with a swappable interval."""
+    swappable: SwapTotals
+    """Totals of all these intervals."""
 
 
 def sample_intervals(
@@ -200,7 +209,7 @@ def sample_intervals(
     """Return a sample of the access intervals of a device; None where it has none.
 
     Half of the sample are the intervals with the largest product of size and length, which matter most for swapping;
-    the other half is spread evenly over the rest.
+    the other half is spread evenly over the rest. Those that are swapped at the peak come first.
 
     Args:
         trace: a single-rank trace.
@@ -214,14 +223,20 @@ def sample_intervals(
     rows = rows[size[intervals.block[rows]] > 0]
     if not len(rows):
         return None
+    swappable = np.intersect1d(swappable_intervals(trace, costs, min_bytes=min_bytes), rows)
+    at_peak = swappable[swapped_at_peak(trace, swappable, costs)]
     weight = np.log2(size[intervals.block[rows]]) + np.log2(intervals.duration_ns[rows])
-    order = rows[np.argsort(-weight, kind="stable")]
+    order = rows[np.lexsort((-weight, ~np.isin(rows, at_peak)))]
     head, rest = order[: max_intervals // 2], order[max_intervals // 2 :]
     stride = max(1, -(-2 * len(rest) // max_intervals))
     chosen = np.concatenate([head, rest[::stride]])
-    is_swappable = np.isin(chosen, swappable_intervals(trace, costs, min_bytes=min_bytes))
-    swappable_blocks = np.unique(intervals.block[chosen[is_swappable]])
-    return IntervalSample(chosen, is_swappable, len(rows), int(size[swappable_blocks].sum()))
+    return IntervalSample(
+        rows=chosen,
+        is_swappable=np.isin(chosen, swappable),
+        is_swapped_at_peak=np.isin(chosen, at_peak),
+        num_intervals=len(rows),
+        swappable=_swap_totals(trace, swappable, costs),
+    )
 
 
 def find_swap_candidates(

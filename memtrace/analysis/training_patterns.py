@@ -13,6 +13,7 @@ import numpy as np
 
 from memtrace.analysis.attribution import PHASE, op_column, step_rows
 from memtrace.analysis.block_accesses import (
+    find_initial_fills,
     group_accesses_by_block,
     last_needed_rows,
     operator_end_rows,
@@ -21,6 +22,7 @@ from memtrace.analysis.block_accesses import (
 from memtrace.analysis.block_signatures import row_codes
 from memtrace.analysis.blocks import CATEGORY, PERSISTENT, allocating_op, blocks
 from memtrace.analysis.counterfactual import END_OF_TRACE, IdleIntervals, free_rows
+from memtrace.analysis.dead_graphs import is_held_by_graph
 from memtrace.analysis.leaks import (
     keeps_growing,
     kept_bytes_at_step_ends,
@@ -28,6 +30,7 @@ from memtrace.analysis.leaks import (
     step_end_lifetimes,
 )
 from memtrace.analysis.patterns import block_mask
+from memtrace.analysis.statements import is_in_variable
 from memtrace.analysis.thresholds import MIN_STEPS_FOR_LEAKS, WARM_UP_STEPS
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
@@ -59,8 +62,41 @@ def find_leaked_blocks(trace: Trace, candidates: Array) -> IdleIntervals:
     last_use[is_accessed] = last_needed_rows(trace, block[is_accessed])
     # Blocks that a later step uses, or that are used after the last step, are kept for a reason.
     is_done = (steps.of_rows(last_use) <= columns.step[block] + 1) & (last_use < steps.end_row[-1])
-    is_leaked = is_done & _is_of_growing_origin(trace, candidates, block)
-    return IdleIntervals(block[is_leaked], last_use[is_leaked], free_rows(columns, block[is_leaked]))
+    is_leaked = is_done & _is_of_growing_origin(trace, candidates, block) & ~_awaits_use(trace, block)
+    leaked, begin = block[is_leaked], last_use[is_leaked]
+    begin = np.maximum(begin, _reassignment_rows(trace, leaked))
+    return IdleIntervals(leaked, begin, free_rows(columns, leaked)).select(begin < free_rows(columns, leaked))
+
+
+def _awaits_use(trace: Trace, block: Array) -> Array:
+    """Return whether no operator has used each block yet although others of its call stack and size are used."""
+    columns, accesses = blocks(trace), group_accesses_by_block(trace)
+    is_used = block_mask(trace, accesses.block[~find_initial_fills(trace)])
+    like = row_codes(columns.stack, columns.size)
+    return np.asarray(~is_used[block] & np.isin(like[block], like[is_used]))
+
+
+def _reassignment_rows(trace: Trace, block: Array) -> Array:
+    """Return from which row of events the variables of the program no longer hold each block; -1: no variable does.
+
+    A variable holds a batch until it is assigned the next one of the same call stack and size, which is used then.
+    """
+    columns, accesses = blocks(trace), group_accesses_by_block(trace)
+    result = np.full(len(block), -1, np.int64)
+    known = np.flatnonzero(accesses.num_accesses(block) > 0)
+    held = known[is_in_variable(trace, block[known]) & ~is_held_by_graph(trace, block[known])]
+    every_block = np.arange(len(columns))
+    used_by_another = np.flatnonzero(accesses.op != allocating_op(trace, every_block)[accesses.block])
+    first_use = np.full(len(columns), END_OF_TRACE)
+    first_use[accesses.block[used_by_another[::-1]]] = accesses.event[used_by_another[::-1]]
+    order = np.lexsort((columns.alloc_event, columns.size, columns.stack))
+    is_followed = (columns.stack[order][1:] == columns.stack[order][:-1]) & (
+        columns.size[order][1:] == columns.size[order][:-1]
+    )
+    next_use = np.full(len(columns), END_OF_TRACE)
+    next_use[order[:-1][is_followed]] = first_use[order[1:][is_followed]]
+    result[held] = next_use[block[held]]
+    return result
 
 
 def find_graphs_across_steps(trace: Trace, candidates: Array) -> IdleIntervals:
@@ -174,12 +210,69 @@ def find_idle_gradients(trace: Trace, candidates: Array) -> IdleIntervals:
     return IdleIntervals(block[last][is_idle], begin[is_idle], end[is_idle])
 
 
+def find_replaced_state(trace: Trace, candidates: Array) -> IdleIntervals:
+    """Return the intervals from the last use of optimizer state to its free, if another optimizer has replaced it.
+
+    A state of the same name and size is allocated after the last use: a second optimizer updates the same parameters.
+    """
+    columns, accesses = blocks(trace), group_accesses_by_block(trace)
+    block = candidates[
+        (columns.category[candidates] == CATEGORY["optimizer_state"]) & (accesses.num_accesses(candidates) > 0)
+    ]
+    block = block[columns.name[block] >= 0]
+    if not len(block):
+        return IdleIntervals.concatenate([])
+    group = row_codes(columns.name[block], columns.size[block])
+    newest = np.full(int(group.max()) + 1, -1, np.int64)
+    np.maximum.at(newest, group, columns.alloc_event[block])
+    begin, end = last_needed_rows(trace, block), free_rows(columns, block)
+    is_replaced = (newest[group] > begin) & (newest[group] < end)
+    return IdleIntervals(block, begin, end).select(is_replaced)
+
+
 def is_applied_gradient(trace: Trace, block: Array) -> Array:
     """Return whether each block is a gradient that an optimizer uses last; every block must have an access."""
     accesses = group_accesses_by_block(trace)
     last_op = accesses.op[accesses.offset[block + 1] - 1]
     by_optimizer = op_column(trace, last_op, "phase") == PHASE["optimizer"]
     return np.asarray(by_optimizer & (blocks(trace).category[block] == CATEGORY["gradient"]))
+
+
+def find_optimizer_in_backward(trace: Trace, gradients: Array, candidates: Array) -> IdleIntervals:
+    """Return the intervals that an optimizer which runs in backward would save, at most.
+
+    Each gradient would be applied and freed as soon as backward has made it, and the optimizer would hold temporary
+    results of one parameter at a time: all but those of the largest one are saved. Gradients that backward accumulates
+    or that the program reads as well (to clip their norm) cannot be applied one after the other.
+
+    Args:
+        trace: the trace of one rank.
+        gradients: gradients that live beyond the optimizer step which uses them last.
+        candidates: all blocks of the device.
+    """
+    columns, accesses = blocks(trace), group_accesses_by_block(trace)
+    phase = op_column(trace, accesses.op, "phase")
+    by_program = accesses.is_read & (phase != PHASE["optimizer"])
+    gradients = gradients[~block_mask(trace, accesses.block[by_program])[gradients]]
+    made = np.full(len(columns), -1, np.int64)
+    in_backward = np.flatnonzero(phase == PHASE["backward"])
+    made[accesses.block[in_backward]] = accesses.event[in_backward]
+    gradients = gradients[made[gradients] >= 0]
+    if not len(gradients):
+        return IdleIntervals.concatenate([])
+    largest = np.zeros(int(columns.step.max(initial=0)) + 2, np.int64)
+    np.maximum.at(largest, columns.step[gradients], columns.size[gradients])
+    order = np.lexsort((-columns.size[gradients], columns.step[gradients]))
+    is_first = np.append(True, np.diff(columns.step[gradients[order]]) != 0)
+    gradients = gradients[order[~is_first]]
+    is_temporary = (columns.phase[candidates] == PHASE["optimizer"]) & np.isin(
+        columns.category[candidates], (CATEGORY["temporary"], CATEGORY["workspace"])
+    )
+    temporary = candidates[is_temporary & (columns.size[candidates] < largest[columns.step[candidates]])]
+    return IdleIntervals.concatenate([
+        IdleIntervals(gradients, operator_end_rows(trace, made[gradients]), free_rows(columns, gradients)),
+        IdleIntervals(temporary, columns.alloc_event[temporary], free_rows(columns, temporary)),
+    ])  # fmt: skip
 
 
 def _accumulation_rows(trace: Trace, gradient: Array, event: Array) -> Array:

@@ -94,7 +94,7 @@ def test_the_command_the_summary_and_the_page_agree_on_the_smallest_block_to_swa
     rows += [event("read", block, 2 * 10**12 + block) for block in (0, 1)]
     trace = trace_of(events=rows)
     sample = sample_intervals(trace, "cpu", TITAN_XP, 20)
-    assert sample is not None and sample.swappable_bytes == MIN_SWAP_BYTES
+    assert sample is not None and sample.swappable == swap_totals(trace, TITAN_XP)
     result = analyze_access(trace)
     assert result.swappable.bytes == swap_totals(trace, TITAN_XP).bytes == MIN_SWAP_BYTES
     assert [candidate.bytes for candidate in result.candidates] == [MIN_SWAP_BYTES]
@@ -124,7 +124,7 @@ def test_a_sample_of_intervals_holds_the_longest_of_the_largest_blocks() -> None
     block = access_intervals(trace).block[sample.rows]
     assert sample.num_intervals == 98 and 15 <= len(block) <= 21
     assert (block[:10] == 0).all()
-    assert sample.is_swappable.all() and sample.swappable_bytes == 10**6 + 10
+    assert sample.is_swappable.all() and sample.swappable.bytes == 10**6 + 10
 
 
 def test_latency_and_bandwidth_are_fitted_to_times_of_copies() -> None:

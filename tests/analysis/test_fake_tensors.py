@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from memtrace.dashboards.access import intervals_figure, swap_figure
+from memtrace.dashboards.steps import steps_figure
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memtrace
 from memtrace.analysis import analyze_access, find_swap_candidates, find_wasted_memory, measure_stalls, summarize
 from memtrace.analysis.bandwidth import TITAN_XP
+from memtrace.analysis.diff import compare_traces
+from memtrace.analysis.hints import find_hints
+from memtrace.analysis.ranks import compare_ranks
 from memtrace.trace import Trace
 from tests.cli.runner import run_memtrace
 
@@ -55,6 +60,15 @@ def test_findings_and_stalls_of_fake_tensors_claim_no_time(fake: Trace) -> None:
     (waste,) = find_wasted_memory(fake).devices
     assert all(finding.idle_byte_seconds is None for finding in waste.findings)
     assert measure_stalls(fake).wait_share is None
+
+
+def test_no_command_and_no_part_of_the_page_claims_a_time_of_fake_tensors(fake: Trace) -> None:
+    assert intervals_figure(fake, "cpu") is None and swap_figure(fake, "cpu") is None
+    figure = steps_figure(fake, "cpu")
+    assert figure is not None and {curve.name for curve in figure.data} == {"peak", "live at the end of the step"}
+    assert not any("time" in hint.what for hint in find_hints(fake))
+    assert compare_traces(fake, fake).before.median_step_duration_ns is None
+    assert compare_ranks(fake).ranks[0].compute_ns is None
 
 
 def test_commands_print_no_duration_of_fake_tensors(fake_path: Path) -> None:
