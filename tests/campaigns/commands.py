@@ -50,7 +50,9 @@ FILE_COMMANDS = (("import", TRACE, "-o", OUT),)
 """Commands for files of other tools only."""
 PLAN_COMMANDS = (("plan", "show", TRACE), ("plan", "show", TRACE, "--json"), ("plan", "diff", TRACE, OTHER))
 """Commands for plans, of which OTHER is an intact one."""
-SLOW_COMMANDS = tuple(command for command in COMMANDS if command[0] == "report" or command[1] in ("allocator", "recompute"))
+SLOW_COMMANDS = tuple(
+    command for command in COMMANDS if command[0] == "report" or command[1] in ("allocator", "recompute")
+)
 """Commands that take ten times as long as the others."""
 
 
