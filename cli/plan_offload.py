@@ -46,18 +46,14 @@ def command(
       memtrace plan offload --target-peak 2GiB --prove "train.py --epochs 1"
     """
     from memtrace.planning.offload import plan_offload
+    from memtrace.planning.recorded_step import main_device
 
     def make_plan(trace: Trace) -> Plan:
-        place = device or default_device(trace)
+        place = device or main_device(trace)
         costs = bandwidths or bandwidths_here(place)
         return plan_offload(trace, device=place, bandwidths=costs, target_bytes=target_peak)
 
     show_plan(request, make_plan, _print_tensors)
-
-
-def default_device(trace: Trace) -> str:
-    """Return the first GPU of a trace, or its first device."""
-    return next((name for name in trace.devices if name.startswith("cuda")), trace.devices[0])
 
 
 def _print_tensors(out: Console, plan: Plan) -> None:

@@ -21,7 +21,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch._dynamo  # optimizers import it: once here, instead of in every process
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
@@ -39,6 +41,8 @@ from memtrace.pipeline.schedules.registry import parse_schedule_choice
 from memtrace.pipeline.schedules.schedule import Schedule, parse_schedule
 
 TORCH = "torch-"
+WHOLE_MODEL: dict[int, list[list[np.ndarray]]] = {}
+"""Gradients of the whole model by layer, for each number of micro-batches. Recordings would count tensors."""
 
 
 def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -106,16 +110,27 @@ def compare(
     """
     if schedule.asynchronous:
         layers = train_without_flush(arguments, schedule, bounds, loss)
+        whole = [[parameter.detach().numpy() for parameter in layer.parameters()] for layer in layers]
     else:
-        layers = train_with_flush(arguments, schedule.num_microbatches, loss)
+        whole = gradients_of_whole_model(arguments, schedule.num_microbatches)
     difference = scale = 0.0
     for (_, stage), copy in worker.copies.items():
-        whole = [parameter for layer in layers[bounds[stage] : bounds[stage + 1]] for parameter in layer.parameters()]
-        for parameter, expected in zip(copy.parameters(), whole, strict=True):
-            value, correct = (p if schedule.asynchronous else p.grad for p in (parameter, expected))
-            difference = max(difference, float((value - correct).abs().max()))
-            scale = max(scale, float(correct.abs().max()))
+        expected = [value for layer in whole[bounds[stage] : bounds[stage + 1]] for value in layer]
+        for parameter, correct in zip(copy.parameters(), expected, strict=True):
+            value = (parameter.detach() if schedule.asynchronous else parameter.grad).numpy()
+            difference = max(difference, float(np.abs(value - correct).max()))
+            scale = max(scale, float(np.abs(correct).max()))
     return {"largest_difference": difference, "largest_value": scale}
+
+
+def gradients_of_whole_model(arguments: argparse.Namespace, num_microbatches: int) -> list[list[np.ndarray]]:
+    """The gradients of each layer in the last step of the whole model; computed once for all schedules."""
+    if num_microbatches not in WHOLE_MODEL:
+        layers = train_with_flush(arguments, num_microbatches, loss)
+        WHOLE_MODEL[num_microbatches] = [
+            [parameter.grad.numpy().copy() for parameter in layer.parameters()] for layer in layers
+        ]
+    return WHOLE_MODEL[num_microbatches]
 
 
 def mark(recording: Any, action: Action) -> AbstractContextManager[object]:
@@ -204,7 +219,7 @@ def main() -> None:
     names = list(tables(arguments))
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.spawn(train, (arguments, free_port(), results), nprocs=arguments.workers)
+        mp.start_processes(train, (arguments, free_port(), results), nprocs=arguments.workers, start_method="fork")
         differences = {name: [results[rank, name] for rank in range(arguments.workers)] for name in names}
     if arguments.record:
         record_single(arguments, arguments.record / "single.memtrace")

@@ -79,7 +79,10 @@ class _SnapshotWriter:
     def __init__(self, trace: Trace, file: IO[bytes]) -> None:
         self._trace = trace
         self._file = file
-        self._stacks = np.unique(blocks(trace).stack)
+        # One element more than there are blocks: entries without a block have the number -1.
+        self._stack_of_block = np.append(blocks(trace).stack, -1)
+        self._category_of_block = np.append(blocks(trace).category, CATEGORIES.index("unknown"))
+        self._stacks = np.unique(self._stack_of_block)
         self._frames = _frame_lists(trace, self._stacks.tolist())
         self._pools = np.unique(trace.columns("events", "pool")["pool"])
         self._shared = SharedObjects(
@@ -127,12 +130,11 @@ class _SnapshotWriter:
         yield self._last_entry(history)
 
     def _entry_rows(self, entries: Entries) -> ByteRows:
-        table, count = blocks(self._trace), len(entries)
         block, action = entries.block, entries.action
         is_oom = action == ACTIONS.index("oom")
         has_address = ~is_oom & (action != ACTIONS.index("snapshot"))
         events = self._trace.columns("events", "stream", "pool")
-        stack = np.where((block >= 0) & (action == ACTIONS.index("alloc")), table.stack[block], -1)
+        stack = np.where((block >= 0) & (action == ACTIONS.index("alloc")), self._stack_of_block[block], -1)
         place = np.searchsorted(self._stacks, stack)
         pool = events["pool"][entries.row]
         items = {
@@ -140,7 +142,7 @@ class _SnapshotWriter:
             "addr": only_where(integers(np.where(is_oom, 0, entries.address), unsigned=True), ~is_oom),
             "size": integers(np.maximum(entries.size, 0)),
             "stream": integers(np.maximum(events["stream"][entries.row], 0)),
-            "category": only_where(references(self._category[table.category[block]]), block >= 0),
+            "category": only_where(references(self._category[self._category_of_block[block]]), block >= 0),
             "frames": only_where(references(self._stack[place]), stack >= 0),
             "pool_id": only_where(
                 references(self._pool[np.searchsorted(self._pools, pool)]), (pool >= 0) & has_address
@@ -149,7 +151,7 @@ class _SnapshotWriter:
         }
         if self._trace.manifest.coverage.has_times:
             items["time_us"] = integers(self._times_us(entries.row))
-        return dictionaries({self._key[name]: rows for name, rows in items.items()}, count)
+        return dictionaries({self._key[name]: rows for name, rows in items.items()}, len(entries))
 
     def _last_entry(self, history: DeviceHistory) -> ByteRows:
         """Return the entry of the snapshot itself.

@@ -109,15 +109,18 @@ def shard(
     return _add_collectives(trace, sharded, moments, found, parameters, num_ranks, staged)
 
 
-def find_default_units(trace: Trace) -> tuple[str, ...]:
-    """Return the modules that are wrapped if the user names none: the repeated blocks of the model.
+def find_default_units(trace: Trace, timeline: Timeline) -> tuple[str, ...]:
+    """Return the modules that are wrapped if the user names none: the repeated blocks that have parameters.
 
     Raises:
         TraceError: the trace has no step with module calls and a backward.
+        MemtraceError: the trace names no parameters.
     """
     from memtrace.pipeline.layer_passes import find_passes
 
-    return find_passes(trace)[-1].names
+    owners = set(find_parameters(trace, timeline).module)
+    names = find_passes(trace)[-1].names
+    return tuple(name for name in names if any(matches_module(owner, name) for owner in owners))
 
 
 def _matching_modules(parameters: Parameters, patterns: Sequence[str]) -> list[str]:

@@ -334,7 +334,7 @@ class Shard:
             return untimed.with_memory(split)
         units = self.units
         if self.what == "fsdp" and not units:
-            units = sharding.find_default_units(state.trace)
+            units = sharding.find_default_units(state.trace, state.timeline)
         method = next(method for method in sharding.METHODS if method == self.what)
         split = sharding.shard(state.trace, state.timeline, state.moments, method, self.num_ranks, units)
         if self.what not in ("zero3", "fsdp"):

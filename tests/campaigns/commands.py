@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import signal
@@ -18,28 +19,40 @@ from memtrace.cli import INTERNAL_ERROR, main
 
 from memtrace import trace as trace_module
 from memtrace.errors import TraceError
+from memtrace.exporters import FORMATS
 from memtrace.trace import Trace
 
 ANSWERED, REFUSED = "answered", "refused"
 SECONDS_PER_COMMAND = 20
 """Processor time after which a command counts as hanging; the inputs are small, so that a second is long."""
 MAX_MESSAGE_CHARS = 2000
+_FORMULA = re.compile(r'(^|,)"?[=@+]', re.MULTILINE)
 
 TRACE = "TRACE"
 """Stands for the mutated input in the arguments of a command, OTHER for an intact trace, OUT for a new path."""
 OTHER, OUT = "OTHER", "OUT"
-_PLAN = ("plan", "pipeline", TRACE, "--stages", "2", "--microbatches", "2")
+_RATES = ("--d2h", "6", "--h2d", "6")
+_CHANGES = ("--amp", "bf16", "--optimizer", "adamw:foreach", "--shard", "fsdp=8")
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("summary", TRACE), ("summary", TRACE, "--json"), ("summary", TRACE, "--from-step", "1", "--to-step", "2"),
     ("report", TRACE, "-o", OUT), ("findings", TRACE), ("findings", TRACE, "--csv", "--min-bytes", "1B"), ("steps", TRACE),
     ("steps", TRACE, "--from-events", "--json"), ("access", TRACE), ("access", TRACE, "--csv", "--min-bytes", "0"),
     ("leaks", TRACE), ("leaks", TRACE, "--csv", "--capacity", "1GiB"), ("diff", TRACE, OTHER), ("diff", OTHER, TRACE, "--csv"),
     ("check", TRACE, "--max-peak", "1GiB", "--max-growth", "0"), ("stalls", TRACE), ("stalls", TRACE, "--csv"), ("ranks", TRACE),
-    ("pipeline", TRACE), ("plan", "allocator", TRACE, "--sweep"), _PLAN,
+    ("pipeline", TRACE), ("plan", "allocator", TRACE, "--sweep"),
+    ("plan", "pipeline", TRACE, "--stages", "2", "--microbatches", "2"),
+    ("plan", "whatif", TRACE, "--scale-batch", "2", "--capacity", "1GiB"), ("plan", "whatif", TRACE, *_CHANGES, "--json"),
+    ("plan", "offload", TRACE, *_RATES), ("plan", "recompute", TRACE, "-o", OUT),
+    ("plan", "spill", TRACE, "--budget", "1MiB", *_RATES), ("plan", "auto", TRACE, "--capacity", "1GiB", *_RATES),
+    *(("export", TRACE, "-f", name, "-o", OUT) for name in FORMATS),
 )  # fmt: skip
 FILE_COMMANDS = (("import", TRACE, "-o", OUT),)
 """Commands for files of other tools only."""
-SLOW_COMMANDS = tuple(command for command in COMMANDS if command[0] == "report" or command[:2] == ("plan", "allocator"))
+PLAN_COMMANDS = (("plan", "show", TRACE), ("plan", "show", TRACE, "--json"), ("plan", "diff", TRACE, OTHER))
+"""Commands for plans, of which OTHER is an intact one."""
+SLOW_COMMANDS = tuple(
+    command for command in COMMANDS if command[0] == "report" or command[1] in ("allocator", "recompute")
+)
 """Commands that take ten times as long as the others."""
 
 
@@ -81,8 +94,9 @@ def run_command(arguments: tuple[str, ...], trace: Path, other: Path, folder: Pa
             return Outcome("hang", _innermost(sys.exc_info()[1]))
         except BaseException as error:
             return Outcome(f"traceback: {type(error).__name__}", f"{_innermost(error)}: {str(error)[:150]!a}")
-    page = output.read_text(encoding="utf-8") if arguments[0] == "report" and output.is_file() else None
-    return _classify(status, stdout.text(), stderr.text(), page, as_csv="--csv" in arguments)
+    outcome = _classify(status, stdout.text(), stderr.text(), as_csv="--csv" in arguments)
+    fault = _fault_of_output(arguments, output) if outcome.kind == ANSWERED else None
+    return outcome if fault is None else Outcome(fault)
 
 
 @contextmanager
@@ -110,7 +124,29 @@ def shared_loads() -> Iterator[None]:
         trace_module.load = load
 
 
-def _classify(status: object, stdout: str, stderr: str, page: str | None, *, as_csv: bool) -> Outcome:
+def _fault_of_output(arguments: tuple[str, ...], output: Path) -> str | None:
+    """Return what is wrong with the file or folder that a command wrote; None where nothing is."""
+    if arguments[0] == "report":
+        page = output.read_text(encoding="utf-8")
+        is_bad = "<img src=x" in page or "<b>bold" in page or not page.rstrip().endswith("</html>")
+        return "markup in the page" if is_bad else None
+    if arguments[0] == "export":
+        kind = arguments[arguments.index("-f") + 1]
+        if kind == "csv" and any(_FORMULA.search(path.read_text(encoding="utf-8")) for path in output.iterdir()):
+            return "formula in CSV"
+        if kind in ("speedscope", "chrome"):
+            try:
+                json.loads(output.read_bytes(), parse_constant=_refuse_constant)
+            except ValueError:
+                return "export that is not JSON"
+    return None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _classify(status: object, stdout: str, stderr: str, *, as_csv: bool) -> Outcome:
     for name, text in (("stdout", stdout), ("stderr", stderr)):
         if "\x1b" in text or "\x9b" in text:
             return Outcome("ANSI escape", f"{name}: {_around(text, chr(0x1B))}")
@@ -121,10 +157,8 @@ def _classify(status: object, stdout: str, stderr: str, page: str | None, *, as_
         return Outcome("traceback printed", stderr[-300:])
     if INTERNAL_ERROR in stderr:
         return Outcome("last resort", stderr[:300])
-    if as_csv and re.search(r'(^|,)"?[=@+]', stdout, re.MULTILINE):
+    if as_csv and _FORMULA.search(stdout):
         return Outcome("formula in CSV", stdout[:200])
-    if page is not None and ("<img src=x" in page or "<b>bold" in page or not page.rstrip().endswith("</html>")):
-        return Outcome("markup in the page")
     if status in (0, None):
         return Outcome(ANSWERED)
     if status == 1 and stdout and not stderr:  # a failed check

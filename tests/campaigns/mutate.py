@@ -1,6 +1,6 @@
-"""Run every command on mutated traces and on mutated files of other tools.
+"""Run every command on mutated traces, mutated files of other tools and mutated plans.
 
-    python -m tests.campaigns.mutate --traces 10000 --files 10000 --seed 0
+    python -m tests.campaigns.mutate --traces 10000 --files 10000 --plans 1000 --seed 0
 
 Each command must answer (exit code 0; 1 for a failed check) or refuse with one sentence (exit code 2): no traceback, no
 last-resort message, no unprintable character, no markup in the page, no hang, bounded memory. Prints a table of the
@@ -29,6 +29,7 @@ from pathlib import Path
 from tests.campaigns.commands import (
     COMMANDS,
     FILE_COMMANDS,
+    PLAN_COMMANDS,
     SECONDS_PER_COMMAND,
     SLOW_COMMANDS,
     Outcome,
@@ -37,7 +38,7 @@ from tests.campaigns.commands import (
     shared_loads,
     silence_c_libraries,
 )
-from tests.campaigns.seeds import make_seeds
+from tests.campaigns.seeds import make_plan_seed, make_seeds
 from tests.campaigns.trace_mutations import mutate_trace
 from tests.readers import fuzz
 
@@ -77,14 +78,15 @@ class Tally:
         return "\n".join(lines)
 
 
-def run_campaign(num_traces: int, num_files: int, seed: int, *, commands: Sequence[Command] = COMMANDS,
-                 workers: int = 1, keep: Path | None = None, slow_every: int = 1, share: bool = False,
+def run_campaign(num_traces: int, num_files: int, num_plans: int, seed: int, *,
+                 commands: Sequence[Command] = COMMANDS, workers: int = 1, keep: Path | None = None, slow_every: int = 1, share: bool = False,
                  minutes: float = 1e9) -> Tally:  # fmt: skip
     """Run commands on mutated inputs and return what they did.
 
     Args:
         num_traces: mutated traces.
         num_files: mutated files of other tools.
+        num_plans: mutated plans.
         seed: the same seed gives the same mutations.
         commands: what is run on each input.
         workers: processes that run at the same time.
@@ -98,6 +100,7 @@ def run_campaign(num_traces: int, num_files: int, seed: int, *, commands: Sequen
     with tempfile.TemporaryDirectory(prefix="memtrace-campaign-") as name:
         folder = Path(name)
         in_child(lambda: make_seeds(folder / "seeds"))
+        plan = make_plan_seed(folder / "plan.json")
         seeds = sorted((folder / "seeds").glob("*.memtrace"))
         files = fuzz.seeds() if num_files else []
         for command in commands:  # so that the children need not import anything
@@ -105,6 +108,7 @@ def run_campaign(num_traces: int, num_files: int, seed: int, *, commands: Sequen
         makers: list[tuple[str, int, Callable[[Path, random.Random], tuple[Path, str]]]] = [
             ("trace", num_traces, lambda to, dice: _mutated_trace(seeds, to, dice)),
             ("file", num_files, lambda to, dice: _mutated_file(files, to, dice)),
+            ("plan", num_plans, lambda to, dice: _mutated_file([(plan.name, plan.read_bytes())], to, dice)),
         ]
         jobs = [
             (kind, start, min(BATCH_SIZE, count - start), make) for kind, count, make in makers
@@ -115,8 +119,9 @@ def run_campaign(num_traces: int, num_files: int, seed: int, *, commands: Sequen
             kind, start, count, make = job
             if time.monotonic() > deadline:
                 return []
-            batch = _Batch(folder / f"{kind}-{start}", f"{seed}-{kind}", start, count, make, seeds[0], keep)
-            batch.commands = (*commands, *FILE_COMMANDS) if kind == "file" else tuple(commands)
+            other = plan if kind == "plan" else seeds[0]
+            batch = _Batch(folder / f"{kind}-{start}", f"{seed}-{kind}", start, count, make, other, keep)
+            batch.commands = _commands_of_kind(kind, commands)
             batch.slow_every, batch.share = slow_every, share
             return batch.run()
 
@@ -131,6 +136,12 @@ def run_campaign(num_traces: int, num_files: int, seed: int, *, commands: Sequen
             os.waitpid(child, 0)
             _count(tally, (folder / f"lines-{worker}").read_text(encoding="utf-8").splitlines())
     return tally
+
+
+def _commands_of_kind(kind: str, commands: Sequence[Command]) -> tuple[Command, ...]:
+    if kind == "plan":
+        return PLAN_COMMANDS
+    return (*commands, *FILE_COMMANDS) if kind == "file" else tuple(commands)
 
 
 def _count(tally: Tally, lines: list[str]) -> None:
@@ -148,7 +159,8 @@ def _count(tally: Tally, lines: list[str]) -> None:
 
 
 def _mutated_trace(seeds: list[Path], to: Path, dice: random.Random) -> tuple[Path, str]:
-    seed = dice.choice(seeds)
+    # Only the recording has what every command needs.
+    seed = dice.choices(seeds, [3 if seed.stem == "recording" else 1 for seed in seeds])[0]
     path = to / "run.memtrace"
     shutil.copytree(seed, path)
     return path, f"{seed.name} {mutate_trace(path, dice)}"
@@ -298,6 +310,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=int, default=200)
     parser.add_argument("--files", type=int, default=200)
+    parser.add_argument("--plans", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--keep", type=Path)
@@ -307,9 +320,9 @@ def main() -> int:
     parser.add_argument("--max-faults", type=int, default=40, help="Most faults to print.")
     options = parser.parse_args()
     begin = time.monotonic()
-    tally = run_campaign(options.traces, options.files, options.seed, workers=options.workers, keep=options.keep,
-                         slow_every=options.slow_every,
-        share=options.share, minutes=options.minutes)  # fmt: skip
+    tally = run_campaign(options.traces, options.files, options.plans, options.seed, workers=options.workers,
+                         keep=options.keep, slow_every=options.slow_every,
+                         share=options.share, minutes=options.minutes)  # fmt: skip
     print(tally.table())
     print(f"{tally.inputs:,} inputs ({tally.answered_inputs:,} answered by at least one command), "
           f"{sum(tally.outcomes.values()):,} commands in {time.monotonic() - begin:.0f} s, "

@@ -12,6 +12,8 @@ import torch
 import memtrace
 from memtrace.format.manifest import Manifest, TraceSource, write_manifest
 from memtrace.format.split import write_parts
+from memtrace.planning.actions import Offload, OffloadedTensor, Recompute, Spill
+from memtrace.planning.plan import Plan, StepCost, write_plan
 from memtrace.readers import read_job
 from memtrace.readers.import_job import write_trace
 from tests.builders import event, op, step
@@ -28,6 +30,18 @@ def make_seeds(folder: Path) -> dict[str, Path]:
         paths[name] = folder / f"{name}.memtrace"
         write(paths[name])
     return paths
+
+
+def make_plan_seed(path: Path) -> Path:
+    """Write a plan with an action of each kind and return its path."""
+    tensors = (OffloadedTensor("net.0", 0, MIB, 3, 5), OffloadedTensor("", 1, 7, None, 0))
+    actions = (
+        Recompute(("net.0", "net.1"), ("aten::addmm",)),
+        Offload(tensors, "cpu"),
+        Spill((("net.0",), ("net.1", "net.2")), MIB),
+    )
+    write_plan(Plan("cpu", actions, StepCost(9 * MIB, 10**6), StepCost(5 * MIB, None), ("An assumption.",), "a"), path)
+    return path
 
 
 def _recording(path: Path) -> None:

@@ -11,12 +11,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("kind", ["--traces", "--files"])
+@pytest.mark.parametrize("kind", ["--traces", "--files", "--plans"])
 @pytest.mark.parametrize("count", [20, pytest.param(60, marks=pytest.mark.slow)])
 def test_commands_answer_or_refuse_mutated_inputs(kind: str, count: int, data: Path) -> None:
     """A program of its own: it limits its memory, and a crash must not end the tests."""
-    other = "--files" if kind == "--traces" else "--traces"
-    arguments = [kind, str(count), other, "0", "--seed", "5", "--slow-every", "10", "--share"]
+    others = [word for other in ("--traces", "--files") if other != kind for word in (other, "0")]
+    arguments = [kind, str(count), *others, "--seed", "5", "--slow-every", "10", "--share"]
     process = subprocess.run(
         [sys.executable, "-m", "tests.campaigns.mutate", *arguments],
         capture_output=True, text=True, check=False, timeout=600, cwd=ROOT,

@@ -96,6 +96,15 @@ def test_blocks_without_an_address_of_their_own_get_one(tmp_path: Path) -> None:
     assert find_peak(again, "cuda:0").end_bytes == 550
 
 
+def test_a_history_without_blocks_can_be_exported(tmp_path: Path) -> None:
+    trace = trace_of(events=[event("oom", None, 5, 100, device="cuda:0", device_free=7)])
+    snapshot = pickle.loads(export(trace, tmp_path).read_bytes())
+    assert [(entry["action"], entry["size"]) for entry in snapshot["device_traces"][0]] == [
+        ("oom", 100),
+        ("snapshot", 0),
+    ]
+
+
 def test_a_window_has_the_blocks_that_are_live_at_its_start(trace: Trace, tmp_path: Path) -> None:
     window = trace.window(1, 2)
     again = memtrace.load(str(export(window, tmp_path)))

@@ -120,7 +120,7 @@ models = st.sampled_from([PAPER, TORCH])
 
 
 @given(layer_lists, families, st.sampled_from([TIME, MEMORY]), st.booleans(), models)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_the_partition_is_the_best_of_all(
     layers: list[LayerCosts], family: tuple[str, int], objective: str, recompute: bool, model: MemoryModel
 ) -> None:
@@ -134,7 +134,7 @@ def test_the_partition_is_the_best_of_all(
 
 
 @given(st.data(), layer_lists, families, st.booleans(), models)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_the_partition_is_the_fastest_within_a_capacity(
     data: st.DataObject, layers: list[LayerCosts], family: tuple[str, int], recompute: bool, model: MemoryModel
 ) -> None:
@@ -149,7 +149,7 @@ def test_the_partition_is_the_fastest_within_a_capacity(
 
 
 @given(st.data(), layer_lists, st.sampled_from(["interleaved", "gems", "chimera:f=2"]), st.sampled_from([TIME, MEMORY]))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_with_too_many_partitions_the_result_is_good_and_not_exact(
     data: st.DataObject, layers: list[LayerCosts], name: str, objective: str
 ) -> None:

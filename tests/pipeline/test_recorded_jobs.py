@@ -19,7 +19,7 @@ import memtrace
 from memtrace.pipeline.costs import partition_costs
 from memtrace.pipeline.layer_costs import MeasuredLayers, measure_layer_costs
 from memtrace.pipeline.measured import measure_pipeline
-from memtrace.pipeline.prediction import predict_recorded_pipeline
+from memtrace.pipeline.prediction import WorkerComparison, predict_recorded_pipeline
 from memtrace.pipeline.recorded import recorded_actions, recorded_schedule
 from memtrace.pipeline.recorded_syncs import gradient_syncs
 from memtrace.pipeline.recorded_versions import recorded_schedule_with_updates
@@ -29,6 +29,7 @@ from memtrace.pipeline.schedules.schedule import FLUSH, STASH, TWO_BUFFERED, Sch
 RUN = Path(__file__).parents[2] / "examples" / "pipeline" / "run.py"
 DOCS = Path(__file__).parents[2] / "docs"
 NUM_WORKERS, NUM_MICROBATCHES, NUM_BLOCKS = 4, 8, 6
+MESSAGE_BYTES, MAX_WAITING_MESSAGES = 4 * 4 * 64 * 64, 4
 RUNS_TORCH_SCHEDULES = not torch.__version__.startswith("2.9.")
 """Whether torch's own schedules run in ``RUN``; those of torch 2.9 abort in gloo, with and without a recording."""
 REPRESENTATIVE = (*(["torch:1f1b"] if RUNS_TORCH_SCHEDULES else []), "interleaved", "chimera", "zb-h1", "pipedream")
@@ -107,6 +108,16 @@ def costs(representative_job: Job) -> MeasuredLayers:
     return measure_layer_costs(memtrace.load(representative_job.folder / "single.memtrace"))
 
 
+def assert_peak_is_predicted(worker: WorkerComparison) -> None:
+    """The tolerance is 10 %, because the stages are small, with 2 MB at the peak.
+
+    On a busy machine, messages wait for their receiver in addition. With twice the layers and no other load
+    benchmarks/pipeline_measured.py shows at most 1.6 %.
+    """
+    assert worker.predicted_peak_bytes <= 1.1 * worker.measured_peak_bytes
+    assert worker.measured_peak_bytes <= 1.1 * worker.predicted_peak_bytes + MAX_WAITING_MESSAGES * MESSAGE_BYTES
+
+
 @every_schedule
 def test_gradients_or_weights_equal_those_of_one_process(job: Job, schedule: str) -> None:
     """Without a flush the process computes every micro-batch with the weight version of the papers' rule."""
@@ -119,18 +130,14 @@ def test_gradients_or_weights_equal_those_of_one_process(job: Job, schedule: str
 
 @every_schedule
 def test_memory_and_microbatches_in_flight_equal_the_prediction(job: Job, costs: MeasuredLayers, schedule: str) -> None:
-    """The peak of every worker is predicted from the trace of one process that trained the whole model.
-
-    The tolerance is 10 %, because the stages are small: a few messages that arrive early, as they do on a busy machine,
-    are 5 % of a peak of 2 MB. With twice the layers benchmarks/pipeline_measured.py shows at most 1.6 %.
-    """
+    """The peak of every worker is predicted from the trace of one process that trained the whole model."""
     table = build(schedule)
     first_layers = [stage * len(costs.layers) // table.num_stages for stage in range(table.num_stages)]
     prediction = predict_recorded_pipeline(job.trace(schedule), costs, schedule=table, first_layers=first_layers)
     assert len(prediction.comparison.workers) == NUM_WORKERS
     for worker in prediction.comparison.workers:
         assert worker.measured_in_flight == worker.predicted_in_flight
-        assert worker.predicted_peak_bytes == pytest.approx(worker.measured_peak_bytes, rel=0.1)
+        assert_peak_is_predicted(worker)
 
 
 @every_schedule
@@ -158,7 +165,7 @@ def test_weight_versions_and_updates_are_recognized(
     assert (recorded.update, recorded.update_every) == (update, update_every)
     assert [worker.weight_versions for worker in measure_pipeline(trace).workers] == versions
     for worker in predict_recorded_pipeline(trace, costs).comparison.workers:
-        assert worker.predicted_peak_bytes == pytest.approx(worker.measured_peak_bytes, rel=0.1)
+        assert_peak_is_predicted(worker)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.readers.fuzz import check_file
 
 
-@pytest.mark.parametrize("num_mutations", [100, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_mutations", [100, pytest.param(500, marks=pytest.mark.slow)])
 def test_mutated_real_files_are_read_or_refused(data: Path, num_mutations: int) -> None:
     """The campaign runs in a separate program, so that a reader that hangs or crashes does not end the tests."""
     program = Path(__file__).with_name("fuzz.py")
@@ -112,7 +112,7 @@ GENERATED: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], bytes]]] = {
 }
 
 
-@pytest.mark.parametrize("num_examples", [25, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [25, pytest.param(75, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", GENERATED)
 def test_generated_files_are_read_or_refused(tmp_path: Path, kind: str, num_examples: int) -> None:
     strategy, to_bytes = GENERATED[kind]

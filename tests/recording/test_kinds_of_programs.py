@@ -34,8 +34,13 @@ def run_kinds(tmp_path_factory: pytest.TempPathFactory) -> RunKinds:
         command = [sys.executable, "-m", "tests.programs.run_kinds"]
         if observer:
             command += ["--record", str(folder / observer), "--observer", observer]
-        # Every process compiles for itself, so that a cache does not decide which code runs.
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / f"inductor-{observer or 'none'}")}
+        # Every process generates code for itself, so that no cache decides which code runs; equal code is compiled once.
+        environment = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+            "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+            "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+        }
         result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
         if result.returncode != 0:
             return dict.fromkeys(load_kinds(), f"the process failed: {result.stderr[-2000:]}")
