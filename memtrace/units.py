@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Final
 
 UNKNOWN: Final = "unknown"
+MAX_NAMES: Final = 4
+"""Lists of names show at most this many."""
 
 _BYTE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _TIME_UNITS: Final = ((10**9, "s"), (10**6, "ms"), (10**3, "µs"))
@@ -70,6 +73,13 @@ def format_count(number: int, noun: str, plural: str | None = None) -> str:
         plural: Its noun in the plural, where that is not ``noun`` with an s.
     """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def format_names(names: Sequence[str]) -> str:
+    """Format a list of names, of which the first are shown: ``layers.0, layers.1, layers.2 and 9 more``."""
+    if len(names) <= MAX_NAMES:
+        return ", ".join(names)
+    return f"{', '.join(names[: MAX_NAMES - 1])} and {len(names) - MAX_NAMES + 1:,} more"
 
 
 def parse_bytes(text: str) -> int:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memtrace.units import format_bytes, format_count, format_duration, format_share, parse_bytes
+from memtrace.units import format_bytes, format_count, format_duration, format_names, format_share, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,12 @@ def test_shares_are_whole_percentages_and_extremes_are_exact() -> None:
 def test_counts_have_a_noun_in_the_right_number() -> None:
     assert [format_count(1, "block"), format_count(1204, "block")] == ["1 block", "1,204 blocks"]
     assert format_count(2, "micro-batch", "micro-batches") == "2 micro-batches"
+
+
+def test_long_lists_of_names_are_abbreviated() -> None:
+    assert format_names(["a"]) == "a"
+    assert format_names(["a", "b", "c", "d"]) == "a, b, c, d"
+    assert format_names([f"layers.{number}" for number in range(12)]) == "layers.0, layers.1, layers.2 and 9 more"
 
 
 @pytest.mark.parametrize(

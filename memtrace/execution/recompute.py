@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from memtrace.errors import MemtraceError
 from memtrace.execution.target import Target
 from memtrace.planning.actions import Recompute
+from memtrace.recording.plain_access import module_members, walk_modules, walk_tensors
 
 _running: Final = threading.local()
 """``inside``: whether the thread runs a checkpointed call. Calls inside it are repeated with it."""
@@ -160,15 +161,18 @@ class _WrittenBuffers:
         self._module = module
         self._written = {
             f"{prefix}.{name}" if prefix else name
-            for prefix, part in module.named_modules()
+            for prefix, part in walk_modules(module)
             if isinstance(part, torch.nn.modules.batchnorm._NormBase)
-            for name, _ in part.named_buffers(recurse=False)
+            for name, _ in module_members(part, "_buffers")
         }
         self._is_known = False
 
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return dict(walk_tensors(self._module, "_buffers"))
+
     def copy(self) -> _BufferCopies:
         """Return copies of the buffers that forward may write."""
-        buffers = dict(self._module.named_buffers())
+        buffers = self._buffers()
         with torch.no_grad():
             copies = {
                 name: buffer.detach().clone()
@@ -179,7 +183,7 @@ class _WrittenBuffers:
 
     def find_written(self, before: _BufferCopies) -> None:
         """Note which buffers were written since they were copied, and keep only the copies of these."""
-        for name, buffer in self._module.named_buffers():
+        for name, buffer in self._buffers().items():
             is_changed = before.versions.get(name) != buffer._version
             if not self._is_known and name in before.values and not is_changed:
                 is_changed = not torch.equal(before.values[name], buffer)
@@ -192,7 +196,7 @@ class _WrittenBuffers:
     @contextmanager
     def restored(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
         """Set the buffers to earlier values in the block, and back afterwards."""
-        buffers = {name: buffer for name, buffer in self._module.named_buffers() if name in values}
+        buffers = {name: buffer for name, buffer in self._buffers().items() if name in values}
         current = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         _copy_into(buffers, values)
         try:
@@ -292,9 +296,9 @@ def _require_checkpointable(model: torch.nn.Module, modules: dict[str, torch.nn.
                 f"{name} is wrapped in FullyShardedDataParallel and cannot be recomputed from outside. Choose the "
                 "module inside it, or use torch.distributed.fsdp.fully_shard."
             )
-    for outer in model.modules():
+    for _, outer in walk_modules(model):
         is_compiled = hasattr(outer, "_orig_mod") or getattr(outer, "_compiled_call_impl", None) is not None
-        inside = [chosen[id(module)] for module in outer.modules() if id(module) in chosen]
+        inside = [chosen[id(module)] for _, module in walk_modules(outer) if id(module) in chosen]
         if is_compiled and inside:
             raise MemtraceError(
                 f"{inside[0]} is part of a model compiled by torch.compile, which plans its own recomputation. Set "

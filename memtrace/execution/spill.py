@@ -19,6 +19,7 @@ from memtrace.execution.spill_optimizer import ShardedStep
 from memtrace.execution.spill_residency import Residency, Shard, is_movable
 from memtrace.execution.target import Target
 from memtrace.planning.actions import Spill
+from memtrace.recording.plain_access import walk_modules, walk_tensors
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def apply_action(action: Spill, target: Target) -> Iterator[None]:
     modules = _modules_of_shards(action, target)
     _check_model(target, [module for members in modules for module in members])
     parameters = [
-        list({id(p): p for module in members for p in module.parameters() if is_movable(p)}.values())
+        list({id(p): p for module in members for _, p in walk_tensors(module, "_parameters") if is_movable(p)}.values())
         for members in modules
     ]
     every = [parameter for members in parameters for parameter in members]
@@ -78,14 +79,14 @@ def _check_model(target: Target, modules: Sequence[torch.nn.Module]) -> None:
         raise MemtraceError(
             "the plan spills the model: pass the optimizer too, memtrace.apply(plan, model, optimizer)."
         )
-    inside = {id(part) for module in modules for part in module.modules() if part is not module}
+    inside = {id(part) for module in modules for _, part in walk_modules(module) if part is not module}
     nested = [type(module).__name__ for module in modules if id(module) in inside]
     if nested:
         raise MemtraceError(
             f"the plan spills a {nested[0]} and a module that contains it. Name only one of them in the plan."
         )
     wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
-    wrapper = next((part for part in target.model.modules() if isinstance(part, wrappers)), None)
+    wrapper = next((part for _, part in walk_modules(target.model) if isinstance(part, wrappers)), None)
     if wrapper is not None:
         raise MemtraceError(
             f"{type(wrapper).__name__} keeps gradients in buffers of its own, so that they cannot be spilled. Apply "

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from memtrace.execution.boundary_tensors import BoundaryTensors
 from memtrace.execution.moved_storage import MovedStorage
 from memtrace.execution.spill_residency import Residency
+from memtrace.recording.plain_access import module_members, walk_modules
 
 _MISSING: Final = object()
 MIN_CONSTANT_BYTES: Final = 64 << 10
@@ -144,9 +145,9 @@ class _RepeatedCall:
         self._is_first = True
         self._buffers = [
             (owner, name, buffer.detach().clone())
-            for owner in module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None and owner.training and (id(owner), name) not in constant_buffers
+            for _, owner in walk_modules(module)
+            for name, buffer in module_members(owner, "_buffers")
+            if owner.training and (id(owner), name) not in constant_buffers
         ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memtrace.errors import MemtraceError
+from memtrace.units import format_names
 
 if TYPE_CHECKING:
     import torch
-
-MAX_LISTED = 5
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Target:
 
             raise MemtraceError(
                 f"the plan names modules that the model ({type_name(self.model)}) does not have: "
-                f"{_list_some(missing)}. Apply the plan to the model it was made for, or record this model and make a "
+                f"{format_names(missing)}. Apply the plan to the model it was made for, or record this model and make a "
                 "plan for it."
             )
         return {name: modules[name] for name in wanted}
@@ -58,8 +57,3 @@ class Target:
         if len(roots) == 1:  # otherwise the plan names modules of several models of this class
             prefix = roots.pop()
         return {f"{prefix}.{name}" if name else prefix: module for name, module in modules.items()} | modules
-
-
-def _list_some(names: Sequence[str]) -> str:
-    listed = ", ".join(names[:MAX_LISTED])
-    return listed if len(names) <= MAX_LISTED else f"{listed} and {len(names) - MAX_LISTED:,} more"

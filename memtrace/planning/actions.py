@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from memtrace.units import format_bytes, format_count
-
-MAX_NAMES = 4
-"""Names of modules that the description of an action lists before it abbreviates."""
+from memtrace.units import format_bytes, format_count, format_names
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class Recompute:
     def describe(self) -> str:
         """Return the action as one line of text."""
         kept = f", except the outputs of {', '.join(self.kept_operators)}" if self.kept_operators else ""
-        return f"Recompute {_list_names(self.modules)} in backward{kept}."
+        return f"Recompute {format_names(self.modules)} in backward{kept}."
 
     def module_names(self) -> tuple[str, ...]:
         """Return the names of the modules that the action changes."""
@@ -67,7 +64,7 @@ class Offload:
         modules = tuple(dict.fromkeys(tensor.module or "(no module)" for tensor in self.tensors))
         return (
             f"Offload {format_count(len(self.tensors), 'saved tensor')} of {format_bytes(size)} "
-            f"in {_list_names(modules)}."
+            f"in {format_names(modules)}."
         )
 
     def module_names(self) -> tuple[str, ...]:
@@ -106,9 +103,3 @@ class Spill:
     def split(self) -> tuple[Spill, ...]:
         """Return the action itself: its shards depend on each other."""
         return (self,)
-
-
-def _list_names(names: tuple[str, ...]) -> str:
-    if len(names) <= MAX_NAMES:
-        return ", ".join(names)
-    return f"{', '.join(names[: MAX_NAMES - 1])} and {len(names) - MAX_NAMES + 1:,} more"

@@ -7,7 +7,6 @@ parameters alone does not, nor do contributions to gradients, which have the siz
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -16,10 +15,11 @@ from memtrace.analysis.attribution import op_column
 from memtrace.analysis.block_accesses import has_accesses
 from memtrace.analysis.block_signatures import row_codes
 from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
-from memtrace.analysis.event_codes import KIND, PHASE
+from memtrace.analysis.event_codes import PHASE
 from memtrace.errors import MemtraceError
 from memtrace.format.arrays import Array
 from memtrace.planning.recorded_step import RecordedStep
+from memtrace.planning.step_accesses import StepAccesses, step_accesses
 from memtrace.trace import Trace
 
 STATE: Final = ("parameter", "gradient", "optimizer_state")
@@ -33,33 +33,6 @@ _INDEPENDENT_FILLS: Final = ("aten::arange", "aten::linspace", "aten::eye", "ate
 _PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "convolution", "conv", "rnn", "lstm",
                     "gru", "attention", "einsum")  # fmt: skip
 """Parts of the names of operators whose result has another meaning than their operands of the same size."""
-
-
-@dataclass(frozen=True)
-class StepAccesses:
-    """Which operator calls of a step allocate, read and write which blocks: one element per event."""
-
-    call: Array
-    """The operator call, numbered densely from 0 in the order of the first event of each."""
-    block: Array
-    is_read: Array
-    is_alloc: Array
-    op_id: Array
-    """For each call its ``op_id``."""
-
-
-def step_accesses(trace: Trace, step: RecordedStep) -> StepAccesses:
-    """Return the accesses and allocations of a step that belong to operator calls."""
-    events = trace.columns("events", "kind", "block_id", "op_id")
-    rows = slice(step.first_row, step.end_row)
-    kind, block, op = events["kind"][rows], events["block_id"][rows], events["op_id"][rows]
-    of_call = np.isin(kind, [KIND["alloc"], KIND["read"], KIND["write"]]) & (block >= 0) & (op >= 0)
-    kind, block, op = kind[of_call], block[of_call], op[of_call]
-    distinct, first, number = np.unique(op, return_index=True, return_inverse=True)
-    order = np.argsort(first, kind="stable")
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    return StepAccesses(rank[number], block, kind == KIND["read"], kind == KIND["alloc"], distinct[order])
 
 
 def constant_bytes_by_role(trace: Trace, step: RecordedStep) -> Array:

@@ -10,14 +10,14 @@ from memtrace.analysis.block_accesses import operator_end_rows
 from memtrace.analysis.blocks import CATEGORY, blocks
 from memtrace.analysis.operators import op_column
 from memtrace.format.arrays import Array
-from memtrace.planning.offload_calls import ModuleCalls, find_module_calls
+from memtrace.planning.module_calls import ModuleCalls, find_module_calls
 from memtrace.planning.offload_saves import (
+    PassAccesses,
     Saves,
-    StepAccesses,
     find_first_saves,
     find_releasable_blocks,
     find_saves,
-    step_accesses,
+    pass_accesses,
 )
 from memtrace.planning.recorded_step import RecordedStep
 from memtrace.trace import Trace
@@ -86,9 +86,9 @@ def find_step_saves(trace: Trace, device: str, step: RecordedStep, *, min_bytes:
         step: The step.
         min_bytes: Smallest tensor to offload.
     """
-    accesses = step_accesses(trace, step)
+    accesses = pass_accesses(trace, step)
     saves = find_saves(trace, accesses)
-    calls = find_module_calls(trace, step)
+    calls = find_module_calls(trace, step.start_ns, step.start_ns + step.duration_ns, include_repeated=True)
     releasable = find_releasable_blocks(trace, step, accesses, saves)
     table = blocks(trace)
     allowed = np.isin(table.category, [CATEGORY[name] for name in _CANDIDATE_CATEGORIES])
@@ -115,14 +115,14 @@ def _find_moments(saves: Saves) -> SaveMoments:
 
 
 def _name_candidates(
-    trace: Trace, accesses: StepAccesses, saves: Saves, first: Saves, calls: ModuleCalls, releasable: Array
+    trace: Trace, accesses: PassAccesses, saves: Saves, first: Saves, calls: ModuleCalls, releasable: Array
 ) -> Candidates:
     size = blocks(trace).size[first.block]
-    call = calls.innermost(op_column(trace, first.op, "start_ns"))
+    call = calls.innermost_during(op_column(trace, first.op, "start_ns"))
     family = _main_family(trace, calls, call, size * releasable[first.block])
     call = _outside_as_negative(trace, calls, call, family, op_column(trace, first.op, "start_ns"))
     index = _count_within(call, size)
-    module = np.where(call >= 0, calls.name[call] if len(calls.name) else -1, -1)
+    module = np.where(call >= 0, calls.module[call] if len(calls) else -1, -1)
     keys, name = np.unique(np.stack([module, size, index]), axis=1, return_inverse=True)
     group = _merge_indistinct(name.reshape(-1), call, size, first.row, keys.shape[1])
     usable = np.ones(keys.shape[1], bool)
@@ -153,10 +153,10 @@ def _main_family(trace: Trace, calls: ModuleCalls, call: Array, weight: Array) -
 
     Models are distinguished by the first part of the name of their outermost module.
     """
-    if not len(calls.name):
+    if not len(calls):
         return np.zeros(0, bool)
-    roots = {int(name): (trace.name(int(name)) or "").split(".")[0] for name in np.unique(calls.name[calls.root])}
-    families, family = np.unique([roots[int(name)] for name in calls.name[calls.root]], return_inverse=True)
+    roots = {int(name): (trace.name(int(name)) or "").split(".")[0] for name in np.unique(calls.module[calls.root])}
+    families, family = np.unique([roots[int(name)] for name in calls.module[calls.root]], return_inverse=True)
     inside = call >= 0
     totals = np.bincount(family[call[inside]], weight[inside], minlength=len(families))
     return np.asarray(family == int(totals.argmax()))
@@ -164,7 +164,7 @@ def _main_family(trace: Trace, calls: ModuleCalls, call: Array, weight: Array) -
 
 def _outside_as_negative(trace: Trace, calls: ModuleCalls, call: Array, in_model: Array, time_ns: Array) -> Array:
     """Replace calls of other models by a negative number that counts the outermost calls of the model before."""
-    if not len(calls.name):
+    if not len(calls):
         return np.full(len(call), -1)
     is_root = in_model & (calls.parent < 0)
     num_before = np.searchsorted(np.sort(calls.end_ns[is_root]), time_ns, side="right")
@@ -205,7 +205,7 @@ def _first_reads(saves: Saves, block: Array) -> tuple[Array, Array]:
 
 
 def _held_rows(
-    trace: Trace, accesses: StepAccesses, calls: ModuleCalls, block: Array, read_row: Array
+    trace: Trace, accesses: PassAccesses, calls: ModuleCalls, block: Array, read_row: Array
 ) -> tuple[Array, Array]:
     """Return the row from which no forward call uses each block, and the row from which no variable can hold it.
 
@@ -219,11 +219,11 @@ def _held_rows(
     last = order[np.searchsorted(key + row, (block.astype(np.int64) << 41) + read_row) - 1]
     events = trace.columns("events", "op_id")
     allocated_by = events["op_id"][blocks(trace).alloc_event[block]]
-    from_call = calls.innermost(op_column(trace, allocated_by, "start_ns"))
-    last_call = calls.innermost(op_column(trace, accesses.op[last], "start_ns"))
+    from_call = calls.innermost_during(op_column(trace, allocated_by, "start_ns"))
+    last_call = calls.innermost_during(op_column(trace, accesses.op[last], "start_ns"))
     child = calls.child_towards(from_call, last_call)
     op_end = operator_end_rows(trace, accesses.row[last]) + 1
-    if not len(calls.name):
+    if not len(calls):
         return op_end, op_end
     held = np.where(child >= 0, np.maximum(calls.end_row[child], op_end), op_end)
     around = np.where(child >= 0, calls.parent[child], -1)

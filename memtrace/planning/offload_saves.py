@@ -11,19 +11,20 @@ from typing import Final
 
 import numpy as np
 
-from memtrace.analysis.attribution import KIND, PHASE, op_column
+from memtrace.analysis.attribution import PHASE, op_column
 from memtrace.analysis.block_accesses import operator_end_rows, operator_start_rows
 from memtrace.analysis.blocks import blocks
 from memtrace.format.arrays import Array
 from memtrace.planning.recorded_step import RecordedStep
+from memtrace.planning.step_accesses import step_accesses
 from memtrace.trace import Trace
 
 _NEVER: Final = 1 << 60
 
 
 @dataclass(frozen=True)
-class StepAccesses:
-    """Reads and writes of a step in the order of events, one element each."""
+class PassAccesses:
+    """Reads and writes of a step with the pass of each, one element each, in the order of events."""
 
     row: Array
     block: Array
@@ -58,27 +59,25 @@ class Saves:
         return Saves(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
-def step_accesses(trace: Trace, step: RecordedStep) -> StepAccesses:
-    """Return the accesses of a step."""
-    events = trace.columns("events", "kind", "block_id", "op_id")
-    kind = events["kind"][step.first_row : step.end_row]
-    row = np.flatnonzero((kind == KIND["read"]) | (kind == KIND["write"])) + step.first_row
-    row = row[events["block_id"][row] >= 0]
-    op = events["op_id"][row]
+def pass_accesses(trace: Trace, step: RecordedStep) -> PassAccesses:
+    """Return the reads and writes of a step."""
+    accesses = step_accesses(trace, step)
+    used = ~accesses.is_alloc
+    op = accesses.op[used]
     phase, node = op_column(trace, op, "phase"), op_column(trace, op, "sequence_nr")
-    return StepAccesses(
-        row=row,
-        block=events["block_id"][row],
+    return PassAccesses(
+        row=accesses.row[used],
+        block=accesses.block[used],
         op=op,
         node=node,
-        is_read=events["kind"][row] == KIND["read"],
+        is_read=accesses.is_read[used],
         in_forward=(phase == PHASE["forward"]) & (node >= 0),
         in_backward=phase == PHASE["backward"],
         is_recomputed=op_column(trace, op, "recompute"),
     )
 
 
-def find_saves(trace: Trace, accesses: StepAccesses) -> Saves:
+def find_saves(trace: Trace, accesses: PassAccesses) -> Saves:
     """Return what the operators of a step saved: what they accessed and their nodes read in backward."""
     reads = np.flatnonzero(accesses.in_backward & accesses.is_read & ~accesses.is_recomputed & (accesses.node >= 0))
     forward = np.flatnonzero(accesses.in_forward)
@@ -123,7 +122,7 @@ def find_first_saves(saves: Saves) -> Array:
     return result
 
 
-def find_releasable_blocks(trace: Trace, step: RecordedStep, accesses: StepAccesses, saves: Saves) -> Array:
+def find_releasable_blocks(trace: Trace, step: RecordedStep, accesses: PassAccesses, saves: Saves) -> Array:
     """Return for each block of the trace whether only saved tensors keep it in memory in backward.
 
     Forward allocates such a block. Backward reads it through saved tensors alone, and it is freed as soon as the last
@@ -144,7 +143,7 @@ def find_releasable_blocks(trace: Trace, step: RecordedStep, accesses: StepAcces
     return releasable
 
 
-def _pair_keys_of(accesses: StepAccesses, saves: Saves) -> Array:
+def _pair_keys_of(accesses: PassAccesses, saves: Saves) -> Array:
     lowest = int(accesses.node.min(initial=0))
     width = int(accesses.node.max(initial=0)) - lowest + 1
     keys: Array = saves.block.astype(np.int64) * width + (saves.node - lowest)

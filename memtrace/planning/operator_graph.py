@@ -11,7 +11,7 @@ Source: Daydream (USENIX ATC 2020).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Final
 
@@ -30,6 +30,8 @@ COMPUTE_SPEEDUP: Final = 3.0
 MEMORY_SPEEDUP: Final = 2.0
 """Speed-up of memory-bound kernels in half precision, by Daydream."""
 _TRANSFERS: Final = ("c10d::*", "_c10d_functional::*", "aten::_to_copy*", "aten::copy_*")
+_PREDECESSORS: Final = ("after", "needs", "launched_by", "waits_for")
+"""Columns of ``OperatorGraph`` that are positions of tasks."""
 _NONE: Final = -1
 
 
@@ -196,9 +198,11 @@ def _assemble(trace: Trace, step: RecordedStep, host: _Host) -> OperatorGraph:
     device_start = device["start_ns"][rows] - step.start_ns
     device_end = device_start + device["duration_ns"][rows]
     device_after = _last_ended(device_start, device_end, device["device"][rows])
-    joined = _Joined(
-        start=np.concatenate([host.start, device_start]),
-        duration=np.concatenate([host.duration, device["duration_ns"][rows]]),
+    unordered = OperatorGraph(
+        tail_ns=0,
+        start_ns=np.concatenate([host.start, device_start]),
+        duration_ns=np.concatenate([host.duration, device["duration_ns"][rows]]),
+        gap_ns=np.zeros(num_host + num_device, np.int64),
         after=np.concatenate([after, np.where(device_after >= 0, device_after + num_host, _NONE)]),
         needs=np.concatenate([needs, np.full(num_device, _NONE)]),
         launched_by=np.concatenate([none, launch]),
@@ -208,49 +212,30 @@ def _assemble(trace: Trace, step: RecordedStep, host: _Host) -> OperatorGraph:
         phase=np.concatenate([host.phase, host.phase[launch]]),
         op_id=np.concatenate([host.op_id, host.op_id[launch]]),
     )
-    return joined.graph(step.duration_ns)
+    return _put_in_order(unordered, step.duration_ns)
 
 
-@dataclass(frozen=True)
-class _Joined:
-    """The columns of a graph before its tasks are put in order of start; predecessors are positions in it."""
-
-    start: Array
-    duration: Array
-    after: Array
-    needs: Array
-    launched_by: Array
-    waits_for: Array
-    is_device: Array
-    name: Array
-    phase: Array
-    op_id: Array
-
-    def graph(self, step_ns: int) -> OperatorGraph:
-        end = self.start + self.duration
-        # A call that waits for the device is ordered after what it waits for: only its end depends on it.
-        order = np.lexsort((self.is_device, np.where(self.waits_for >= 0, end, self.start)))
-        rank = np.empty(len(order) + 1, np.int64)
-        rank[order], rank[-1] = np.arange(len(order)), _NONE
-        ready = np.maximum(_at(end, self.after), _at(end, self.needs))
-        ready = np.maximum(ready, _at(self.start, self.launched_by))
-        # Of a call that waits, only what is left after the device has finished is its own.
-        waited = np.where(self.waits_for >= 0, end[self.waits_for], self.start)
-        own = end - np.maximum(self.start, waited)
-        return OperatorGraph(
-            tail_ns=step_ns - int(end[~self.is_device].max(initial=0)),
-            start_ns=self.start[order],
-            duration_ns=np.where(self.waits_for >= 0, own, self.duration)[order],
-            gap_ns=(self.start - ready)[order],
-            after=rank[self.after][order],
-            needs=rank[self.needs][order],
-            launched_by=rank[self.launched_by][order],
-            waits_for=rank[self.waits_for][order],
-            is_device=self.is_device[order],
-            name=self.name[order],
-            phase=self.phase[order],
-            op_id=self.op_id[order],
-        )
+def _put_in_order(unordered: OperatorGraph, step_ns: int) -> OperatorGraph:
+    """Return a graph with its tasks in the order of their start, and with the gaps of its recorded times."""
+    start, waits_for = unordered.start_ns, unordered.waits_for
+    end = start + unordered.duration_ns
+    ready = np.maximum(_at(end, unordered.after), _at(end, unordered.needs))
+    ready = np.maximum(ready, _at(start, unordered.launched_by))
+    # Of a call that waits, only what is left after the device has finished is its own.
+    own = end - np.maximum(start, _at(end, waits_for))
+    complete = replace(
+        unordered,
+        tail_ns=step_ns - int(end[~unordered.is_device].max(initial=0)),
+        duration_ns=np.where(waits_for >= 0, own, unordered.duration_ns),
+        gap_ns=start - ready,
+    )
+    # A call that waits for the device is ordered after what it waits for: only its end depends on it.
+    order = np.lexsort((unordered.is_device, np.where(waits_for >= 0, end, start)))
+    rank = np.empty(len(order) + 1, np.int64)
+    rank[order], rank[-1] = np.arange(len(order)), _NONE
+    columns = {field.name: getattr(complete, field.name) for field in fields(complete) if field.type == "Array"}
+    columns |= {name: rank[columns[name]] for name in _PREDECESSORS}
+    return replace(complete, **{name: column[order] for name, column in columns.items()})
 
 
 def _at(times: Array, place: Array) -> Array:

@@ -15,7 +15,7 @@ from memtrace.planning.recompute_options import RecomputeOption, RecomputeOption
 from memtrace.planning.recompute_solver import Choice, minimize_cost, minimize_peak
 from memtrace.planning.recorded_step import RecordedStep, choose_step, main_device
 from memtrace.trace import Trace
-from memtrace.units import format_bytes
+from memtrace.units import format_bytes, format_names
 
 NO_TIMES: Final = (
     "The trace has no times, so the plan recomputes as few bytes as possible; the time that this takes is unknown."
@@ -168,8 +168,7 @@ def _assumptions(trace: Trace, device: str, found: RecomputeOptions, choice: Cho
         notes.append(NOT_OPTIMAL)
     if found.checkpointed_modules:
         notes.append(
-            f"The program already recomputes in {', '.join(found.checkpointed_modules[:4])}"
-            f"{' and others' if len(found.checkpointed_modules) > 4 else ''}: these modules and those around them are "
-            "left as they are."
+            f"The program already recomputes in {format_names(found.checkpointed_modules)}: these modules and those "
+            "around them are left as they are."
         )
     return tuple(notes)

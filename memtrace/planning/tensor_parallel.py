@@ -21,10 +21,10 @@ from memtrace.analysis.blocks import blocks
 from memtrace.analysis.event_codes import PHASE
 from memtrace.errors import MemtraceError
 from memtrace.format.arrays import Array
-from memtrace.planning.batch_size import StepAccesses, step_accesses
 from memtrace.planning.operator_graph import is_compute_bound
 from memtrace.planning.recorded_step import RecordedStep
 from memtrace.planning.sharding import shard_update
+from memtrace.planning.step_accesses import StepAccesses, step_accesses
 from memtrace.planning.timeline import TICKS_PER_ROW, Timeline
 from memtrace.planning.timeline_moments import Interval, StepMoments
 from memtrace.planning.timeline_parameters import find_parameters, state_of_parameters

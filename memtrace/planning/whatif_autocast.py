@@ -18,9 +18,9 @@ from memtrace.analysis.block_accesses import number_operator_calls
 from memtrace.analysis.blocks import CATEGORY, blocks
 from memtrace.analysis.event_codes import PHASE
 from memtrace.format.arrays import Array
-from memtrace.planning.batch_size import StepAccesses, step_accesses
 from memtrace.planning.operator_graph import is_compute_bound
 from memtrace.planning.recorded_step import RecordedStep
+from memtrace.planning.step_accesses import StepAccesses, step_accesses
 from memtrace.planning.timeline import TICKS_PER_ROW, Timeline
 from memtrace.trace import Trace
 

@@ -13,9 +13,9 @@ from memtrace.analysis.attribution import op_column
 from memtrace.errors import MemtraceError
 from memtrace.format.arrays import Array
 from memtrace.planning import operator_graph, sharding
-from memtrace.planning.batch_size import step_accesses
 from memtrace.planning.operator_graph import OperatorGraph
 from memtrace.planning.recorded_step import RecordedStep
+from memtrace.planning.step_accesses import step_accesses
 from memtrace.planning.tensor_parallel import KINDS, Kind, split_tensors
 from memtrace.planning.timeline import Timeline
 from memtrace.planning.timeline_moments import StepMoments

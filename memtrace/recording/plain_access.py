@@ -97,6 +97,16 @@ def walk_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]
         open_modules += reversed(children)
 
 
+def walk_tensors(root: torch.nn.Module, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The ``_parameters`` or the ``_buffers`` of a module and of all modules in it, with qualified names, each once."""
+    seen = set()
+    for prefix, module in walk_modules(root):
+        for name, tensor in module_members(module, kind):
+            if is_tensor(tensor) and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield f"{prefix}.{name}" if prefix else name, tensor
+
+
 def module_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """The parameters and buffers of a module itself."""
     members = (*module_members(module, "_parameters"), *module_members(module, "_buffers"))

@@ -19,8 +19,8 @@ from torch import nn
 
 import memtrace
 from memtrace import MemtraceError, Plan
-from memtrace.planning.actions import Recompute
-from memtrace.planning.plan import StepCost
+from memtrace.planning.actions import Recompute, Spill
+from memtrace.planning.plan import PlanAction, StepCost
 from tests.programs.planned import PROGRAMS, PlannedProgram, train
 
 COST = StepCost(1, None)
@@ -333,3 +333,38 @@ def test_wrapped_models_give_equal_losses(tmp_path: Path) -> None:
         "the FSDP2 root: equal",
         "a module with a compiled part: equal",
     ]
+
+
+class Secretive(nn.Module):
+    """Does not show its parts to those who ask it for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = torch.tanh(self.norm(self.layer(x)))
+        return output
+
+    def _hide(self, *args: object, **options: object) -> Any:
+        raise AssertionError("this model does not list its parts")
+
+    modules = named_modules = parameters = named_parameters = buffers = named_buffers = _hide
+    children = named_children = _hide
+
+
+@pytest.mark.parametrize("action", [Recompute(("layer", "norm")), Spill((("layer",), ("norm",)), 0)])
+def test_a_model_is_not_asked_for_its_parts(action: PlanAction) -> None:
+    results = []
+    for actions in ((), (action,)):
+        torch.manual_seed(0)
+        model = Secretive()
+        tensors = [model.layer.weight, model.layer.bias, model.norm.weight, model.norm.bias]
+        optimizer = torch.optim.SGD(tensors, lr=0.1)
+        with memtrace.apply(Plan("cpu", actions, COST, COST), model, optimizer):
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(4, 8)).square().mean().backward()
+                optimizer.step()
+        results.append([tensor.detach().clone() for tensor in (*tensors, model.norm.running_mean)])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
