@@ -9,6 +9,7 @@ import numpy as np
 
 from memtrace.allocator.exact_replay import replayed_block_sizes
 from memtrace.analysis.attribution import KIND, PHASE, op_column, phase_rows, step_rows
+from memtrace.analysis.interrupted import waits_for_backward
 from memtrace.format.arrays import Array
 from memtrace.format.keyframes import find_sorted, strongest_labels
 from memtrace.format.schema import CATEGORIES, PHASES
@@ -71,7 +72,8 @@ def blocks(trace: Trace) -> Blocks:
 
     A block's category is its strongest label, if the program gave it one. Otherwise it follows from the accesses, by
     the first rule that fits: *workspace*: allocated and freed within one operator call. *activation*: allocated in
-    forward (or by a recomputed forward operator) and read in backward; without recorded accesses, freed in backward.
+    forward (or by a recomputed forward operator) and read in backward; without recorded accesses, freed in backward; of
+    a forward in which an allocation fails, live then (``waits_for_backward``).
     *input*: allocated outside the phases and read in forward. *temporary*: freed in the phase and step that allocated
     it. Everything else is *unknown*.
 
@@ -316,6 +318,7 @@ def _categories_by_use(trace: Trace, rows: _Rows, op: Array, phase: Array, step:
     category[in_recording & same_phase] = CATEGORY["temporary"]
     category[in_recording & (phase == PHASE["other"]) & in_forward] = CATEGORY["input"]
     category[in_recording & (op < 0) & in_forward & ~same_phase] = CATEGORY["input"]
+    category[waits_for_backward(trace, op, phase, rows.alloc, rows.free)] = CATEGORY["activation"]
     category[in_recording & made_in_forward & in_backward] = CATEGORY["activation"]
     category[in_recording & (op >= 0) & (free_op == op)] = CATEGORY["workspace"]
     return category

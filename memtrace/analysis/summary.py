@@ -12,7 +12,6 @@ from memtrace.analysis.attribution import steps_are_marked
 from memtrace.analysis.block_groups import BlockGroup
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.coverage import Coverage, compute_coverage
-from memtrace.analysis.findings import Finding, find_device_waste
 from memtrace.analysis.fragmentation import Fragmentation, compute_fragmentation
 from memtrace.analysis.growth import GrowthSource, measure_growth
 from memtrace.analysis.leaks import find_leaks
@@ -158,8 +157,6 @@ class PatternSummary:
     """Growth of all leaks together."""
     leak_site: str | None
     """Allocation site that leaks fastest."""
-    best_finding: Finding | None
-    """The best of the findings that need no recomputation, offloading or in-place operators."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +176,7 @@ class Summary:
     devices: tuple[DeviceSummary, ...]
     """The devices with memory events."""
     patterns: PatternSummary
-    """Stability, leaks, swap candidates and the best fix."""
+    """Stability, leaks and swap candidates."""
     out_of_memory: tuple[OutOfMemory, ...]
     """The allocations that failed, in order of time."""
 
@@ -257,18 +254,7 @@ def _summarize_patterns(trace: Trace) -> PatternSummary:
         num_intervals_by_clock=interval_clocks(trace) if is_searched else None,
         leak_bytes_per_step=result.bytes_per_step,
         leak_site=result.leaks[0].site if result.leaks else None,
-        best_finding=_find_best_fix(trace) if is_searched else None,
     )
-
-
-def _find_best_fix(trace: Trace) -> Finding | None:
-    fixable = [
-        finding
-        for device in trace.devices
-        for finding in find_device_waste(trace, device).findings
-        if finding.is_single_line_fix and finding.saved_bytes > 0
-    ]
-    return max(fixable, key=lambda finding: finding.saved_bytes, default=None)
 
 
 def _summarize_steps(trace: Trace) -> StepSummary:
