@@ -109,6 +109,8 @@ class PeakSummary:
     """Phase of the peak: forward, backward, optimizer or other; None: unknown."""
     by_category: dict[str, int]
     """Bytes of each category."""
+    likely_activation_bytes: int
+    """Those bytes of activations that no backward read, because memory ran out in forward: they are likely ones."""
     top_sites: tuple[BlockGroup, ...]
     """The allocation sites that hold most, largest first."""
     top_modules: tuple[BlockGroup, ...]
@@ -234,7 +236,10 @@ def describe_peak(peak: PeakSummary) -> str:
     if not peak.by_category or not peak.bytes:
         return text
     largest = max(peak.by_category, key=lambda category: peak.by_category[category])
-    return f"{text}; {describe_category_share(largest, format_share(peak.by_category[largest], peak.bytes))}"
+    likely = (
+        " (likely: memory ran out before backward)" if largest == "activation" and peak.likely_activation_bytes else ""
+    )
+    return f"{text}; {describe_category_share(largest, format_share(peak.by_category[largest], peak.bytes))}{likely}"
 
 
 def format_moment(event: int, time_ns: int | None) -> str:
@@ -292,7 +297,8 @@ def _summarize_device(trace: Trace, device: str) -> DeviceSummary:
 
 
 def _summarize_peak(trace: Trace, device: str) -> PeakSummary:
-    peak = find_peak(trace, device)
+    peak, table = find_peak(trace, device), blocks(trace)
+    waiting = peak.live[table.waits_for_backward[peak.live]]
     categories = {group.name: group.bytes for group in peak_by_category(trace, device)}
     return PeakSummary(
         requested_bytes=peak.requested.bytes if peak.is_requested else None,
@@ -303,6 +309,7 @@ def _summarize_peak(trace: Trace, device: str) -> PeakSummary:
         step=peak.step,
         phase=peak.phase,
         by_category={name: categories[name] for name in CATEGORIES if name in categories},
+        likely_activation_bytes=int(table.size[waiting].sum()),
         top_sites=tuple(peak_by_site(trace, device)[:NUM_TOP_ROWS]),
         top_modules=tuple(peak_by_module(trace, device)[:NUM_TOP_ROWS]),
         top_blocks=tuple(

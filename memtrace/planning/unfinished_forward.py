@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from memtrace.analysis.block_groups import module_pattern
-from memtrace.analysis.blocks import CATEGORY, allocating_op, blocks
+from memtrace.analysis.blocks import blocks
 from memtrace.analysis.event_codes import PHASE
-from memtrace.analysis.interrupted import waits_for_backward
 from memtrace.analysis.operators import op_column
 from memtrace.format.arrays import Array
 from memtrace.planning.module_calls import ModuleCalls, find_module_calls
@@ -66,13 +65,10 @@ def estimate_checkpointing(trace: Trace, device: str, failure_row: int) -> Check
 def _waiting_blocks(trace: Trace, device: str, failure_row: int) -> Array:
     """Return the activations of the forward that failed, in order of allocation."""
     table = blocks(trace)
-    on_device = (table.device == trace.devices.index(device)) & (table.category == CATEGORY["activation"])
+    on_device = table.device == trace.devices.index(device)
     is_live = (table.alloc_event <= failure_row) & ((table.free_event < 0) | (table.free_event > failure_row))
-    found = np.flatnonzero(on_device & is_live & (table.alloc_event >= 0))
-    waits = waits_for_backward(
-        trace, allocating_op(trace, found), table.phase[found], table.alloc_event[found], table.free_event[found]
-    )
-    return found[waits][np.argsort(table.alloc_event[found[waits]])]
+    found = np.flatnonzero(table.waits_for_backward & on_device & is_live)
+    return found[np.argsort(table.alloc_event[found])]
 
 
 def _end_of_last_backward(trace: Trace, failure_row: int) -> int:
