@@ -9,20 +9,20 @@ import click
 from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.failure import print_failure
 from memtrace.cli.output import console, escape, fact_table, plain_table, print_json, site_with_modules, working
+from memtrace.cli.verdict import print_verdict
 
 from memtrace.analysis.device_clock import CLOCK_LABELS
 from memtrace.analysis.summary import (
     DeviceSummary,
-    JobSummary,
     PatternSummary,
     PeakSummary,
     StepSummary,
     Summary,
     describe_peak,
-    summarize_job,
 )
 from memtrace.categories import CATEGORY_LABELS
 from memtrace.format.schema import NO_BLOCKS
+from memtrace.planning.verdict import JudgedJob, JudgedSummary, judge_job
 from memtrace.units import UNKNOWN, format_bytes, format_count, format_duration, format_share
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from memtrace.analysis.fragmentation import Fragmentation
 
-RESULT: Final = Summary | JobSummary
-"""What --json prints: ``JobSummary`` where the traces hold several ranks."""
+RESULT: Final = JudgedSummary | JudgedJob
+"""What --json prints: ``JudgedJob`` where the traces hold several ranks."""
 NUM_ROWS: Final = 6
 """Most rows of a table of allocation sites or modules."""
 FILE_KINDS: Final = {"cuda_snapshot": "CUDA memory snapshot", "chrome_trace": "Chrome trace"}
@@ -56,20 +56,21 @@ def command(selection: Selection, as_json: bool) -> None:
     """
     trace = selection.open()
     with working(f"analyzing {selection.name}"):
-        job = summarize_job(trace)
+        job = judge_job(trace)
+    main = job.judged
     if as_json:
-        print_json(job.ranks[0] if len(job.ranks) == 1 else job)
+        print_json(main if len(job.ranks) == 1 else job)
         return
     out = console()
     if len(job.ranks) > 1:
         _print_ranks(out, job)
-    print_summary(out, selection.name, job.highest)
+    _print_summary(out, selection.name, main)
     out.print(
         f"\nNext: memtrace report {escape(shlex.join(selection.paths))} -o report.html", style="dim", soft_wrap=True
     )
 
 
-def _print_ranks(out: Console, job: JobSummary) -> None:
+def _print_ranks(out: Console, job: JudgedJob) -> None:
     table = plain_table("rank", "device", "peak", "at the end", "phase of the peak")
     for rank in job.ranks:
         for device in rank.devices:
@@ -77,24 +78,19 @@ def _print_ranks(out: Console, job: JobSummary) -> None:
             table.add_row(str(rank.rank), device.device, format_bytes(device.peak.bytes), end,
                           device.peak.phase or UNKNOWN)  # fmt: skip
     out.print(table)
-    out.print(f"\n[bold]Rank {job.highest.rank}[/] has the highest peak:\n")
+    reason = "ran out of memory first" if job.judged.out_of_memory else "has the highest peak"
+    out.print(f"\n[bold]Rank {job.judged.rank}[/] {reason}:\n")
 
 
-def print_summary(out: Console, name: str, summary: Summary) -> None:
-    """Print the summary of one rank.
-
-    Args:
-        out: Where to print.
-        name: The trace as the user named it.
-        summary: What to print.
-    """
-    _print_coverage(out, name, summary)
+def _print_summary(out: Console, name: str, summary: JudgedSummary) -> None:
+    out.print(f"[bold]{escape(name)}[/]", soft_wrap=True)
+    print_verdict(out, summary.verdict)
+    out.print()
+    _print_coverage(out, summary)
     for device in summary.devices:
         _print_device(out, device)
     for failure in summary.out_of_memory:
         print_failure(out, failure, name)
-    if not summary.devices:
-        out.print("The trace has no memory events.")
     out.print()
     table = fact_table()
     for label, text in (*_step_facts(summary.steps), *_pattern_facts(summary.patterns)):
@@ -102,7 +98,7 @@ def print_summary(out: Console, name: str, summary: Summary) -> None:
     out.print(table)
 
 
-def _print_coverage(out: Console, name: str, summary: Summary) -> None:
+def _print_coverage(out: Console, summary: Summary) -> None:
     coverage, source = summary.coverage, summary.source
     first, last = coverage.first_event_ns, coverage.last_event_ns
     span = f" in {format_duration(last - first)}" if first is not None and last is not None else ""
@@ -110,7 +106,6 @@ def _print_coverage(out: Console, name: str, summary: Summary) -> None:
         origin = f"recorded by the {source.observer or UNKNOWN} observer"
     else:
         origin = FILE_KINDS.get(source.kind or "", (source.kind or UNKNOWN).replace("_", " "))
-    out.print(f"[bold]{escape(name)}[/]", soft_wrap=True)
     out.print(f"{coverage.num_events:,} events{span}, {format_count(coverage.num_steps, 'step')}, {escape(origin)}")
     lost = UNKNOWN if coverage.lost_events is None else f"{coverage.lost_events:,}"
     facts = [f"lost events: {lost}", f"allocated before the recording: {format_bytes(coverage.baseline_bytes)}"]
@@ -219,11 +214,6 @@ def _pattern_facts(patterns: PatternSummary) -> list[tuple[str, str]]:
         speed = format_bytes(patterns.leak_bytes_per_step)
         where = f"most at {patterns.leak_site}" if patterns.leak_site else "spread over many allocation sites"
         facts.append(("Leak", escape(f"{speed} per step, {where}")))
-    best = patterns.best_finding
-    if best is not None:
-        what = best.pattern.replace("_", " ")
-        facts.append(("Wasted memory", escape(f"{what} at {best.site or UNKNOWN}; fixing it lowers the peak to "
-                                              f"{format_bytes(best.peak_if_fixed_bytes)}")))  # fmt: skip
     if patterns.swappable_bytes_at_peak:
         clocks = ", ".join(CLOCK_LABELS[clock] for clock in patterns.num_intervals_by_clock or ())
         size = format_bytes(patterns.swappable_bytes_at_peak)

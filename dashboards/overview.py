@@ -11,17 +11,17 @@ from memtrace.dashboards.text import name_text
 
 from memtrace.analysis.coverage import Coverage, compute_coverage
 from memtrace.analysis.growth import measure_growth
-from memtrace.analysis.hints import Hint, find_hints
 from memtrace.analysis.peak import Peak, find_peak, peak_by_category, peak_by_module, peak_by_site
 from memtrace.analysis.steps import step_columns
 from memtrace.categories import CATEGORY_LABELS
+from memtrace.planning.verdict import Fix, describe_saving, find_verdict
 from memtrace.units import UNKNOWN, format_bytes, format_count, format_duration, format_share
 
 if TYPE_CHECKING:
     from memtrace.trace import Trace
 
 MAX_SENTENCE: Final = 400
-"""Longest warning or hint on the page, in characters."""
+"""Longest warning, sentence or fix on the page, in characters."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,12 @@ class Card:
 
 
 @dataclass(frozen=True)
-class HintText:
-    """A hint as the page prints it."""
+class FixText:
+    """A fix as the page prints it."""
 
-    finding: str
-    advice: str
+    what: str
+    saving: str
+    paste: str
 
 
 @dataclass(frozen=True)
@@ -58,27 +59,26 @@ class Overview:
 
     coverage: CoverageBox
     cards: tuple[Card, ...]
+    verdict: str
+    fixes: tuple[FixText, ...]
     sentences: tuple[str, ...]
-    hints: tuple[HintText, ...]
 
 
 def build_overview(trace: Trace, device: str) -> Overview:
     """Return the head of the page for one device of a single-rank trace."""
-    top = find_peak(trace, device)
+    top, verdict = find_peak(trace, device), find_verdict(trace, device)
     return Overview(
         coverage=_coverage_box(trace),
         cards=tuple(_cards(trace, top)),
+        verdict=" ".join(name_text(sentence, MAX_SENTENCE) for sentence in verdict.sentences),
+        fixes=tuple(_fix_text(fix) for fix in verdict.fixes),
         sentences=tuple(_sentences(trace, top)),
-        hints=tuple(_hint_text(hint) for hint in find_hints(trace) if hint.device in (None, device)),
     )
 
 
-def _hint_text(hint: Hint) -> HintText:
-    saving = f" (saves {format_bytes(hint.saved_bytes)})" if hint.saved_bytes is not None else ""
-    return HintText(
-        name_text(f"{hint.what}{saving}.", MAX_SENTENCE),
-        f"{name_text(hint.why, MAX_SENTENCE)} {name_text(hint.change, MAX_SENTENCE)}",
-    )
+def _fix_text(fix: Fix) -> FixText:
+    paste = "\n".join(name_text(line, MAX_SENTENCE) for line in (fix.paste or "").splitlines())
+    return FixText(name_text(fix.what, MAX_SENTENCE), name_text(describe_saving(fix), MAX_SENTENCE), paste)
 
 
 def _coverage_box(trace: Trace) -> CoverageBox:

@@ -16,8 +16,8 @@ from memtrace.dashboards.sections import Explorer, Section, Table
 from memtrace.dashboards.text import name_text
 
 from memtrace import __version__
-from memtrace.analysis.summary import describe_peak, summarize_peak
 from memtrace.categories import CATEGORY_LABELS, CATEGORY_MEANINGS
+from memtrace.planning.verdict import choose_rank, order_devices
 from memtrace.units import format_count, format_share
 
 if TYPE_CHECKING:
@@ -79,7 +79,9 @@ def report(trace: Trace, output: str | Path, *, prediction: PipelinePrediction |
 
 def render(trace: Trace, *, prediction: PipelinePrediction | None = None) -> str:
     """Return the page as HTML; the arguments are those of ``report``."""
-    pairs = [(rank, device) for rank in trace.ranks for device in trace.rank(rank).devices]
+    first = choose_rank(trace)
+    ranks = sorted(trace.ranks, key=lambda rank: rank != first)
+    pairs = [(rank, device) for rank in ranks for device in order_devices(trace.rank(rank))]
     views = [_render_view(trace.rank(rank), rank, device, len(trace.ranks)) for rank, device in pairs[:MAX_VIEWS]]
     job_panels = [_render_panel(section, trace) for section in pipeline.SECTIONS]
     if prediction is not None:
@@ -114,7 +116,6 @@ def _render_view(trace: Trace, rank: int, device: str, num_ranks: int) -> dict[s
         "id": f"{rank}-{device.replace(':', '-')}",
         "label": f"rank {rank}, {device}" if num_ranks > 1 else device,
         "group": f"rank {rank}",
-        "headline": describe_peak(summarize_peak(trace, device)),
         "panels": [panel for panel in panels if panel.has_content or panel.absent],
         **vars(overview.build_overview(trace, device)),
     }

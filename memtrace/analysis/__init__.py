@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     )
     from memtrace.analysis.fragmentation import Fragmentation, compute_fragmentation, pinned_segments_table
     from memtrace.analysis.growth import MemoryGrowth, measure_growth
-    from memtrace.analysis.hints import Hint, find_hints
     from memtrace.analysis.intervals import AccessIntervals, access_intervals, access_intervals_table
     from memtrace.analysis.leaks import LeakAnalysis, find_leaks
     from memtrace.analysis.oom import MemoryHolder, OutOfMemory, RequestRoom, explain_out_of_memory
@@ -86,7 +85,6 @@ __all__ = [
     "DeviceWaste",
     "Finding",
     "Fragmentation",
-    "Hint",
     "JobSummary",
     "LeakAnalysis",
     "LimitCheck",
@@ -132,7 +130,6 @@ __all__ = [
     "detect_steps",
     "explain_out_of_memory",
     "find_device_waste",
-    "find_hints",
     "find_leaks",
     "find_owning_modules",
     "find_peak",
@@ -183,7 +180,6 @@ _HOMES = {
     "DeviceWaste": "memtrace.analysis.findings",
     "Finding": "memtrace.analysis.findings",
     "Fragmentation": "memtrace.analysis.fragmentation",
-    "Hint": "memtrace.analysis.hints",
     "JobSummary": "memtrace.analysis.summary",
     "LeakAnalysis": "memtrace.analysis.leaks",
     "LimitCheck": "memtrace.analysis.check",
@@ -229,7 +225,6 @@ _HOMES = {
     "detect_steps": "memtrace.analysis.detection",
     "explain_out_of_memory": "memtrace.analysis.oom",
     "find_device_waste": "memtrace.analysis.findings",
-    "find_hints": "memtrace.analysis.hints",
     "find_leaks": "memtrace.analysis.leaks",
     "find_owning_modules": "memtrace.analysis.block_groups",
     "find_peak": "memtrace.analysis.peak",

@@ -9,6 +9,7 @@ import numpy as np
 
 from memtrace.allocator.exact_replay import replayed_block_sizes
 from memtrace.analysis.attribution import KIND, PHASE, op_column, phase_rows, step_rows
+from memtrace.analysis.interrupted import waits_for_backward
 from memtrace.format.arrays import Array
 from memtrace.format.keyframes import find_sorted, strongest_labels
 from memtrace.format.schema import CATEGORIES, PHASES
@@ -61,6 +62,8 @@ class Blocks:
     """Phase of the allocation."""
     step: Array
     """Step of the allocation; -1 outside all steps and for a block that is live from the start."""
+    waits_for_backward: Array
+    """Whether memory ran out before the backward that would read the block (``analysis.interrupted``)."""
 
     def __len__(self) -> int:
         return len(self.size)
@@ -71,7 +74,8 @@ def blocks(trace: Trace) -> Blocks:
 
     A block's category is its strongest label, if the program gave it one. Otherwise it follows from the accesses, by
     the first rule that fits: *workspace*: allocated and freed within one operator call. *activation*: allocated in
-    forward (or by a recomputed forward operator) and read in backward; without recorded accesses, freed in backward.
+    forward (or by a recomputed forward operator) and read in backward; without recorded accesses, freed in backward; of
+    a forward in which an allocation fails, live then (``waits_for_backward``).
     *input*: allocated outside the phases and read in forward. *temporary*: freed in the phase and step that allocated
     it. Everything else is *unknown*.
 
@@ -124,6 +128,7 @@ def _compute_blocks(trace: Trace) -> Blocks:
         op_name=origins.op_name,
         phase=origins.phase,
         step=np.where(rows.alloc >= 0, origins.step, -1),
+        waits_for_backward=origins.waits_for_backward,
     )
 
 
@@ -189,6 +194,7 @@ class _Origins:
     op_name: Array
     phase: Array
     step: Array
+    waits_for_backward: Array
 
 
 def _find_origins(trace: Trace) -> _Origins:
@@ -248,7 +254,8 @@ def _origins_by_use(trace: Trace) -> _Origins:
     category, name = _labels(trace, len(op))
     phase = _alloc_phases(trace, op, rows.alloc, keyframe)
     step = _alloc_steps(trace, rows.alloc, keyframe)
-    by_use = _categories_by_use(trace, rows, op, phase, step, keyframe)
+    waits = waits_for_backward(trace, op, phase, rows.alloc, rows.free)
+    by_use = _categories_by_use(trace, rows, op, phase, step, waits, keyframe)
     return _Origins(
         category=np.where(category >= 0, category, by_use),
         name=name,
@@ -257,6 +264,7 @@ def _origins_by_use(trace: Trace) -> _Origins:
         op_name=op_column(trace, op, "name"),
         phase=phase,
         step=step,
+        waits_for_backward=waits,
     )
 
 
@@ -302,7 +310,9 @@ def _phases_of_rows(trace: Trace, op: Array, rows: Array) -> Array:
     return phase
 
 
-def _categories_by_use(trace: Trace, rows: _Rows, op: Array, phase: Array, step: Array, keyframe: _Keyframe) -> Array:
+def _categories_by_use(
+    trace: Trace, rows: _Rows, op: Array, phase: Array, step: Array, waits: Array, keyframe: _Keyframe
+) -> Array:
     free_op = np.where(rows.free >= 0, trace.columns("events", "op_id")["op_id"][rows.free], -1)
     freed_phase = np.where(rows.free >= 0, _phases_of_rows(trace, free_op, rows.free), np.int8(-1))
     freed_step = np.where(rows.free >= 0, step_rows(trace).of_rows(np.maximum(rows.free, 0)), -2)
@@ -316,6 +326,7 @@ def _categories_by_use(trace: Trace, rows: _Rows, op: Array, phase: Array, step:
     category[in_recording & same_phase] = CATEGORY["temporary"]
     category[in_recording & (phase == PHASE["other"]) & in_forward] = CATEGORY["input"]
     category[in_recording & (op < 0) & in_forward & ~same_phase] = CATEGORY["input"]
+    category[waits] = CATEGORY["activation"]
     category[in_recording & made_in_forward & in_backward] = CATEGORY["activation"]
     category[in_recording & (op >= 0) & (free_op == op)] = CATEGORY["workspace"]
     return category

@@ -200,7 +200,9 @@ def _unknown_accesses(trace: Trace) -> str | None:
 def _ranked_intervals(trace: Trace, device: str, min_bytes: int) -> dict[Finding, IdleIntervals]:
     """Return the findings of a device in the order of ``DeviceWaste.findings``, with the intervals of each."""
     columns = blocks(trace)
-    candidates = np.flatnonzero((columns.device == trace.devices.index(device)) & (columns.size > 0))
+    on_device = (columns.device == trace.devices.index(device)) & (columns.size > 0)
+    # A forward that ran out of memory shows what is allocated, and not what it would have been used for.
+    candidates = np.flatnonzero(on_device & ~columns.waits_for_backward)
     evaluated = [
         (_evaluate(trace, device, pattern, site, part, max(min_bytes, 1) if rank < MAX_REPLAYS else None), part)
         for pattern, intervals in _detect_patterns(trace, candidates)

@@ -12,7 +12,6 @@ from memtrace.analysis.attribution import steps_are_marked
 from memtrace.analysis.block_groups import BlockGroup
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.coverage import Coverage, compute_coverage
-from memtrace.analysis.findings import Finding, find_device_waste
 from memtrace.analysis.fragmentation import Fragmentation, compute_fragmentation
 from memtrace.analysis.growth import GrowthSource, measure_growth
 from memtrace.analysis.leaks import find_leaks
@@ -110,6 +109,8 @@ class PeakSummary:
     """Phase of the peak: forward, backward, optimizer or other; None: unknown."""
     by_category: dict[str, int]
     """Bytes of each category."""
+    likely_activation_bytes: int
+    """Those bytes of activations that no backward read, because memory ran out in forward: they are likely ones."""
     top_sites: tuple[BlockGroup, ...]
     """The allocation sites that hold most, largest first."""
     top_modules: tuple[BlockGroup, ...]
@@ -158,8 +159,6 @@ class PatternSummary:
     """Growth of all leaks together."""
     leak_site: str | None
     """Allocation site that leaks fastest."""
-    best_finding: Finding | None
-    """The best of the findings that need no recomputation, offloading or in-place operators."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ class Summary:
     devices: tuple[DeviceSummary, ...]
     """The devices with memory events."""
     patterns: PatternSummary
-    """Stability, leaks, swap candidates and the best fix."""
+    """Stability, leaks and swap candidates."""
     out_of_memory: tuple[OutOfMemory, ...]
     """The allocations that failed, in order of time."""
 
@@ -237,7 +236,10 @@ def describe_peak(peak: PeakSummary) -> str:
     if not peak.by_category or not peak.bytes:
         return text
     largest = max(peak.by_category, key=lambda category: peak.by_category[category])
-    return f"{text}; {describe_category_share(largest, format_share(peak.by_category[largest], peak.bytes))}"
+    likely = (
+        " (likely: memory ran out before backward)" if largest == "activation" and peak.likely_activation_bytes else ""
+    )
+    return f"{text}; {describe_category_share(largest, format_share(peak.by_category[largest], peak.bytes))}{likely}"
 
 
 def format_moment(event: int, time_ns: int | None) -> str:
@@ -257,18 +259,7 @@ def _summarize_patterns(trace: Trace) -> PatternSummary:
         num_intervals_by_clock=interval_clocks(trace) if is_searched else None,
         leak_bytes_per_step=result.bytes_per_step,
         leak_site=result.leaks[0].site if result.leaks else None,
-        best_finding=_find_best_fix(trace) if is_searched else None,
     )
-
-
-def _find_best_fix(trace: Trace) -> Finding | None:
-    fixable = [
-        finding
-        for device in trace.devices
-        for finding in find_device_waste(trace, device).findings
-        if finding.is_single_line_fix and finding.saved_bytes > 0
-    ]
-    return max(fixable, key=lambda finding: finding.saved_bytes, default=None)
 
 
 def _summarize_steps(trace: Trace) -> StepSummary:
@@ -306,7 +297,8 @@ def _summarize_device(trace: Trace, device: str) -> DeviceSummary:
 
 
 def _summarize_peak(trace: Trace, device: str) -> PeakSummary:
-    peak = find_peak(trace, device)
+    peak, table = find_peak(trace, device), blocks(trace)
+    waiting = peak.live[table.waits_for_backward[peak.live]]
     categories = {group.name: group.bytes for group in peak_by_category(trace, device)}
     return PeakSummary(
         requested_bytes=peak.requested.bytes if peak.is_requested else None,
@@ -317,6 +309,7 @@ def _summarize_peak(trace: Trace, device: str) -> PeakSummary:
         step=peak.step,
         phase=peak.phase,
         by_category={name: categories[name] for name in CATEGORIES if name in categories},
+        likely_activation_bytes=int(table.size[waiting].sum()),
         top_sites=tuple(peak_by_site(trace, device)[:NUM_TOP_ROWS]),
         top_modules=tuple(peak_by_module(trace, device)[:NUM_TOP_ROWS]),
         top_blocks=tuple(

@@ -1,4 +1,4 @@
-"""Thresholds of step detection, stability, findings, leaks, hints and swap candidates: value, unit and reason of each.
+"""Thresholds of step detection, stability, findings, leaks, verdicts and swaps: value, unit and reason of each.
 
 Shares are fractions from 0 to 1. The values were chosen on the eight programs of ``tests/programs/training.py``, the
 loops in ``tests/analysis/test_step_detection.py`` and recorded CUDA snapshots. Those tests fail when a value is moved
@@ -148,7 +148,7 @@ MAX_USUAL_LIFETIME_STEPS: Final = 1
 MIN_SWAP_BYTES: Final = 1 << 20
 """Smallest block worth swapping by default: below about 1 MiB the latency of a copy dominates its time."""
 
-# -- hints and explanations ----------------------------------------------------------------------------------------
+# -- verdicts and explanations ----------------------------------------------------------------------------------------
 
 MIN_CATEGORY_SHARE: Final = 0.1
 """Share of the peak that a category must hold to be a hint."""

@@ -15,8 +15,8 @@ import memtrace
 from memtrace.analysis import analyze_access, find_swap_candidates, find_wasted_memory, measure_stalls, summarize
 from memtrace.analysis.bandwidth import TITAN_XP
 from memtrace.analysis.diff import compare_traces
-from memtrace.analysis.hints import find_hints
 from memtrace.analysis.ranks import compare_ranks
+from memtrace.planning.verdict import find_verdict
 from memtrace.trace import Trace
 from tests.cli.runner import run_memtrace
 
@@ -66,7 +66,7 @@ def test_no_command_and_no_part_of_the_page_claims_a_time_of_fake_tensors(fake: 
     assert intervals_figure(fake, "cpu") is None and swap_figure(fake, "cpu") is None
     figure = steps_figure(fake, "cpu")
     assert figure is not None and {curve.name for curve in figure.data} == {"peak", "live at the end of the step"}
-    assert not any("time" in hint.what for hint in find_hints(fake))
+    assert not any("time" in sentence for sentence in find_verdict(fake).sentences)
     assert compare_traces(fake, fake).before.median_step_duration_ns is None
     assert compare_ranks(fake).ranks[0].compute_ns is None
 
