@@ -18,8 +18,8 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK")
 class ChildProcesses:
     """Counts forks, processes of ``multiprocessing`` and ranks started by the program, such as those of Lightning.
 
-    Workers of a DataLoader are not counted: they only prepare the batches, which are recorded where they arrive. Servers
-    of a ``multiprocessing.Manager`` are not counted either.
+    Workers of a DataLoader are not counted: they only prepare the batches, which are recorded where they arrive.
+    Servers of ``multiprocessing.Manager`` are not counted either.
 
     Attributes:
         num_started: processes counted so far.

@@ -25,6 +25,7 @@ from memtrace.recording.options import ObserverKind, device_time_threshold, vali
 from memtrace.recording.out_of_memory import explain_out_of_memory, is_out_of_memory
 from memtrace.recording.pipelining import Direction, PipelinePosition, action_text, mark_action
 from memtrace.recording.recorder import Recorder
+from memtrace.recording.with_methods import WithMethod, call_or_undo, call_until_done
 from memtrace.recording.writer import FLUSH_SECONDS
 
 logger = logging.getLogger("memtrace")
@@ -124,25 +125,6 @@ def _optimizer_list(
     return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
 
 
-class _WithMethod:
-    """``__enter__`` or ``__exit__`` of a recording, as the ``with`` statement looks it up.
-
-    A signal handler can raise at the first instruction of a Python function, before any ``try`` in it. The ``with``
-    statement is therefore given a function written in C; where the native observer cannot be used, a Python function.
-
-    Args:
-        bind: makes the method of a recording.
-    """
-
-    def __init__(self, bind: Callable[[Any], Callable[..., Any]]) -> None:
-        self._bind = bind
-
-    def __get__(self, recording: Any, owner: type | None = None) -> Callable[..., Any]:
-        if recording is None:  # contextlib.ExitStack asks the class, and passes the recording
-            return lambda recording, *arguments: self._bind(recording)(*arguments)
-        return self._bind(recording)
-
-
 class Recording:
     """One recording, created by ``memtrace.record``. Enter it once; its trace is complete after the ``with`` block.
 
@@ -188,8 +170,8 @@ class Recording:
         ) -> None: ...
 
     else:
-        __enter__ = _WithMethod(lambda recording: recording._enter_method())
-        __exit__ = _WithMethod(lambda recording: recording._exit_method())
+        __enter__ = WithMethod(lambda recording: recording._enter_method())
+        __exit__ = WithMethod(lambda recording: recording._exit_method())
 
     def _enter_method(self) -> Callable[[], Recording]:
         """Select the observer, and build it if necessary: an interrupt then leaves nothing to undo."""
@@ -199,11 +181,11 @@ class Recording:
         except (MemoryError, ImportError) as error:
             enter = partial(self._enter_without_memory, error)
         native: Any = sys.modules.get(MODULE)
-        return partial(_call_or_undo if native is None else native.call_or_undo, enter, self._undo_enter)
+        return partial(call_or_undo if native is None else native.call_or_undo, enter, self._undo_enter)
 
     def _exit_method(self) -> Callable[..., None]:
         native: Any = sys.modules.get(MODULE)
-        return partial(_call_until_done if native is None else native.call_until_done, self._leave)
+        return partial(call_until_done if native is None else native.call_until_done, self._leave)
 
     def _enter_without_memory(self, error: Exception) -> Recording:
         logger.warning("memtrace: nothing is recorded, training continues: out of memory: %r", error)
@@ -387,26 +369,6 @@ class Recording:
     def _active_recorder(self) -> Recorder | NestedRecorder | None:
         recorder = self._recorder
         return recorder if recorder is not None and recorder.is_recording else None
-
-
-def _call_or_undo(enter: Callable[[], Recording], undo: Callable[[], None]) -> Recording:
-    """``call_or_undo`` of the native observer, for recordings without it."""
-    try:
-        return enter()
-    except BaseException:
-        _call_until_done(undo)
-        raise
-
-
-def _call_until_done(function: Callable[..., None], *arguments: Any) -> None:
-    """``call_until_done`` of the native observer, for recordings without it."""
-    try:
-        function(*arguments)
-    finally:
-        try:
-            function(*arguments)
-        finally:
-            function(*arguments)
 
 
 def _forked_child() -> None:

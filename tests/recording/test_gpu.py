@@ -19,6 +19,7 @@ from memtrace.analysis import compute_coverage
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.oom import explain_out_of_memory
 from memtrace.analysis.peak import find_peak
+from memtrace.recording.options import ObserverKind
 from memtrace.trace import Trace
 from tests.recording.helpers import MIB, PROGRAMS
 
@@ -281,3 +282,33 @@ def test_the_manifest_describes_the_gpu(tmp_path: Path, gpu: torch.device) -> No
     info, properties = manifest.devices["cuda:0"], torch.cuda.get_device_properties(0)
     assert (info.name, info.total_bytes) == (properties.name, properties.total_memory)
     assert manifest.cuda_allocator == "native"
+
+
+@pytest.mark.parametrize("observer", ["native", "dispatch"])
+def test_an_inner_recording_is_a_window_of_the_outer_one(
+    observer: ObserverKind, gpu: torch.device, tmp_path: Path
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 8)).to(gpu)
+
+    def step() -> None:
+        model(torch.randn(64, 512, device=gpu)).sum().backward()
+
+    with memtrace.record(tmp_path / "outer.memtrace", observer=observer):
+        step()
+        with memtrace.record(tmp_path / "inner.memtrace", observer=observer):
+            step()
+            kept = torch.empty(32 * MIB, device=gpu, dtype=torch.uint8)  # reserves another segment
+        del kept
+    outer, inner = (memtrace.load(tmp_path / f"{name}.memtrace") for name in ("outer", "inner"))
+    num_live = inner.num_rows("live")
+    body, whole = inner.events.iloc[num_live:].astype(str), outer.events.astype(str)
+    first = int((whole[["time_ns", "kind"]] == body.iloc[0][["time_ns", "kind"]]).all(axis=1).to_numpy().argmax())
+    window = whole.iloc[first : first + len(body)]
+    assert body.to_numpy().tolist() == window.to_numpy().tolist()
+    live = outer.window_of_rows(first, first + len(body)).events.iloc[:num_live]
+    columns = ["device", "block_id", "size", "allocated_size", "address"]
+    assert inner.events.iloc[:num_live][columns].astype(str).to_numpy().tolist() == (
+        live[columns].astype(str).to_numpy().tolist()
+    )
+    assert len(inner.segments) > 0
+    assert inner.manifest.devices.keys() == outer.manifest.devices.keys()

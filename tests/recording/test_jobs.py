@@ -41,8 +41,8 @@ def test_clock_offsets_are_those_of_the_wall_clock(data_parallel_job: Path) -> N
         clock = trace.rank(number).manifest.clock
         error_ns = abs(clock.offset_ns - (starts[number] - starts[0]))
         assert error_ns <= clock.error_ns + 200_000  # t0_epoch_ns is not exact either: it is read from two clocks
-        assert clock.error_ns < 50_000_000
-        assert clock.drift_ns is not None and abs(clock.drift_ns) < 50_000_000
+        assert clock.error_ns < 1_000_000_000  # half a round trip, on a machine that may be busy
+        assert clock.drift_ns is not None and abs(clock.drift_ns) < 1_000_000_000
 
 
 def test_a_killed_rank_does_not_damage_the_traces_of_the_others(tmp_path: Path) -> None:

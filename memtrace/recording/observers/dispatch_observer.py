@@ -24,8 +24,7 @@ import gc
 import sys
 import threading
 import time
-from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Final
 
@@ -46,31 +45,20 @@ from memtrace.recording.observers.dispatch_operators import (
     running_node_sequence_nr,
 )
 from memtrace.recording.observers.dispatch_stacks import PythonStacks
+from memtrace.recording.observers.dispatch_threads import (
+    ForwardNodes,
+    ObservedThread,
+    enter_mode,
+    leave_mode,
+    needs_mode,
+    phase_of,
+)
 from memtrace.recording.plain_access import instances_of, is_tensor, overrides_dispatch, tensors_in
 
 _EVENT: Final = {kind: code for code, kind in enumerate(EVENT_KINDS)}
 _NAME: Final = {kind: code for code, kind in enumerate(NAME_KINDS)}
 _SPAN: Final = {kind: code for code, kind in enumerate(SPAN_KINDS)}
 _FORWARD, _BACKWARD, _OPTIMIZER, _OTHER = (PHASES.index(name) for name in ("forward", "backward", "optimizer", "other"))
-MAX_FORWARD_NODES: Final = 1 << 17
-"""Number of autograd nodes whose module and stack are kept for their backward operators."""
-
-
-@dataclass
-class _Thread:
-    """What a thread is doing at the moment."""
-
-    index: int
-    modules: list[tuple[int, int]] = field(default_factory=list)  # name id and start of each module call
-    ranges: list[tuple[str, int]] = field(default_factory=list)  # name and start of each profiler range
-    backward_calls: int = 0
-    optimizer_ranges: int = 0
-    wait_ranges: int = 0
-    modules_outside: int = 0  # depth of module calls at which backward or the optimizer began
-    forward: tuple[int, int] | None = None  # start, and end so far, of the current forward phase
-    last_sequence: int = 0
-    creates_nodes: bool = False  # whether it runs forward operators that autograd records
-    has_own_mode: bool = False  # whether the mode was pushed for the module call or backward pass that is running
 
 
 @dataclass
@@ -80,7 +68,7 @@ class _Call:
     info: OperatorInfo
     name: int
     op: int
-    thread: _Thread
+    thread: ObservedThread
     started_ns: int
     accesses: dict[int, tuple[LiveBlock, ArgumentAccess]]
     first_seen_bytes: int = 0
@@ -101,12 +89,11 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._local = threading.local()
         self._operators: dict[Any, tuple[OperatorInfo, int]] = {}
         self._blocks = BlockTable(self._buffer, self.now, lambda: self._thread().index)
-        # Module and stack of autograd nodes, by the thread that created them and its sequence number.
-        self._forward: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
+        self._forward = ForwardNodes()
         self._cuda = CudaBlocks()
         self._running: dict[int, int] = {}  # start of each operator call that has not returned
         self._num_ops = 0
-        self._threads: list[_Thread] = []
+        self._threads: list[ObservedThread] = []
         self._collections: list[tuple[int, int]] = []  # start and end
         self._collection_start_ns = 0
         self._python_stacks = PythonStacks(self._buffer, __file__)
@@ -132,12 +119,14 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """See ``Observer.stop``."""
-        if self in _get_current_dispatch_mode_stack():  # the mode of this thread; the writer's thread has none
+        thread: ObservedThread | None = getattr(self._local, "thread", None)
+        is_temporary = thread is not None and thread.has_own_mode  # the call that it was pushed for pops it
+        if not is_temporary and self in _get_current_dispatch_mode_stack():  # the writer's thread has none
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if not self._active:
             return
-        for thread in self._threads:
-            self._end_forward(thread)
+        for other in self._threads:
+            self._end_forward(other)
         self._active = False
         self._blocks.close()
         self._drained.set()
@@ -195,7 +184,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def push_module(self, name: int) -> bool:
         """See ``Observer.push_module``."""
         thread = self._thread()
-        self._push_on(thread)
+        self._enter_on(thread)
         modules = thread.modules
         modules.append((name, self.now()))
         with torch._C.DisableTorchFunction():
@@ -211,12 +200,12 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.span(_SPAN["module"], module, started_ns, self.now(), -1)
                 if module == name:
                     break
-        self._pop_from(thread)
+        leave_mode(self, thread)
 
     def begin_backward(self) -> int:
         """See ``Observer.begin_backward``."""
         thread = self._thread()
-        self._push_on(thread)
+        self._enter_on(thread)
         if thread.backward_calls == 0:
             self._end_forward(thread)
             thread.modules_outside = len(thread.modules)
@@ -230,32 +219,16 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if thread.backward_calls == 0:
             thread.modules_outside = 0
             self.span(_SPAN["phase"], self.name_id(_NAME["range"], "backward"), started_ns, self.now(), -1)
-        self._pop_from(thread)
+        leave_mode(self, thread)
 
-    def _push_on(self, thread: _Thread) -> None:
-        """Record the operators of a module call or backward pass on a thread of the program.
-
-        Below modes of the program this mode would take their place when they are left.
-        """
-        if not self._active or thread.index == 0 or thread.has_own_mode:
-            return
-        stack = _get_current_dispatch_mode_stack()
-        if self in stack or torch._C._current_autograd_node() is not None:
-            return  # a thread of autograd's
-        self._has_unseen_threads = True
-        if not stack:
-            torch._C._push_on_torch_dispatch_stack(self)
-            thread.has_own_mode = True
-
-    def _pop_from(self, thread: _Thread) -> None:
-        if thread.has_own_mode and not thread.modules and thread.backward_calls == 0:
-            thread.has_own_mode = False
-            if (stack := _get_current_dispatch_mode_stack()) and stack[-1] is self:
-                torch._C._pop_torch_dispatch_stack(None)
+    def _enter_on(self, thread: ObservedThread) -> None:
+        if self._active and needs_mode(self, thread):
+            self._has_unseen_threads = True
+            enter_mode(self, thread)
 
     def span(self, kind: int, name: int, start_ns: int, end_ns: int, index: int) -> None:
         """See ``Observer.span``."""
-        thread: _Thread | None = getattr(self._local, "thread", None)  # memtrace's own threads have none
+        thread: ObservedThread | None = getattr(self._local, "thread", None)  # memtrace's own threads have none
         if kind == _SPAN["step"] and thread is not None:
             self._end_forward(thread)
         if self._active:
@@ -432,9 +405,9 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._add_unnamed_call(thread, op, started_ns, block.size)
             return block
 
-    def _add_unnamed_call(self, thread: _Thread, op: int, time_ns: int, allocated_bytes: int) -> None:
+    def _add_unnamed_call(self, thread: ObservedThread, op: int, time_ns: int, allocated_bytes: int) -> None:
         """Add the call in which something happens outside all operators: it has a stack but no name."""
-        phase, is_recompute = self._phase(thread)
+        phase, is_recompute = phase_of(thread)
         module = thread.modules[-1][0] if thread.modules else -1
         has_stack = self._stacks and allocated_bytes >= self._stack_min_bytes
         stack = self._python_stacks.current() if has_stack else -1
@@ -474,7 +447,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sequence = next_sequence_nr()
         new_nodes = range(thread.last_sequence, sequence)
         thread.last_sequence = sequence
-        phase, is_recompute = self._phase(thread)
+        phase, is_recompute = phase_of(thread)
         if phase == _OTHER and len(new_nodes) > 0:
             phase = _FORWARD
         if phase == _FORWARD:
@@ -484,7 +457,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inherited, sequence_nr = None, -1
         if is_backward:
             sequence_nr = running_node_sequence_nr()
-            inherited = self._forward.get((self._creator_of_nodes(thread), sequence_nr))
+            inherited = self._forward.find(thread, self._threads, sequence_nr)
         elif len(new_nodes) > 0:
             sequence_nr = new_nodes[0]
         if inherited is not None:
@@ -493,40 +466,13 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_large = allocated_bytes > 0 and allocated_bytes >= self._stack_min_bytes
             stack = self._python_stacks.current() if self._stacks and (is_large or len(new_nodes) > 0) else -1
             if not is_backward:
-                self._keep_forward(thread, new_nodes, module, stack)
+                self._forward.keep(thread, new_nodes, module, stack)
         if call.accesses or allocated_bytes > 0:
             row = (
                 call.op, call.name, call.started_ns, ended_ns - call.started_ns, thread.index, module, phase, stack,
                 sequence_nr, int(is_recompute),
             )  # fmt: skip
             self._buffer.add("ops", row)
-
-    def _creator_of_nodes(self, thread: _Thread) -> int:
-        """The index of the thread that created the autograd nodes that run on ``thread``; -1 if it is not known.
-
-        A node runs on the thread that called backward, or on a thread of autograd's own, which creates no nodes.
-        """
-        if thread.creates_nodes:
-            return thread.index
-        creators = [other.index for other in self._threads if other.creates_nodes]
-        return creators[0] if len(creators) == 1 else -1
-
-    def _keep_forward(self, thread: _Thread, nodes: range, module: int, stack: int) -> None:
-        """Remember module and stack of new autograd nodes for their backward operators."""
-        thread.creates_nodes |= len(nodes) > 0
-        for number in nodes:
-            self._forward[thread.index, number] = (module, stack)
-            if len(self._forward) > MAX_FORWARD_NODES:
-                self._forward.popitem(last=False)
-
-    def _phase(self, thread: _Thread) -> tuple[int, bool]:
-        """The phase of a thread, and whether it is recomputing a forward pass."""
-        deeper = len(thread.modules) > thread.modules_outside
-        if thread.backward_calls > 0 or torch._C._current_autograd_node() is not None:
-            return _BACKWARD, deeper
-        if thread.optimizer_ranges > 0 and not deeper:
-            return _OPTIMIZER, False
-        return (_FORWARD if deeper else _OTHER), False
 
     def _follow_range(self, func: Any, args: Any) -> None:
         """Record the profiler ranges of the program, and the phases and waits for data that they stand for."""
@@ -549,7 +495,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     thread.modules_outside = 0
                     self.span(_SPAN["phase"], self.name_id(_NAME["range"], "optimizer"), started_ns, self.now(), -1)
 
-    def _end_forward(self, thread: _Thread) -> None:
+    def _end_forward(self, thread: ObservedThread) -> None:
         if thread.forward is not None:
             start_ns, end_ns = thread.forward
             thread.forward = None
@@ -557,11 +503,11 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._active:
                 self._buffer.add("spans", (_SPAN["phase"], name, start_ns, end_ns - start_ns, thread.index, -1))
 
-    def _thread(self) -> _Thread:
-        thread: _Thread | None = getattr(self._local, "thread", None)
+    def _thread(self) -> ObservedThread:
+        thread: ObservedThread | None = getattr(self._local, "thread", None)
         if thread is None:
             with self._lock:
-                thread = self._local.thread = _Thread(len(self._threads), last_sequence=next_sequence_nr())
+                thread = self._local.thread = ObservedThread(len(self._threads), last_sequence=next_sequence_nr())
                 self._threads.append(thread)
                 self.name_id(_NAME["thread"], f"{thread.index}\t{threading.current_thread().name}")
         return thread
