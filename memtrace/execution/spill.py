@@ -95,8 +95,8 @@ def _check_model(target: Target, modules: Sequence[torch.nn.Module]) -> None:
         )
     if any(is_compiled(part) for _, part in walk_modules(target.model)):
         raise MemtraceError(
-            "the plan spills a model compiled by torch.compile, whose graphs read parameters where they were when it was "
-            "compiled. Apply the plan to the model without torch.compile."
+            "the plan spills a model compiled by torch.compile, whose code expects parameters to stay where they are. "
+            "Apply the plan to the model without torch.compile."
         )
     scripted = next((part for part in modules if isinstance(part, torch.jit.ScriptModule)), None)
     if scripted is not None:
