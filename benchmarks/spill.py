@@ -3,6 +3,7 @@
     python benchmarks/spill.py                            # an MLP and a GPT, state 4 times the budget, 10 steps
     python benchmarks/spill.py --program gpt --ratio 6
     python benchmarks/spill.py --bus 1                    # copies at 1 GB/s, as over a bus
+    python benchmarks/spill.py --device cuda --program gpt2      # needs a GPU
 
 Each case trains in a process of its own: plainly, spilled without a buffer, and spilled with double buffering. The plan
 is made from a recording of the plain run. Peaks are counted twice: by memtrace (requested bytes), and by the kernel, as
@@ -11,7 +12,8 @@ those of runs without a recorder. Losses must be equal bit by bit.
 
 The host memory of a CPU is the same memory as that of the "device". Copies are so quick that little is left to hide,
 and they take bandwidth from the computation beside them. With ``--bus`` every copy takes as long as a bus of this
-bandwidth would need; the thread that copies sleeps for the rest of this time. Then step times show what double buffering hides.
+bandwidth would need; the thread that copies sleeps for the rest of this time. Then step times show what double
+buffering hides.
 """
 
 from __future__ import annotations
@@ -42,11 +44,12 @@ from memtrace.planning import SpillPlan, plan_spill, write_plan
 from memtrace.planning.recorded_step import choose_step
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.programs.planned import Training, gpt, mlp, train
+from tests.programs.planned import Training, gpt, mlp, on_device, train
 
 PROGRAMS: dict[str, Callable[[int], Training]] = {
     "mlp": lambda steps: mlp(steps, width=512, depth=24, batch=64),
     "gpt": lambda steps: gpt(steps, width=256, layers=12, heads=8, length=64, vocabulary=1024, batch=2),
+    "gpt2": lambda steps: gpt(steps, width=768, layers=12, heads=12, length=1024, vocabulary=50257, batch=4),
 }
 
 
@@ -71,6 +74,11 @@ class AnonymousMemory:
     def _sample(self) -> None:
         while not self._stopped.wait(0.001):
             self.peak_bytes = max(self.peak_bytes, anonymous_bytes())
+
+
+def device_name(device: str) -> str:
+    """Return the name that traces use."""
+    return "cuda:0" if device == "cuda" else device
 
 
 def anonymous_bytes() -> int:
@@ -100,7 +108,7 @@ class BusMemory(MappedMemory):
 
 
 def run_case(
-    name: str, steps: int, plan: Path | None, trace: Path | None, bus_gb_per_s: float | None
+    name: str, steps: int, device: str, plan: Path | None, trace: Path | None, bus_gb_per_s: float | None
 ) -> dict[str, Any]:
     """Train once in this process; with ``trace`` under memtrace, else timed and counted by the kernel."""
     if bus_gb_per_s is not None:
@@ -108,7 +116,7 @@ def run_case(
     torch.set_num_threads(1)
     train(mlp(1, width=8, depth=1, batch=2))  # loads what torch imports at the first step
     before = anonymous_bytes()
-    case = PROGRAMS[name](steps)
+    case = on_device(PROGRAMS[name](steps), device)
     torch.manual_seed(1)
     applied: AbstractContextManager[Any] = nullcontext()
     if plan is not None:
@@ -149,7 +157,7 @@ def in_process(*arguments: str) -> dict[str, Any]:
 
 def measure(name: str, label: str, plan: SpillPlan | None, arguments: argparse.Namespace, folder: Path) -> list[str]:
     """Run a case twice, with and without memtrace, and return a row of the table."""
-    words = ["--case", name, str(arguments.steps)]
+    words = ["--device", arguments.device, "--case", name, str(arguments.steps)]
     if arguments.bus is not None:
         words = ["--bus", str(arguments.bus), *words]
     file = folder / f"{name}-{label}.json"
@@ -159,7 +167,7 @@ def measure(name: str, label: str, plan: SpillPlan | None, arguments: argparse.N
     trace = folder / f"{name}-{label}.memtrace"
     plain = in_process(*words)
     recorded = in_process(*words, *([] if plan else [""]), str(trace))
-    peak_bytes = choose_step(memtrace.load(trace), "cpu").cost.peak_bytes
+    peak_bytes = choose_step(memtrace.load(trace), device_name(arguments.device)).cost.peak_bytes
     EXPECTED.setdefault(name, plain["losses"])
     equal = plain["losses"] == recorded["losses"] == EXPECTED[name]
     PLAIN_S.setdefault(name, plain["step_s"])
@@ -182,13 +190,14 @@ def main() -> None:
     parser.add_argument("--program", choices=PROGRAMS, action="append")
     parser.add_argument("--ratio", type=float, default=4.0, help="training state / budget")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--bus", type=float, metavar="GB/S", help="bandwidth of an emulated bus")
     parser.add_argument("--case", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
         name, steps, *paths = arguments.case
         plan, trace = [Path(path) if path else None for path in (*paths, "", "")[:2]]
-        print(json.dumps(run_case(name, int(steps), plan, trace, arguments.bus)))
+        print(json.dumps(run_case(name, int(steps), arguments.device, plan, trace, arguments.bus)))
         return
     header = [
         "program",
@@ -202,9 +211,9 @@ def main() -> None:
         "losses",
     ]
     bus = arguments.bus
-    bandwidths = measure_bandwidths("cpu") if bus is None else bandwidths_from_rates(bus, bus)
+    bandwidths = measure_bandwidths(device_name(arguments.device)) if bus is None else bandwidths_from_rates(bus, bus)
     with tempfile.TemporaryDirectory(prefix="memtrace-spill-") as folder:
-        for name in arguments.program or PROGRAMS:
+        for name in arguments.program or ("mlp", "gpt"):
             rows = [measure(name, "plain", None, arguments, Path(folder))]
             trace = memtrace.load(Path(folder) / f"{name}-plain.memtrace")
             state_bytes = 4 * sum(parameter.nbytes for parameter in PROGRAMS[name](1).model.parameters())

@@ -166,8 +166,8 @@ class MappedMemory:
 def copy_pairs(pairs: list[Pair]) -> None:
     """Copy the second tensor of each pair to the first, without the interpreter lock.
 
-    All live until the last copy has ended. They are dropped before anybody learns of the end, so that whoever waited for
-    it finds the memory free.
+    All live until the last copy has ended. They are dropped before anybody learns of the end, so that whoever waited
+    for it finds the memory free.
     """
     for address, source, num_bytes in [(to.data_ptr(), source.data_ptr(), source.nbytes) for to, source in pairs]:
         ctypes.memmove(address, source, num_bytes)

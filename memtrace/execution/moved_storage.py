@@ -82,7 +82,7 @@ class MovedStorage:
         return memory
 
     def describe_view(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
-        """Return the arguments of ``view_bytes`` that give ``tensor``; None if it is not in this memory of the device."""
+        """Return the arguments of ``view_bytes`` that give ``tensor``; None: it is not in this memory."""
         if self._device is None or tensor.untyped_storage()._cdata != self._device.untyped_storage()._cdata:
             return None
         return tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
@@ -215,7 +215,7 @@ class _SpareMemory:
 def _count_references(memory: torch.Tensor) -> tuple[int, int]:
     """Return how many references there are to the storage of a tensor, in C++ and in Python."""
     storage = memory.untyped_storage()
-    count_uses: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+    count_uses: Any = torch._C._storage_Use_Count
     return count_uses(storage._cdata), sys.getrefcount(storage)
 
 

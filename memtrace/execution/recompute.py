@@ -22,7 +22,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from memtrace.errors import MemtraceError
-from memtrace.execution.target import Target
+from memtrace.execution.target import Target, is_compiled
 from memtrace.planning.actions import Recompute
 from memtrace.recording.plain_access import module_members, walk_modules, walk_tensors
 
@@ -297,9 +297,8 @@ def _require_checkpointable(model: torch.nn.Module, modules: dict[str, torch.nn.
                 "module inside it, or use torch.distributed.fsdp.fully_shard."
             )
     for _, outer in walk_modules(model):
-        is_compiled = hasattr(outer, "_orig_mod") or getattr(outer, "_compiled_call_impl", None) is not None
         inside = [chosen[id(module)] for _, module in walk_modules(outer) if id(module) in chosen]
-        if is_compiled and inside:
+        if inside and is_compiled(outer):
             raise MemtraceError(
                 f"{inside[0]} is part of a model compiled by torch.compile, which plans its own recomputation. Set "
                 "torch._functorch.config.activation_memory_budget there, or apply the plan to the model without "

@@ -17,7 +17,7 @@ from memtrace.execution.moved_storage import MovedStorage, StorageMover, find_st
 from memtrace.execution.spill_layers import SpilledForward, SpilledLayers
 from memtrace.execution.spill_optimizer import ShardedStep
 from memtrace.execution.spill_residency import Residency, Shard, is_movable
-from memtrace.execution.target import Target
+from memtrace.execution.target import Target, is_compiled
 from memtrace.planning.actions import Spill
 from memtrace.recording.plain_access import walk_modules, walk_tensors
 
@@ -92,6 +92,11 @@ def _check_model(target: Target, modules: Sequence[torch.nn.Module]) -> None:
         raise MemtraceError(
             f"{type(wrapper).__name__} keeps gradients in buffers of its own, so that they cannot be spilled. Apply "
             "the plan to a model that one process trains."
+        )
+    if any(is_compiled(part) for _, part in walk_modules(target.model)):
+        raise MemtraceError(
+            "the plan spills a model compiled by torch.compile, whose code expects parameters to stay where they are. "
+            "Apply the plan to the model without torch.compile."
         )
     scripted = next((part for part in modules if isinstance(part, torch.jit.ScriptModule)), None)
     if scripted is not None:

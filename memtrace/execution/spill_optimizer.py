@@ -121,7 +121,7 @@ class ShardedStep:
         self._residency.empty()
 
     def _parts(self, number: int, whole: Sequence[list[torch.Tensor]]) -> list[list[list[torch.Tensor]]]:
-        """Return the parameters of a shard in parts to update: several where copies that have to go on are under way."""
+        """Return the parameters of a shard in parts to update: several while copies are under way."""
         groups = [[p for p in group if self._owner.get(id(p)) == number] for group in whole]
         if not self._residency.is_moving:
             return [groups]

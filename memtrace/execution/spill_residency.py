@@ -139,7 +139,8 @@ class Residency:
         What has been loaded in advance does not count: it is part of the shard that computes next.
         """
         room = self._buffer_bytes - sum(moved.num_bytes for moved in self._outgoing)
-        now, in_background = [], []
+        now: list[MovedStorage] = []
+        in_background: list[MovedStorage] = []
         for moved in storages:
             if not moved.is_loaded or moved.outgoing is not None:
                 continue

@@ -57,3 +57,13 @@ class Target:
         if len(roots) == 1:  # otherwise the plan names modules of several models of this class
             prefix = roots.pop()
         return {f"{prefix}.{name}" if name else prefix: module for name, module in modules.items()} | modules
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether ``torch.compile`` made a module, or was called on it (``Module.compile``)."""
+    from torch.nn import Module
+
+    from memtrace.recording.plain_access import child_module
+
+    own: dict[str, object] = Module.__dict__["__dict__"].__get__(module)
+    return child_module(module, "_orig_mod") is not None or own.get("_compiled_call_impl") is not None

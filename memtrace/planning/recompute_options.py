@@ -216,7 +216,8 @@ def _build_model(recorded: _Step, costs: list[OptionCost]) -> RecomputeModel:
         size=recorded.size[affected].astype(np.int64),
         program_end=program_end[affected],
         node_block=number[graph.saved.block[holds]],
-        node_end=graph.saved.release_row[holds] + AFTER_ROW,
+        # A node may drop what it saved before its last operator, as that of a fused LSTM cell on CUDA does.
+        node_end=np.minimum(graph.saved.release_row[holds] + AFTER_ROW, free[graph.saved.block[holds]]),
         release_node=release_node,
         release_option=release_option,
         kept_block=number[kept_block],
