@@ -122,5 +122,6 @@ def _summaries(option: AutoOption) -> Iterator[str]:
     if modules:
         yield f"{format_count(len(modules), 'module')} recomputed"
     for action in option.actions:
-        if action.kind != "recompute":
-            yield action.describe().rstrip(".")
+        if action.kind == "offload":
+            size = format_bytes(sum(tensor.bytes for tensor in action.tensors))
+            yield f"{format_count(len(action.tensors), 'tensor')} ({size}) offloaded"

@@ -21,6 +21,7 @@ _MODULE_DICT: Final = torch.nn.Module.__dict__["__dict__"].__get__
 _OPTIMIZER_DICT: Final = torch.optim.Optimizer.__dict__["__dict__"].__get__
 _TENSOR_DICT: Final = torch.Tensor.__dict__["__dict__"].__get__
 _PLAIN_TENSORS: Final = (torch.Tensor, torch.nn.Parameter)
+_FAKE_TENSOR: Final = "torch._subclasses.fake_tensor"
 _SCRIPT_MODULE: Final = "torch.jit._script"
 _MAX_ITEMS: Final = 4096
 """Number of items that are looked at in one container with all that it contains."""
@@ -180,8 +181,8 @@ def memory_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
-    if type(tensor) in _PLAIN_TENSORS:
-        return [tensor]
+    if type(tensor) in _PLAIN_TENSORS or _CLASS_DICT(type(tensor)).get("__module__") == _FAKE_TENSOR:
+        return [tensor]  # a fake tensor may hold a real one with its value, which is not its memory
     parts = [part for part in _attributes(tensor) if type(part) in _PLAIN_TENSORS]
     if parts:
         return parts

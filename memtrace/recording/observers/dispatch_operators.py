@@ -53,11 +53,12 @@ def inspect_operator(operator: Any) -> OperatorInfo:
         if reads or writes:
             accesses[argument.name if argument.kwarg_only else position] = ArgumentAccess(reads, writes)
     is_range = schema.name.startswith("profiler::_record_function")
+    is_attribute = schema.name.startswith("prim::")  # prim::device, which fake tensors are asked for by autograd
     return OperatorInfo(
         name=schema.name + (f".{schema.overload_name}" if schema.overload_name else ""),
         accesses=accesses,
         writes_result=not short_name.startswith(("empty", "new_empty")),
-        is_recorded=not (is_range or short_name.startswith(_NO_ACCESS)),
+        is_recorded=not (is_range or is_attribute or short_name.startswith(_NO_ACCESS)),
     )
 
 
