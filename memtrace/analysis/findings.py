@@ -249,7 +249,9 @@ def _detect_patterns(trace: Trace, candidates: Array) -> list[tuple[WastePattern
     others = others[~np.isin(stack[others], stack[leaked.block])]
     freed_late = patterns.find_late_deallocations(trace, others)
     late = patterns.select_droppable(trace, freed_late)
-    after_backward = patterns.find_graphs_kept_after_backward(trace, freed_late)
+    # Where later steps run through the graph again, backward has to keep it.
+    may_be_freed = freed_late if not len(carried) else IdleIntervals.concatenate([])
+    after_backward = patterns.find_graphs_kept_after_backward(trace, may_be_freed)
     late_gradient = training_patterns.is_applied_gradient(trace, late.block)
     applied = training_patterns.find_optimizer_in_backward(trace, late.block[late_gradient], candidates)
     redundant, donors = patterns.find_redundant_allocations(trace, candidates)

@@ -98,7 +98,6 @@ GRADIENTS_THROUGH_STEP: Final = WastePattern(
     "Free each gradient as soon as it is applied: run the optimizer in backward (register_post_accumulate_grad_hook).",
     is_single_line_fix=False,
     is_reported_once=True,
-    is_upper_bound=True,
 )
 EARLY_ALLOCATION: Final = WastePattern(
     "early allocation", "early allocation", "Allocate it right before its first use."

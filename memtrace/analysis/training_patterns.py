@@ -239,7 +239,7 @@ def is_applied_gradient(trace: Trace, block: Array) -> Array:
 
 
 def find_optimizer_in_backward(trace: Trace, gradients: Array, candidates: Array) -> IdleIntervals:
-    """Return the intervals that an optimizer which runs in backward would save, at most.
+    """Return the intervals that an optimizer which runs in backward would save.
 
     Each gradient would be applied and freed as soon as backward has made it, and the optimizer would hold temporary
     results of one parameter at a time: all but those of the largest one are saved. Gradients that backward accumulates

@@ -144,12 +144,13 @@ def train(*, clips: bool, in_backward: bool = False) -> None:
             model.zero_grad()
 
 
-def test_an_optimizer_in_backward_saves_at_most_what_is_predicted(tmp_path: Path) -> None:
+def test_an_optimizer_in_backward_saves_about_what_is_predicted(tmp_path: Path) -> None:
     waste = waste_of(lambda: train(clips=False), tmp_path / "after")
     in_backward = waste_of(lambda: train(clips=False, in_backward=True), tmp_path / "during")
     (finding,) = findings_of(waste, "gradients kept through optimizer step")
     measured = waste.peak_bytes - in_backward.peak_bytes
-    assert finding.is_upper_bound and 0.9 * finding.saved_bytes <= measured <= finding.saved_bytes
+    # The prediction keeps the temporary results of the largest parameter.
+    assert 0.8 * measured <= finding.saved_bytes <= measured
 
 
 def test_gradients_that_are_clipped_cannot_be_applied_in_backward(tmp_path: Path) -> None:
