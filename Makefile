@@ -6,8 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip install -q $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
-# One process per core; tests of one file stay together, so that what a file records is recorded once.
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
+# One process per core; tests of one file stay together, so that what a file records is recorded once. Files begin in the
+# order in which they were collected: tests/conftest.py puts the longest first.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 # The CUDA build of torch (three equal signs: PyPI's own build) has an environment for each version, of about 5 GB.
 CUDA_TORCH ?= 2.13.0
 CUDA_VENV := .venv-cuda-$(CUDA_TORCH)

@@ -58,7 +58,22 @@ def defect_traces(tmp_path_factory: pytest.TempPathFactory) -> DefectTraces:
     return traces
 
 
+LONG_FILES = (
+    "recording/test_kinds_of_programs.py",
+    "pipeline/test_recorded_jobs.py",
+    "planning/test_whatif.py",
+    "analysis/test_findings_precision.py",
+    "campaigns/test_campaign.py",
+    "recording/test_faults.py",
+    "readers/test_fuzz.py",
+)
+"""Files that take longest, the longest first."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # A process that began a long file last would leave the other processes without work.
+    ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
     if not torch.cuda.is_available():
         for item in items:
             if "cuda" in item.keywords:

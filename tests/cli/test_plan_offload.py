@@ -11,6 +11,7 @@ from memtrace.cli import cli
 
 from memtrace.planning import read_plan
 from memtrace.planning.actions import Offload
+from tests.builders import trace_of
 from tests.cli.runner import run_memtrace
 
 PROGRAM = """
@@ -61,6 +62,11 @@ def test_a_target_that_cannot_be_reached_is_an_error(trace: Path) -> None:
     result = run_memtrace("plan", "offload", str(trace), *RATES, "--target-peak", "1KiB")
     assert result.returncode == 2
     assert "the least peak it can reach is" in " ".join(result.stderr.split())
+
+
+def test_a_trace_without_memory_events_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memtrace.cli.arguments.open_traces", lambda paths: trace_of())
+    assert "the trace has no memory events" in str(run("offload", "run.memtrace", *RATES).exception)
 
 
 def test_a_proof_measures_at_most_the_predicted_peak(program: Path) -> None:

@@ -124,6 +124,16 @@ def test_fsdp_has_the_predicted_peak(model: str, num_ranks: int, tmp_path: Path)
     assert abs(predicted / measured - 1) <= 0.05
 
 
+def test_fsdp_wraps_only_modules_with_parameters_by_default(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    with memtrace.record(tmp_path / "run.memtrace", model=model) as recording:
+        for _ in recording.steps(range(3)):
+            model(torch.randn(8, 64)).sum().backward()
+    trace = memtrace.load(tmp_path / "run.memtrace")
+    default, explicit = (plan_whatif(trace, [Shard("fsdp", 2, units)]) for units in ((), ("0", "2")))
+    assert default.predicted == explicit.predicted
+
+
 def test_optimizers_allocate_what_the_table_states(tmp_path: Path) -> None:
     sizes = [100_000, 700_000, 300_000, 500_000]
     combinations = [
