@@ -12,7 +12,7 @@ from memtrace.analysis.components import connected_components
 from memtrace.analysis.counterfactual import END_OF_TRACE, IdleIntervals
 from memtrace.analysis.event_codes import KIND
 from memtrace.analysis.patterns import block_mask
-from memtrace.analysis.statements import call_path, is_in_variable, num_common_frames
+from memtrace.analysis.statements import call_path, end_of_variables, num_common_frames
 from memtrace.analysis.thresholds import MIN_SHARE_OF_GRAPH
 from memtrace.code_owner import Owner
 from memtrace.format.arrays import Array
@@ -73,7 +73,8 @@ def is_held_by_dead_graph(trace: Trace, block: Array) -> Array:
 def until_variables_drop(trace: Trace, intervals: IdleIntervals, last_access: Array | None = None) -> IdleIntervals:
     """Return the intervals of blocks of dead graphs without the time for which variables hold the blocks as well.
 
-    Without its graph, a result that is in a variable is freed when the line that made it assigns the next one.
+    Without its graph, a result that is in a variable is freed when the line that made it assigns the next one, or when
+    the function returns.
 
     Args:
         trace: the trace of one rank.
@@ -85,8 +86,8 @@ def until_variables_drop(trace: Trace, intervals: IdleIntervals, last_access: Ar
     is_followed = columns.stack[order][1:] == columns.stack[order][:-1]
     replaced = np.full(len(columns), END_OF_TRACE)
     replaced[order[:-1][is_followed]] = columns.alloc_event[order[1:][is_followed]]
-    held = is_in_variable(trace, intervals.block, last_access)
-    begin = np.where(held, np.maximum(intervals.begin, replaced[intervals.block]), intervals.begin)
+    dropped = np.minimum(end_of_variables(trace, intervals.block, last_access), replaced[intervals.block])
+    begin = np.maximum(intervals.begin, dropped)
     kept = begin < intervals.end
     return IdleIntervals(intervals.block[kept], begin[kept], intervals.end[kept])
 

@@ -9,6 +9,7 @@ import numpy as np
 from memtrace.analysis.attribution import PHASE, op_column
 from memtrace.analysis.block_accesses import group_accesses_by_block, last_accesses, number_operator_calls
 from memtrace.analysis.blocks import blocks
+from memtrace.analysis.counterfactual import END_OF_TRACE
 from memtrace.format.arrays import Array
 from memtrace.frames import Frame, PhaseHint, phase_hint
 from memtrace.trace import Trace
@@ -62,27 +63,63 @@ def end_of_last_statement(trace: Trace, block: Array) -> Array:
     return result
 
 
-def is_in_variable(trace: Trace, block: Array, last_access: Array | None = None) -> Array:
+def is_in_variable(trace: Trace, block: Array) -> Array:
     """Return whether a variable of the program, outside of all modules, holds each block after its last forward use.
 
     Two statements of one function make and use it, and the function is not called by a module, whose variables die when
-    it returns.
+    it returns. Every block must have an access.
+    """
+    uses = _find_uses(trace, block, None)
+    return np.asarray((uses.depth > 0) & ~uses.in_module)
+
+
+def end_of_variables(trace: Trace, block: Array, last_access: Array | None = None) -> Array:
+    """Return the last row at which a variable of the program may hold each block after its last forward use.
+
+    Two statements of one function make and use it. A function that a module calls drops its variables when it returns;
+    for others the row is ``END_OF_TRACE``. -1: no variable holds the block.
 
     Args:
         trace: the trace of one rank.
         block: the blocks; every one must have an access.
         last_access: the access of each block that counts as its last; see ``last_accesses``.
     """
-    columns = blocks(trace)
-    last_op = group_accesses_by_block(trace).op[last_accesses(trace, block) if last_access is None else last_access]
-    use_stack = op_column(trace, last_op, "stack").astype(np.int64)
-    depth = _depths_of_use(trace, columns.stack[block], use_stack)
+    uses, order = _find_uses(trace, block, last_access), trace.cached(_statement_order)
+    result = np.where((uses.depth > 0) & ~uses.in_module, END_OF_TRACE, -1)
+    if not len(order.op):
+        return result
+    place = np.minimum(np.searchsorted(order.op, uses.op), len(order.op) - 1)
+    caller_depth = np.where((uses.depth > 0) & uses.in_module & (order.op[place] == uses.op), uses.depth - 1, 0)
+    for level in np.unique(caller_depth[caller_depth > 0]).tolist():
+        chosen = np.flatnonzero(caller_depth == level)
+        starts = np.append(np.flatnonzero(order.num_shared < level), len(order.op))
+        result[chosen] = order.last_row[starts[np.searchsorted(starts, place[chosen], side="right")] - 1]
+    return result
+
+
+@dataclass(frozen=True)
+class _Uses:
+    """The last use of each block."""
+
+    op: Array
+    """The operator call that uses it."""
+    depth: Array
+    """How many outermost frames of its call stack identify the statement; 0: unknown."""
+    in_module: Array
+    """Whether a module calls the function of the statement."""
+
+
+def _find_uses(trace: Trace, block: Array, last_access: Array | None) -> _Uses:
+    access = last_accesses(trace, block) if last_access is None else last_access
+    op = group_accesses_by_block(trace).op[access]
+    use_stack = op_column(trace, op, "stack").astype(np.int64)
+    depth = _depths_of_use(trace, blocks(trace).stack[block], use_stack)
     keys, index = np.unique(np.stack([use_stack, depth]), axis=1, return_inverse=True)
     in_module = [
         any(phase_hint(frame) is PhaseHint.MODULE_CALL for frame in call_path(trace, stack)[:level])
         for stack, level in keys.T.tolist()
     ]
-    return np.asarray((depth > 0) & ~np.array(in_module, bool)[index.reshape(-1)])
+    return _Uses(op, depth, np.array(in_module, bool)[index.reshape(-1)])
 
 
 def _depths_of_use(trace: Trace, alloc_stack: Array, use_stack: Array) -> Array:
