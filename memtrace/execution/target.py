@@ -37,8 +37,8 @@ class Target:
 
             raise MemtraceError(
                 f"the plan names modules that the model ({type_name(self.model)}) does not have: "
-                f"{format_names(missing)}. Apply the plan to the model it was made for, or record this model and make a "
-                "plan for it."
+                f"{format_names(missing)}. Apply the plan to the model it was made for, or record this model and make "
+                "a plan for it."
             )
         return {name: modules[name] for name in wanted}
 
