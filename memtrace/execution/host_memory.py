@@ -15,7 +15,7 @@ import tempfile
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, Final, Protocol
 
 import torch
@@ -103,7 +103,7 @@ class MappedMemory:
         self._files: list[tuple[mmap.mmap, int]] = []
         self._file_end = self._file_used = 0
         self._free: defaultdict[int, list[tuple[mmap.mmap, int]]] = defaultdict(list)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="memtrace-copy")
+        self._thread = _copy_thread()
         self._is_closed = False
         self._process = os.getpid()
 
@@ -161,6 +161,10 @@ class MappedMemory:
             include_memory(address)
         self._files.clear()
         self._free.clear()
+
+
+def _copy_thread() -> Executor:
+    return ThreadPoolExecutor(1, thread_name_prefix="memtrace-copy")
 
 
 def copy_pairs(pairs: list[Pair]) -> None:

@@ -79,7 +79,7 @@ def test_the_peak_is_the_predicted_one_however_long_copies_take(
     start = requested_bytes(before, "cpu").start
     assert plan.predicted.peak_bytes < plan.recorded.peak_bytes
     for copies in (LateCopies, ImmediateCopies):
-        monkeypatch.setattr(host_memory, "_copy_thread", lambda _, copies=copies: copies())
+        monkeypatch.setattr(host_memory, "_copy_thread", copies)
         after, losses = record(tmp_path / copies.__name__, index, plan)
         assert [loss.item().hex() for loss in losses] == [loss.item().hex() for loss in expected]
         assert peak_above_start(after) <= 1.03 * (plan.predicted.peak_bytes - start), copies.__name__
