@@ -9,7 +9,7 @@ from memtrace.analysis.autograd_nodes import is_recorded_forward, ran_only_forwa
 from memtrace.analysis.block_accesses import group_accesses_by_block
 from memtrace.analysis.blocks import PERSISTENT, allocating_op, blocks
 from memtrace.analysis.components import connected_components
-from memtrace.analysis.counterfactual import END_OF_TRACE, IdleIntervals
+from memtrace.analysis.counterfactual import IdleIntervals
 from memtrace.analysis.event_codes import KIND
 from memtrace.analysis.patterns import block_mask
 from memtrace.analysis.statements import call_path, end_of_variables, num_common_frames
@@ -81,13 +81,7 @@ def until_variables_drop(trace: Trace, intervals: IdleIntervals, last_access: Ar
         intervals: intervals that end with the free of a block.
         last_access: for each of them, the last access that the program needs; see ``find_release_rows``.
     """
-    columns = blocks(trace)
-    order = np.lexsort((columns.alloc_event, columns.stack))
-    is_followed = columns.stack[order][1:] == columns.stack[order][:-1]
-    replaced = np.full(len(columns), END_OF_TRACE)
-    replaced[order[:-1][is_followed]] = columns.alloc_event[order[1:][is_followed]]
-    dropped = np.minimum(end_of_variables(trace, intervals.block, last_access), replaced[intervals.block])
-    begin = np.maximum(intervals.begin, dropped)
+    begin = np.maximum(intervals.begin, end_of_variables(trace, intervals.block, last_access))
     kept = begin < intervals.end
     return IdleIntervals(intervals.block[kept], begin[kept], intervals.end[kept])
 

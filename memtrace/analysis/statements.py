@@ -8,7 +8,7 @@ import numpy as np
 
 from memtrace.analysis.attribution import PHASE, op_column
 from memtrace.analysis.block_accesses import group_accesses_by_block, last_accesses, number_operator_calls
-from memtrace.analysis.blocks import blocks
+from memtrace.analysis.blocks import allocating_op, blocks
 from memtrace.analysis.counterfactual import END_OF_TRACE
 from memtrace.format.arrays import Array
 from memtrace.frames import Frame, PhaseHint, phase_hint
@@ -45,22 +45,12 @@ def end_of_last_statement(trace: Trace, block: Array) -> Array:
     statements of one function, for a last use that no function called by the statement makes (such a statement can be
     split after it), and for blocks that backward or no operator uses last.
     """
-    accesses, order = group_accesses_by_block(trace), trace.cached(_statement_order)
-    result = np.full(len(block), -1, np.int64)
-    if not len(order.op):
-        return result
-    last_op = accesses.op[accesses.offset[block + 1] - 1]
-    place = np.minimum(np.searchsorted(order.op, last_op), len(order.op) - 1)
-    use_stack = op_column(trace, last_op, "stack").astype(np.int64)
-    depth = _depths_of_use(trace, blocks(trace).stack[block], use_stack)
+    uses = _find_uses(trace, block, None)
+    use_stack = op_column(trace, uses.op, "stack").astype(np.int64)
     stacks, index = np.unique(use_stack, return_inverse=True)
-    is_direct = np.array([len(trace.frames(stack)) for stack in stacks.tolist()], np.int64)[index] == depth
-    depth[(order.op[place] != last_op) | order.in_backward[place] | is_direct] = 0
-    for level in np.unique(depth[depth > 0]).tolist():
-        chosen = np.flatnonzero(depth == level)
-        starts = np.append(np.flatnonzero(order.num_shared < level), len(order.op))
-        result[chosen] = order.last_row[starts[np.searchsorted(starts, place[chosen], side="right")] - 1]
-    return result
+    num_frames = np.array([len(trace.frames(stack)) for stack in stacks.tolist()], np.int64)[index]
+    in_backward = op_column(trace, uses.op, "phase") == PHASE["backward"]
+    return _end_of_run(trace, uses.op, np.where(in_backward | (num_frames == uses.depth), 0, uses.depth))
 
 
 def is_in_variable(trace: Trace, block: Array) -> Array:
@@ -76,22 +66,48 @@ def is_in_variable(trace: Trace, block: Array) -> Array:
 def end_of_variables(trace: Trace, block: Array, last_access: Array | None = None) -> Array:
     """Return the last row at which a variable of the program may hold each block after its last forward use.
 
-    Two statements of one function make and use it. A function that a module calls drops its variables when it returns;
-    for others the row is ``END_OF_TRACE``. -1: no variable holds the block.
+    Two statements of one function make and use it. The variable drops it when the statement that made it has run again,
+    or when the function returns, if a module calls it; ``END_OF_TRACE``: neither happens. -1: no variable holds it.
 
     Args:
         trace: the trace of one rank.
         block: the blocks; every one must have an access.
         last_access: the access of each block that counts as its last; see ``last_accesses``.
     """
-    uses, order = _find_uses(trace, block, last_access), trace.cached(_statement_order)
-    result = np.where((uses.depth > 0) & ~uses.in_module, END_OF_TRACE, -1)
+    uses = _find_uses(trace, block, last_access)
+    held = uses.depth > 0
+    following = _next_of_same_stack(trace, block)
+    made_again = np.where(following >= 0, np.maximum(following, 0), block)
+    replaced = _end_of_run(trace, allocating_op(trace, made_again), np.where(held, uses.depth, 0))
+    replaced = np.where(following >= 0, np.maximum(replaced, blocks(trace).alloc_event[made_again]), -1)
+    returned = _end_of_run(trace, uses.op, np.where(held & uses.in_module, uses.depth - 1, 0))
+    dropped = [np.where(rows >= 0, rows, END_OF_TRACE) for rows in (replaced, returned)]
+    return np.where(held, np.minimum(*dropped), -1)
+
+
+def _next_of_same_stack(trace: Trace, block: Array) -> Array:
+    """Return the block that the same call stack allocates next after each block; -1: none."""
+    columns = blocks(trace)
+    order = np.lexsort((columns.alloc_event, columns.stack))
+    is_followed = columns.stack[order][1:] == columns.stack[order][:-1]
+    following = np.full(len(columns), -1, np.int64)
+    following[order[:-1][is_followed]] = order[1:][is_followed]
+    return following[block]
+
+
+def _end_of_run(trace: Trace, op: Array, depth: Array) -> Array:
+    """Return the last row of the run of operator calls around each call that share ``depth`` outermost frames with it.
+
+    -1: for depth 0, and for calls without a place in the order of statements.
+    """
+    order = trace.cached(_statement_order)
+    result = np.full(len(op), -1, np.int64)
     if not len(order.op):
         return result
-    place = np.minimum(np.searchsorted(order.op, uses.op), len(order.op) - 1)
-    caller_depth = np.where((uses.depth > 0) & uses.in_module & (order.op[place] == uses.op), uses.depth - 1, 0)
-    for level in np.unique(caller_depth[caller_depth > 0]).tolist():
-        chosen = np.flatnonzero(caller_depth == level)
+    place = np.minimum(np.searchsorted(order.op, op), len(order.op) - 1)
+    level_of = np.where(order.op[place] == op, depth, 0)
+    for level in np.unique(level_of[level_of > 0]).tolist():
+        chosen = np.flatnonzero(level_of == level)
         starts = np.append(np.flatnonzero(order.num_shared < level), len(order.op))
         result[chosen] = order.last_row[starts[np.searchsorted(starts, place[chosen], side="right")] - 1]
     return result
