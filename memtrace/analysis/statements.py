@@ -77,7 +77,7 @@ def end_of_variables(trace: Trace, block: Array, last_access: Array | None = Non
     uses = _find_uses(trace, block, last_access)
     held = uses.depth > 0
     following = _next_of_same_stack(trace, block)
-    made_again = np.where(following >= 0, np.maximum(following, 0), block)
+    made_again = np.where(following >= 0, following, block)
     replaced = _end_of_run(trace, allocating_op(trace, made_again), np.where(held, uses.depth, 0))
     replaced = np.where(following >= 0, np.maximum(replaced, blocks(trace).alloc_event[made_again]), -1)
     returned = _end_of_run(trace, uses.op, np.where(held & uses.in_module, uses.depth - 1, 0))
