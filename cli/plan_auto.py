@@ -59,7 +59,7 @@ def command(
     Examples:
       memtrace plan auto run.memtrace --capacity 16GiB -o plan.json
       memtrace plan auto run.memtrace --capacity 16GiB --ranks 8 --link 25GB
-      memtrace plan auto run.memtrace --capacity 16GiB --d2h 12 --h2d 12 --amp bf16
+      memtrace plan auto run.memtrace --capacity 16GiB --card A100 --amp bf16
     """
     from memtrace.planning.auto import plan_auto
     from memtrace.planning.whatif_changes import parse_half_precision

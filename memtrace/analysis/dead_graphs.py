@@ -73,8 +73,7 @@ def is_held_by_dead_graph(trace: Trace, block: Array) -> Array:
 def until_variables_drop(trace: Trace, intervals: IdleIntervals, last_access: Array | None = None) -> IdleIntervals:
     """Return the intervals of blocks of dead graphs without the time for which variables hold the blocks as well.
 
-    Without its graph, a result that is in a variable is freed when the line that made it assigns the next one, or when
-    the function returns.
+    Without its graph, a result that is in a variable is freed when the line that made it has assigned the next one.
 
     Args:
         trace: the trace of one rank.

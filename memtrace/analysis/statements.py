@@ -53,21 +53,11 @@ def end_of_last_statement(trace: Trace, block: Array) -> Array:
     return _end_of_run(trace, uses.op, np.where(in_backward | (num_frames == uses.depth), 0, uses.depth))
 
 
-def is_in_variable(trace: Trace, block: Array) -> Array:
+def is_in_variable(trace: Trace, block: Array, last_access: Array | None = None) -> Array:
     """Return whether a variable of the program, outside of all modules, holds each block after its last forward use.
 
-    Two statements of one function make and use it, and the function is not called by a module, whose variables die when
-    it returns. Every block must have an access.
-    """
-    uses = _find_uses(trace, block, None)
-    return np.asarray((uses.depth > 0) & ~uses.in_module)
-
-
-def end_of_variables(trace: Trace, block: Array, last_access: Array | None = None) -> Array:
-    """Return the last row at which a variable of the program may hold each block after its last forward use.
-
-    Two statements of one function make and use it. The variable drops it when the statement that made it has run again,
-    or when the function returns, if a module calls it; ``END_OF_TRACE``: neither happens. -1: no variable holds it.
+    Two statements of one function make and use it, and the function is not called by a module, whose variables are
+    usually assigned again (``x = layer(x)``) or die when it returns.
 
     Args:
         trace: the trace of one rank.
@@ -75,14 +65,21 @@ def end_of_variables(trace: Trace, block: Array, last_access: Array | None = Non
         last_access: the access of each block that counts as its last; see ``last_accesses``.
     """
     uses = _find_uses(trace, block, last_access)
-    held = uses.depth > 0
-    following = _next_of_same_stack(trace, block)
-    made_again = np.where(following >= 0, following, block)
-    replaced = _end_of_run(trace, allocating_op(trace, made_again), np.where(held, uses.depth, 0))
-    replaced = np.where(following >= 0, np.maximum(replaced, blocks(trace).alloc_event[made_again]), -1)
-    returned = _end_of_run(trace, uses.op, np.where(held & uses.in_module, uses.depth - 1, 0))
-    dropped = [np.where(rows >= 0, rows, END_OF_TRACE) for rows in (replaced, returned)]
-    return np.where(held, np.minimum(*dropped), -1)
+    return np.asarray((uses.depth > 0) & ~uses.in_module)
+
+
+def end_of_variables(trace: Trace, block: Array, last_access: Array | None = None) -> Array:
+    """Return the row until which a variable holds each block (``is_in_variable``); -1: none does.
+
+    It drops the block when the statement that made it has run again; ``END_OF_TRACE``: that does not happen.
+    """
+    uses, following = _find_uses(trace, block, last_access), _next_of_same_stack(trace, block)
+    is_followed = following >= 0
+    successor = np.where(is_followed, following, block)
+    run_again = _end_of_run(trace, allocating_op(trace, successor), uses.depth)
+    replaced = np.maximum(run_again, blocks(trace).alloc_event[successor])
+    is_held = (uses.depth > 0) & ~uses.in_module
+    return np.where(is_held, np.where(is_followed, replaced, END_OF_TRACE), -1)
 
 
 def _next_of_same_stack(trace: Trace, block: Array) -> Array:

@@ -18,7 +18,7 @@ from memtrace.dashboards.page import render, report
 from memtrace.dashboards.pipeline import PREDICTION_SECTIONS, SECTIONS
 
 from memtrace.analysis.block_lifetimes import close_address_gaps
-from memtrace.analysis.summary import describe_peak, summarize_peak
+from memtrace.planning.verdict import find_verdict
 from memtrace.trace import Trace
 from memtrace.units import format_bytes
 from tests.builders import event, op, step, trace_of
@@ -80,10 +80,10 @@ def test_the_page_leaves_out_sections_without_content(page: str) -> None:
     assert "Reserved but unused" not in page and "Out-of-memory errors" not in page
 
 
-def test_the_headline_of_the_page_is_the_sentence_of_the_summary(page: str) -> None:
-    sentence = describe_peak(summarize_peak(hostile_trace(), "cpu"))
-    assert sentence == "Peak 21.1 KiB at 590 µs (step 5, forward); blocks of unknown category hold 95 %"
-    assert f">{sentence}</h2>" in page
+def test_the_page_begins_with_the_verdict_of_the_summary(page: str) -> None:
+    sentences = find_verdict(hostile_trace(), "cpu").sentences
+    assert sentences[0].startswith("Peak 21.1 KiB at 590 µs (step 5, forward); blocks of unknown category hold 95 %")
+    assert f'<p class="verdict">{sentences[0]}' in page
 
 
 def test_the_page_explains_every_category_and_term(page: str) -> None:

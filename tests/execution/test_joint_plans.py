@@ -44,7 +44,7 @@ def test_recomputation_with_offloads_has_the_predicted_peak_and_equal_losses(
             assert [action.kind for action in plan.actions][-1] == "offload" and len(plan.actions) > 1
             assert plan.predicted.peak_bytes < choice.peak_bytes
             copies = (LateCopies, ImmediateCopies)[number]
-            monkeypatch.setattr(host_memory, "_copy_thread", lambda _, copies=copies: copies())
+            monkeypatch.setattr(host_memory, "_copy_thread", copies)
             after, losses = record(tmp_path / f"after-{number}", index, plan)
             assert all(torch.equal(one, other) for one, other in zip(losses, expected, strict=True))
             predicted = plan.predicted.peak_bytes - requested_bytes(before, "cpu").start

@@ -18,7 +18,7 @@ from tests.analysis.short_traces import trace_of_steps
 from tests.builders import event, op, step, trace_of
 from tests.conftest import DefectTraces
 
-NUM_LAYERS, WIDTH, BATCH = 5, 64, 256
+NUM_LAYERS, WIDTH, BATCH = 5, 64, 8192  # much more than other tests leave in memory
 
 
 class Layer(torch.nn.Module):
