@@ -90,8 +90,17 @@ def sites_of_dead_graphs(trace: Trace, block: Array) -> list[str | None]:
 
     Blocks belong to one graph if an operator that autograd recorded reads one of them to make the other.
     """
-    is_own = np.ones(len(block), bool)
-    return sites_of_groups(trace, block, trace.cached(_graphs)[block], is_own, trace.cached(_live_lines))
+    sites = trace.cached(_sites_by_graph)
+    return [sites.get(graph) for graph in trace.cached(_graphs)[block].tolist()]
+
+
+def _sites_by_graph(trace: Trace) -> dict[int, str | None]:
+    """Return the site of each dead graph, by all of its blocks: those that variables hold as well too."""
+    every_block = np.arange(len(blocks(trace)))
+    of_graph = every_block[is_held_by_graph(trace, every_block)]
+    graph, is_own = trace.cached(_graphs)[of_graph], is_made_without_backward(trace, of_graph)
+    sites = sites_of_groups(trace, of_graph, graph, is_own, trace.cached(_live_lines))
+    return dict(zip(graph.tolist(), sites, strict=True))
 
 
 def sites_of_groups(

@@ -69,18 +69,23 @@ def roll_out(policy: nn.Module) -> torch.Tensor:
 
 
 def test_dead_graphs_of_a_function_that_training_calls_too_are_one_finding_at_its_caller(tmp_path: Path) -> None:
-    def program() -> None:
+    def program(*, has_graph: bool) -> None:
         policy = network(2)
         optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
         for _ in range(4):
-            rewards = roll_out(policy)
+            with torch.set_grad_enabled(has_graph):
+                rewards = roll_out(policy)
             for reward in rewards:
                 (act(policy, torch.randn(256, 128)) - reward).mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
 
-    findings = dead_graphs_of(program, tmp_path)
+    findings = dead_graphs_of(lambda: program(has_graph=True), tmp_path / "with")
     assert len(findings) == 1
+    assert dead_graphs_of(lambda: program(has_graph=False), tmp_path / "without") == []
+    with_graph, without = (memtrace.load(tmp_path / name / "run.memtrace") for name in ("with", "without"))
+    saved = find_device_waste(with_graph, "cpu").peak_bytes - find_device_waste(without, "cpu").peak_bytes
+    assert findings[0].saved_bytes == saved
     assert findings[0].site is not None and ".py:" in findings[0].site
     _, _, place = findings[0].site.rpartition(".py")
     number = int(place[1:].split()[0])
