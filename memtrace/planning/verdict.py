@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Final
@@ -192,9 +193,9 @@ def _is_enough(failure: OutOfMemory | None, saved_bytes: int) -> bool | None:
 def _line_fixes(trace: Trace, device: str, failure: OutOfMemory | None) -> Iterator[Fix]:
     for finding in find_device_waste(trace, device).findings:
         if finding.is_single_line_fix and finding.saved_bytes:
-            where = f"{finding.site}: " if finding.site else ""
-            saved = finding.saved_bytes
-            yield Fix(f"{where}{finding.advice}", None, saved, NO_COST, _is_enough(failure, saved))
+            where = f" ({finding.site})" if finding.site else ""
+            what = f"{finding.pattern.capitalize()}{where}: {finding.advice}"
+            yield Fix(what, None, finding.saved_bytes, NO_COST, _is_enough(failure, finding.saved_bytes))
 
 
 def _recomputation(trace: Trace, device: str, failure: OutOfMemory | None) -> Iterator[Fix]:
@@ -212,7 +213,7 @@ def _recomputation(trace: Trace, device: str, failure: OutOfMemory | None) -> It
     modules = format_count(len(planned.modules), "module")
     yield Fix(
         f"Recompute {modules} in backward instead of keeping their activations.",
-        f"memtrace plan recompute {trace.path.name if trace.path else 'TRACE'} -o plan.json && "
+        f"memtrace plan recompute {shlex.quote(str(trace.path)) if trace.path else 'TRACE'} -o plan.json\n"
         "memtrace record --apply plan.json YOUR_SCRIPT.py",
         saved,
         cost,
