@@ -14,6 +14,18 @@ from memtrace.execution.host_memory import HostMemory
 from memtrace.execution.moved_storage import as_bytes, view_bytes
 
 
+def detach_saved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a pack hook may keep instead of a saved tensor.
+
+    The result of an operator refers to its node in autograd's graph, which refers to what the hook returns. Where no
+    backward follows, neither would ever be freed. Autograd attaches the node again when it unpacks the tensor.
+    """
+    if tensor.grad_fn is None:
+        return tensor
+    with torch.no_grad():
+        return tensor.detach()
+
+
 class BoundaryTensors:
     """Moves the results of operators that autograd saves to host memory, and back when backward needs them.
 
@@ -34,7 +46,7 @@ class BoundaryTensors:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _HostTensor:
         is_result = tensor.grad_fn is not None and type(tensor) is torch.Tensor
         if not is_result or tensor.layout is not torch.strided or not tensor.numel():
-            return tensor
+            return detach_saved(tensor)
         storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         key = (tensor.data_ptr(), tensor._version, tensor.dtype, tensor.size(), tensor.stride())
         known_storage, reference = self._known.get(key, (None, None))

@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from memtrace.errors import MemtraceError
+from memtrace.execution.boundary_tensors import detach_saved
 from memtrace.execution.host_memory import host_memory_for
 from memtrace.execution.offload_storage import OffloadedStorage, OffloadedStorages, SavedStorage
 from memtrace.execution.target import Target
@@ -141,7 +142,7 @@ class _Hooks:
         self._storages.node_saves(node)
         storage = self._find_storage(tensor, node)
         if type(storage) is not OffloadedStorage:
-            return _Saved(tensor, node, storage)
+            return _Saved(detach_saved(tensor), node, storage)
         # The tensor can be one that the program has; ours shares its version counter and loses its storage.
         with torch.no_grad():
             tensor = tensor.detach()

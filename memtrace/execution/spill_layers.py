@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from memtrace.execution.boundary_tensors import BoundaryTensors
+from memtrace.execution.boundary_tensors import BoundaryTensors, detach_saved
 from memtrace.execution.moved_storage import MovedStorage, view_bytes
 from memtrace.execution.spill_residency import Residency
 from memtrace.recording.plain_access import module_members, walk_modules
@@ -102,7 +102,7 @@ class SpilledForward:
             geometry = moved.describe_view(tensor)
             if geometry is not None:
                 return moved, geometry
-        return tensor
+        return detach_saved(tensor)
 
     def _unpack_parameter(self, packed: torch.Tensor | tuple[MovedStorage, tuple[Any, ...]]) -> torch.Tensor:
         self._layers.use_in_backward(self._shard)

@@ -193,6 +193,15 @@ def test_a_change_in_place_is_noticed_whether_the_tensor_has_left_or_not() -> No
                 out.sum().backward()
 
 
+def test_a_graph_without_backward_is_freed_with_its_result() -> None:
+    model = OnlySigmoid(nn.Sigmoid())
+    with memtrace.apply(plan_of(OffloadedTensor("0", 5, 1)), model):
+        out = model(torch.randn(64, 64, requires_grad=True))
+        storage = StorageWeakRef(out.untyped_storage())
+        del out
+        assert storage.expired()
+
+
 def test_backward_after_the_block_gets_what_is_in_host_memory() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
