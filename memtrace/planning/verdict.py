@@ -88,15 +88,19 @@ def find_verdict(trace: Trace, device: str | None = None) -> Verdict:
         trace: The trace of one rank.
         device: The device; None: the one that ran out of memory, else the one with the highest peak, GPUs first.
     """
-    if device is None and trace.devices:
-        failures = explain_out_of_memory(trace)
-        device = failures[-1].device if failures else main_device(trace)
-    return trace.cached(_find_verdict, device)
+    return trace.cached(_find_verdict, device or _main_device(trace))
+
+
+def _main_device(trace: Trace) -> str | None:
+    if not trace.devices:
+        return None
+    failures = explain_out_of_memory(trace)
+    return failures[-1].device if failures else main_device(trace)
 
 
 def order_devices(trace: Trace) -> list[str]:
     """Return the devices of a single-rank trace, that of the verdict first, the CPU last."""
-    main = find_verdict(trace).device
+    main = _main_device(trace)
     return sorted(trace.devices, key=lambda device: (device != main, device == "cpu"))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-import memtrace
-from memtrace.analysis.findings import DeviceWaste, Finding, find_device_waste
+from memtrace.analysis.findings import Finding
 from memtrace.analysis.unused_gradients import _reaches_needed
+from tests.analysis.program_waste import is_saved, waste_of
 
 PATTERN = "unused gradients"
 
@@ -53,21 +52,6 @@ class Probe(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.head(self.backbone(x))  # the unfrozen backbone
         return logits
-
-
-def waste_of(program: Callable[[], None], folder: Path) -> DeviceWaste:
-    """Return the wasted memory of a program."""
-    torch.manual_seed(0)
-    gc.collect()
-    with memtrace.record(folder / "run.memtrace"):
-        program()
-    return find_device_waste(memtrace.load(folder / "run.memtrace"), "cpu", min_bytes=1)
-
-
-def is_saved(finding: Finding, waste: DeviceWaste, fixed: DeviceWaste) -> bool:
-    """Return whether the fixed program saves what is predicted; both hold the same memory of other tests."""
-    measured = waste.peak_bytes - fixed.peak_bytes
-    return finding.saved_bytes > 0 and abs(finding.saved_bytes - measured) <= 0.01 * measured
 
 
 def unused_gradients_of(program: Callable[[], None], folder: Path) -> list[Finding]:
