@@ -31,6 +31,20 @@ STACK_ORDER: Final = (
 )
 """Categories of a stacked figure, bottom to top: those that stay live across steps are the base of the others."""
 
+SERIES_COLORS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c9299")
+"""Colors of runs, ranks and workers, which repeat with other dashes where there are more."""
+SERIES_DASHES: Final = ("solid", "dash", "dot", "dashdot")
+NEUTRAL_COLOR: Final = "#8e98a3"
+"""Color of what has no category, on either background."""
+GROWTH_COLOR: Final = "#d55e00"
+"""More memory than in the run that it is compared with."""
+SHRINKAGE_COLOR: Final = "#0072b2"
+"""Less memory than in the run that it is compared with."""
+DIFFERENCE_SCALE: Final = ((0.0, SHRINKAGE_COLOR), (0.5, "#c9d0d7"), (1.0, GROWTH_COLOR))
+"""Colors from less to more memory; numbers in the cells are readable on each of them."""
+AMOUNT_SCALE: Final = ((0.0, "#dbe6ef"), (0.5, "#6fa8cf"), (1.0, "#00457a"))
+"""Colors from no memory to the largest amount."""
+
 THEMES: Final[dict[str, dict[str, str]]] = {
     "light": {
         "page": "#f4f6f8",
@@ -67,6 +81,12 @@ THEMES: Final[dict[str, dict[str, str]]] = {
         "phase-optimizer-ink": "#0e1216",
     },
 }
+
+
+def series_line(number: int) -> dict[str, Any]:
+    """Return color and dash of the line of a run, rank or worker; the first 28 differ."""
+    cycle, place = divmod(number, len(SERIES_COLORS))
+    return {"color": SERIES_COLORS[place], "dash": SERIES_DASHES[cycle % len(SERIES_DASHES)]}
 
 
 def plotly_template(theme: str) -> dict[str, Any]:
