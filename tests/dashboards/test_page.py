@@ -175,3 +175,14 @@ def test_the_page_has_no_accessibility_violation(browser: Any, tmp_path: Path, s
         draw_everything(page)
         result = Axe().run(page)
         assert result.violations_count == 0, result.generate_report()
+
+
+@needs_chromium
+def test_printing_finds_every_figure_drawn_in_the_light_theme(browser: Any, tmp_path: Path) -> None:
+    with opened(browser, report(hostile_trace(), tmp_path / "page.html"), color_scheme="dark") as page:
+        page.wait_for_function("() => [...document.querySelectorAll('.figure, .widget')].every(e => e.dataset.drawn)")
+        assert page.evaluate("scrollY") < 700, "nobody scrolled to the last figure"
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        assert page.evaluate("document.documentElement.dataset.theme") == "light"
+        page.evaluate("dispatchEvent(new Event('afterprint'))")
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
