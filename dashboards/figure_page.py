@@ -13,8 +13,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
-from memtrace.dashboards.page import CONTENT_SECURITY_POLICY
-from memtrace.dashboards.palette import CATEGORY_COLORS, THEMES, plotly_template
+from memtrace.dashboards.assets import CONTENT_SECURITY_POLICY, packed_plotly, script_safe, style_sheet
+from memtrace.dashboards.palette import THEMES, plotly_template
 from memtrace.dashboards.sections import Section, Table
 from memtrace.dashboards.text import name_text
 
@@ -87,12 +87,13 @@ def render_figure_page(page: FigurePage) -> str:
         panels=[panel for panel in panels if panel.figure or panel.table or panel.absent],
         version=__version__,
         content_security_policy=CONTENT_SECURITY_POLICY,
-        themes=_script_safe(json.dumps({name: {"template": plotly_template(name)} for name in THEMES}, sort_keys=True)),
+        themes=script_safe(json.dumps({name: {"template": plotly_template(name)} for name in THEMES}, sort_keys=True)),
         inline=_inline_sources(environment),
     )
 
 
 def _render_panel(section: Section, argument: Any) -> _Panel:
+    assert callable(section.build)
     content = section.build(argument)
     table = content if isinstance(content, Table) else None
     figure, note, height, min_width = None, "", section.height, 0
@@ -101,7 +102,7 @@ def _render_panel(section: Section, argument: Any) -> _Panel:
         note, min_width = meta.get("note", ""), meta.get("min_width", 0)
         height = int(content.layout.height or height)
         content.layout.template = None
-        figure = _script_safe(content.to_json())
+        figure = script_safe(content.to_json())
     return _Panel(
         section.anchor,
         section.title,
@@ -116,30 +117,15 @@ def _render_panel(section: Section, argument: Any) -> _Panel:
     )
 
 
-def _script_safe(text: str) -> Markup:
-    """Escape JSON so that it cannot end the script element that contains it."""
-    for character in ("<", ">", "&", "\u2028", "\u2029"):
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)
-
-
 def _inline_sources(environment: Environment) -> dict[str, Markup]:
     """Return the style sheet, the script of the page, and plotly.js."""
-    from plotly.offline import get_plotlyjs
 
     def source(name: str) -> str:
         assert environment.loader is not None
         return environment.loader.get_source(environment, name)[0]
 
-    variables = "".join(
-        f"{selector}{{color-scheme:{name};" + "".join(f"--{key}:{value};" for key, value in THEMES[name].items()) + "}"
-        for selector, name in ((":root", "light"), (':root[data-theme="dark"]', "dark"))
-    )
-    swatches = "".join(
-        f'.swatch[data-category="{name}"]{{background:{color}}}' for name, color in CATEGORY_COLORS.items()
-    )
     return {
-        "style": Markup(variables + swatches + source("report.css")),
+        "style": style_sheet(source("report.css")),
         "script": Markup(source("figures.js")),
-        "plotly": Markup(get_plotlyjs()),
+        "plotly": packed_plotly(),
     }

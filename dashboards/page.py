@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -12,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 from memtrace.dashboards import overview, pipeline
+from memtrace.dashboards.assets import CONTENT_SECURITY_POLICY, packed_plotly, script_safe, style_sheet
 from memtrace.dashboards.contents import DEVICE_SECTIONS, GLOSSARY
-from memtrace.dashboards.palette import CATEGORY_COLORS, THEMES, plotly_template
+from memtrace.dashboards.palette import THEMES, plotly_template
 from memtrace.dashboards.payload import Payload, build_payload
 from memtrace.dashboards.sections import Section, Table
 from memtrace.dashboards.text import name_text
@@ -32,14 +31,6 @@ MAX_VIEWS: Final = 4
 
 SCRIPTS: Final = ("format.js", "store.js", "source.js", "tracks.js", "explorer.js", "report.js")
 """Scripts of the page in ``templates/``, in the order in which they use each other; they share one scope."""
-
-PLOTLY: Final = Path(__file__).parent / "vendor" / "plotly-cartesian.min.js"
-
-# Plotly draws with inline styles and creates images as blobs. The page fetches nothing.
-CONTENT_SECURITY_POLICY: Final = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
-    "font-src data:; worker-src blob:"
-)
 
 
 @dataclass(frozen=True)
@@ -153,7 +144,7 @@ def _render_panel(section: Section, *arguments: Any) -> Panel:
         return _make_panel(section, table=content)
     note = (content.layout.meta or {}).get("note", "")
     content.layout.template = None
-    return _make_panel(section, figure=_script_safe(content.to_json()), note=note)
+    return _make_panel(section, figure=script_safe(content.to_json()), note=note)
 
 
 def _make_panel(
@@ -164,14 +155,7 @@ def _make_panel(
 
 
 def _json(value: Any) -> Markup:
-    return _script_safe(json.dumps(value, sort_keys=True))
-
-
-def _script_safe(text: str) -> Markup:
-    """Escape JSON so that it cannot end the script element that contains it."""
-    for character in ("<", ">", "&", "\u2028", "\u2029"):
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)
+    return script_safe(json.dumps(value, sort_keys=True))
 
 
 def _inline_sources(environment: Environment) -> dict[str, Markup]:
@@ -181,16 +165,9 @@ def _inline_sources(environment: Environment) -> dict[str, Markup]:
         assert environment.loader is not None
         return environment.loader.get_source(environment, name)[0]
 
-    variables = "".join(
-        f"{selector}{{color-scheme:{name};" + "".join(f"--{key}:{value};" for key, value in THEMES[name].items()) + "}"
-        for selector, name in ((":root", "light"), (':root[data-theme="dark"]', "dark"))
-    )
-    swatches = "".join(
-        f'.swatch[data-category="{name}"]{{background:{color}}}' for name, color in CATEGORY_COLORS.items()
-    )
     return {
-        "style": Markup(variables + swatches + source("report.css")),
+        "style": style_sheet(source("report.css")),
         "worker": Markup(source("worker.js")),
         "script": Markup('(() => {\n"use strict";\n' + "".join(map(source, SCRIPTS)) + "})();"),
-        "plotly": Markup(base64.b64encode(zlib.compress(PLOTLY.read_bytes(), 9)).decode("ascii")),
+        "plotly": packed_plotly(),
     }

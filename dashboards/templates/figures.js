@@ -7,37 +7,54 @@
     responsive: true, displaylogo: false, displayModeBar: "hover", plotlyServerURL: "",
     modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
   };
-  const drawn = new Set();
+  const redraws = [];
 
   const storedTheme = () => { try { return localStorage.getItem("memtrace-theme"); } catch { return null; } };
   const storeTheme = (name) => { try { localStorage.setItem("memtrace-theme", name); } catch { /* browsers may refuse storage for file:// */ } };
   let theme = storedTheme() ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 
-  async function applyTheme() {
+  function applyTheme() {
     document.documentElement.dataset.theme = theme;
     const button = document.getElementById("theme");
     button.textContent = theme === "dark" ? "Light" : "Dark";
     button.title = `Switch to the ${theme === "dark" ? "light" : "dark"} theme`;
-    for (const figure of drawn) {
-      await Plotly.react(figure, figure.data, { ...figure.layout, template: themes[theme].template }, config);
-    }
+    for (const redraw of redraws) redraw();
+  }
+
+  let plotly = null; // promise of plotly.js, which is unpacked for the first figure
+  function loadPlotly() {
+    plotly ??= (async () => {
+      const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (character) => character.charCodeAt(0));
+      const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+      const script = document.createElement("script");
+      script.textContent = await new Response(stream).text();
+      document.head.append(script);
+      return window.Plotly;
+    })();
+    return plotly;
   }
 
   async function draw(figure) {
-    if (drawn.has(figure)) return;
-    drawn.add(figure);
     const { data, layout } = JSON.parse(document.getElementById(figure.dataset.figure).textContent);
     delete layout.meta;
-    layout.template = themes[theme].template;
     layout.margin = { l: 60, r: 20, t: 30, b: 45, ...layout.margin };
-    layout.height = figure.clientHeight;
-    await Plotly.newPlot(figure, data, layout, config);
+    layout.height = Number(figure.dataset.height);
+    const inThemeColors = () => ({ ...layout, template: themes[theme].template });
+    const Plotly = await loadPlotly();
+    await Plotly.newPlot(figure, data, inThemeColors(), config);
+    redraws.push(() => Plotly.react(figure, data, inThemeColors(), config));
     figure.dataset.drawn = "true";
+  }
+
+  const showing = new Map(); // figure -> promise that it is drawn
+  function show(figure) {
+    if (!showing.has(figure)) showing.set(figure, draw(figure));
+    return showing.get(figure);
   }
 
   const figures = [...document.querySelectorAll(".figure")];
   const observer = new IntersectionObserver((entries) => {
-    for (const entry of entries) if (entry.isIntersecting) { observer.unobserve(entry.target); draw(entry.target); }
+    for (const entry of entries) if (entry.isIntersecting) { observer.unobserve(entry.target); show(entry.target); }
   }, { rootMargin: "600px" });
 
   document.addEventListener("click", (event) => {
@@ -52,7 +69,15 @@
     storeTheme(theme);
     applyTheme();
   });
-  addEventListener("beforeprint", () => figures.forEach(draw));
+
+  // Paper is light.
+  let themeOnScreen = theme;
+  addEventListener("beforeprint", () => { themeOnScreen = theme; theme = "light"; applyTheme(); });
+  addEventListener("afterprint", () => { theme = themeOnScreen; applyTheme(); });
+  document.getElementById("print").addEventListener("click", async () => {
+    await Promise.all(figures.map(show));
+    print();
+  });
   applyTheme();
   for (const figure of figures) observer.observe(figure);
 })();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from memtrace.analysis.compare import compare_runs, match_runs
 from memtrace.trace import Trace, load
 from memtrace.units import choose_byte_unit
 from tests.builders import event, op, step, trace_of
-from tests.dashboards.test_page import CHROMIUM, CHROMIUM_FLAGS, HOSTILE, hostile_trace
+from tests.dashboards.browser import draw_everything, needs_chromium, opened
+from tests.dashboards.test_page import HOSTILE, hostile_trace
 
 
 def small_run(sizes: list[int], *, name: str = "module") -> Trace:
@@ -108,31 +110,16 @@ def test_anchors_are_unique_and_explanations_are_sentences() -> None:
         assert section.explanation[0].isupper() and section.explanation.endswith(".")
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is missing: apt-get install chromium-headless-shell")
-def test_the_page_draws_offline_in_both_themes_and_runs_no_script_of_a_trace(tmp_path: Path, gpt_trace: Path) -> None:
-    from playwright.sync_api import sync_playwright
-
+@needs_chromium
+def test_the_page_fits_a_phone_and_runs_no_script_of_a_trace(browser: Any, tmp_path: Path, gpt_trace: Path) -> None:
     runs = match_runs([hostile_trace(), load(gpt_trace)], [HOSTILE, f"b{HOSTILE}"])
     path = write_comparison(runs, tmp_path / "page.html")
-    requests: list[str] = []
-    errors: list[str] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_FLAGS)
-        page = browser.new_context(offline=True, viewport={"width": 390, "height": 800}).new_page()
-        page.on("request", lambda request: requests.append(request.url))
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-        page.goto(path.as_uri())
-        for figure in page.query_selector_all(".figure"):
-            figure.scroll_into_view_if_needed()
-            page.wait_for_function("element => element.dataset.drawn === 'true'", arg=figure, timeout=20_000)
+    with opened(browser, path, width=390) as page:
+        draw_everything(page)
         page.click("#theme")
         assert page.evaluate("document.documentElement.scrollWidth") == 390
         assert page.evaluate("window.hacked") is None
         assert page.evaluate("document.querySelectorAll('.figure .main-svg').length") >= 10
-        browser.close()
-    assert errors == []
-    assert [url for url in requests if not url.startswith(("file:", "blob:", "data:"))] == []
 
 
 def test_the_commands_write_the_page(tmp_path: Path, gpt_trace: Path) -> None:
