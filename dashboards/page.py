@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
-from memtrace.dashboards import overview, pipeline
+from memtrace.dashboards import overview, pipeline, ranks
 from memtrace.dashboards.assets import CONTENT_SECURITY_POLICY, packed_plotly, script_safe, style_sheet
 from memtrace.dashboards.contents import DEVICE_SECTIONS, GLOSSARY
 from memtrace.dashboards.palette import THEMES, plotly_template
@@ -18,6 +18,7 @@ from memtrace.dashboards.sections import Section, Table
 from memtrace.dashboards.text import name_text
 
 from memtrace import __version__
+from memtrace.analysis.rank_overview import survey_ranks
 from memtrace.categories import CATEGORY_LABELS, CATEGORY_MEANINGS
 from memtrace.planning.verdict import choose_rank, order_devices
 from memtrace.units import format_count, format_share
@@ -79,11 +80,9 @@ def report(trace: Trace, output: str | Path, *, prediction: PipelinePrediction |
 
 def render(trace: Trace, *, prediction: PipelinePrediction | None = None) -> str:
     """Return the page as HTML; the arguments are those of ``report``."""
-    first = choose_rank(trace)
-    ranks = sorted(trace.ranks, key=lambda rank: rank != first)
-    pairs = [(rank, device) for rank in ranks for device in order_devices(trace.rank(rank))]
-    views = [_render_view(trace.rank(rank), rank, device, len(trace.ranks)) for rank, device in pairs[:MAX_VIEWS]]
-    job_panels = [_render_panel(section, trace) for section in pipeline.SECTIONS]
+    pairs, num_left_out = _choose_views(trace)
+    views = [_render_view(trace.rank(rank), rank, device, len(trace.ranks)) for rank, device in pairs]
+    job_panels = [_render_panel(section, trace) for section in (*ranks.sections(pairs), *pipeline.SECTIONS)]
     if prediction is not None:
         job_panels += [_render_panel(section, prediction) for section in pipeline.PREDICTION_SECTIONS]
     environment = Environment(loader=PackageLoader("memtrace.dashboards"), autoescape=True, trim_blocks=True)
@@ -92,7 +91,7 @@ def render(trace: Trace, *, prediction: PipelinePrediction | None = None) -> str
         title=name_text(trace.path.name if trace.path else "trace"),
         version=__version__,
         views=views,
-        views_note=_left_out_note(len(pairs) - len(views)),
+        views_note=_left_out_note(num_left_out),
         job_panels=[panel for panel in job_panels if panel.has_content],
         glossary=GLOSSARY,
         category_meanings=CATEGORY_MEANINGS,
@@ -103,10 +102,20 @@ def render(trace: Trace, *, prediction: PipelinePrediction | None = None) -> str
     )
 
 
+def _choose_views(trace: Trace) -> tuple[list[tuple[int, str]], int]:
+    """Return the pairs of rank and device that the page shows, and how many ranks or devices it leaves out."""
+    first = choose_rank(trace)
+    outliers = {outlier.rank for outlier in survey_ranks(trace).outliers} if len(trace.ranks) > 1 else set()
+    numbers = sorted(trace.ranks, key=lambda rank: (rank != first, rank not in outliers))
+    # Of many ranks only those that can be shown are opened.
+    pairs = [(rank, device) for rank in numbers[:MAX_VIEWS] for device in order_devices(trace.rank(rank))]
+    return pairs[:MAX_VIEWS], max(len(pairs) - MAX_VIEWS, 0) + max(len(numbers) - MAX_VIEWS, 0)
+
+
 def _left_out_note(num_left_out: int) -> str:
     if num_left_out <= 0:
         return ""
-    views = format_count(num_left_out, "more pair of rank and device", "more pairs of rank and device")
+    views = format_count(num_left_out, "more rank or device", "more ranks or devices")
     return f"This page leaves out {views}. Write a page for one rank with memtrace report --rank N."
 
 

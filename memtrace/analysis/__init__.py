@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from memtrace.analysis.oom import MemoryHolder, OutOfMemory, RequestRoom, explain_out_of_memory
     from memtrace.analysis.outside_memory import OutsideMemory
     from memtrace.analysis.peak import Peak, find_peak, live_blocks_at, peak_by_category, peak_by_module, peak_by_site
+    from memtrace.analysis.rank_overview import DeviceLoad, RankOutlier, RankOverview, survey_ranks
     from memtrace.analysis.ranks import RankComparison, RankSummary, compare_ranks, ranks_table
     from memtrace.analysis.stability import AllocationFit, Stability, fit_allocations, measure_stability
     from memtrace.analysis.stalls import DataStalls, StallBreakdown, StepWait, measure_stalls
@@ -92,6 +93,7 @@ __all__ = [
     "DataSource",
     "DataStalls",
     "DetectedSteps",
+    "DeviceLoad",
     "DeviceWaste",
     "Finding",
     "Fragmentation",
@@ -109,6 +111,8 @@ __all__ = [
     "OutsideMemory",
     "Peak",
     "RankComparison",
+    "RankOutlier",
+    "RankOverview",
     "RankSummary",
     "RequestRoom",
     "Run",
@@ -178,6 +182,7 @@ __all__ = [
     "steps_table",
     "summarize",
     "summarize_job",
+    "survey_ranks",
 ]
 
 _HOMES = {
@@ -196,6 +201,7 @@ _HOMES = {
     "DataSource": "memtrace.analysis.cache_share",
     "DataStalls": "memtrace.analysis.stalls",
     "DetectedSteps": "memtrace.analysis.detection",
+    "DeviceLoad": "memtrace.analysis.rank_overview",
     "DeviceWaste": "memtrace.analysis.findings",
     "Finding": "memtrace.analysis.findings",
     "Fragmentation": "memtrace.analysis.fragmentation",
@@ -213,6 +219,8 @@ _HOMES = {
     "OutsideMemory": "memtrace.analysis.outside_memory",
     "Peak": "memtrace.analysis.peak",
     "RankComparison": "memtrace.analysis.ranks",
+    "RankOutlier": "memtrace.analysis.rank_overview",
+    "RankOverview": "memtrace.analysis.rank_overview",
     "RankSummary": "memtrace.analysis.ranks",
     "RequestRoom": "memtrace.analysis.oom",
     "Run": "memtrace.analysis.compare",
@@ -282,6 +290,7 @@ _HOMES = {
     "steps_table": "memtrace.analysis.steps",
     "summarize": "memtrace.analysis.summary",
     "summarize_job": "memtrace.analysis.summary",
+    "survey_ranks": "memtrace.analysis.rank_overview",
 }
 
 
