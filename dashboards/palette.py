@@ -42,14 +42,14 @@ STACK_ORDER: Final = (
 )
 """Categories of a stacked figure, bottom to top: those that stay live across steps are the base of the others."""
 
-SERIES_COLORS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c9299")
+SERIES_COLORS: Final = LINE_COLORS[:-1]
 """Colors of runs, ranks and workers, which repeat with other dashes where there are more."""
 SERIES_DASHES: Final = ("solid", "dash", "dot", "dashdot")
-NEUTRAL_COLOR: Final = "#8e98a3"
+NEUTRAL_COLOR: Final = GRAY
 """Color of what has no category, on either background."""
-GROWTH_COLOR: Final = "#d55e00"
+GROWTH_COLOR: Final = VERMILION
 """More memory than in the run that it is compared with."""
-SHRINKAGE_COLOR: Final = "#0072b2"
+SHRINKAGE_COLOR: Final = BLUE
 """Less memory than in the run that it is compared with."""
 DIFFERENCE_SCALE: Final = ((0.0, SHRINKAGE_COLOR), (0.5, "#c9d0d7"), (1.0, GROWTH_COLOR))
 """Colors from less to more memory; numbers in the cells are readable on each of them."""
@@ -92,6 +92,20 @@ THEMES: Final[dict[str, dict[str, str]]] = {
         "phase-optimizer-ink": "#0e1216",
     },
 }
+
+
+PATH_HUES: Final = (BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW, GRAY)
+"""Colors of the paths of a pipeline: directions, or chunks of an interleaved schedule."""
+SYNC_COLOR: Final = VERMILION
+"""Gradient synchronization."""
+BUBBLE_COLOR: Final = "#8c929933"
+"""Where a worker is idle."""
+
+
+def mix_colors(color: str, other: str, share: float) -> str:
+    """Return a color that is ``other`` by ``share`` and ``color`` by the rest; all of them as ``#rrggbb``."""
+    parts = [(int(color[place : place + 2], 16), int(other[place : place + 2], 16)) for place in (1, 3, 5)]
+    return "#" + "".join(f"{round(first + (second - first) * share):02x}" for first, second in parts)
 
 
 def series_line(number: int) -> dict[str, Any]:
