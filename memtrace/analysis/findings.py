@@ -31,6 +31,7 @@ from memtrace.analysis.missing_stacks import missing_stack_reasons
 from memtrace.analysis.pattern_catalog import ALL_PATTERNS, WastePattern
 from memtrace.analysis.peak import find_peak
 from memtrace.analysis.thresholds import MAX_REPLAYS, MIN_FINDING_SHARE, MIN_STEPS_FOR_LEAKS
+from memtrace.display import Displayed
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES, NO_BLOCKS
 from memtrace.trace import Trace
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Finding(Displayed):
     """Memory that one pattern wastes at one allocation site."""
 
     pattern: str
@@ -86,7 +87,7 @@ class SkippedPatterns:
 
 
 @dataclass(frozen=True)
-class DeviceWaste:
+class DeviceWaste(Displayed):
     """The wasted memory of one device."""
 
     device: str
@@ -108,7 +109,7 @@ class DeviceWaste:
 
 
 @dataclass(frozen=True)
-class WastedMemory:
+class WastedMemory(Displayed):
     """The wasted memory of every device of a trace."""
 
     devices: tuple[DeviceWaste, ...]

@@ -16,6 +16,7 @@ from memtrace.analysis.device_state import DeviceState, device_state_at, recorde
 from memtrace.analysis.fragmentation import Fragmentation, measure_fragmentation
 from memtrace.analysis.outside_memory import OutsideMemory, outside_memory_at_failure
 from memtrace.analysis.thresholds import CONTEXT_BYTES, MIN_ROUNDING_SHARE
+from memtrace.display import Displayed
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 from memtrace.units import format_bytes
@@ -54,7 +55,7 @@ class RequestRoom:
 
 
 @dataclass(frozen=True)
-class OutOfMemory:
+class OutOfMemory(Displayed):
     """One failed allocation."""
 
     device: str

@@ -22,6 +22,7 @@ from memtrace.analysis.summary import (
 )
 from memtrace.analysis.thresholds import MIN_FINDING_SHARE, MIN_WAIT_SHARE
 from memtrace.categories import describe_category_share
+from memtrace.display import Displayed
 from memtrace.errors import MemtraceError
 from memtrace.planning.recompute import plan_recompute
 from memtrace.planning.recorded_step import main_device
@@ -54,7 +55,7 @@ class Fix:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(Displayed):
     """The answer to a trace in a paragraph and at most ``MAX_FIXES`` fixes."""
 
     device: str | None
@@ -72,7 +73,7 @@ class JudgedSummary(Summary):
 
 
 @dataclass(frozen=True)
-class JudgedJob:
+class JudgedJob(Displayed):
     """The summaries of all ranks of a job."""
 
     judged: JudgedSummary
