@@ -149,10 +149,10 @@ def categories_figure(trace: Trace) -> go.Figure | None:
         return None
     rows = [("peak memory", [load.peak_bytes for load in loads])]
     for category in STACK_ORDER:
-        sizes = [load.bytes_by_category.get(category, 0) for load in loads]
-        if any(sizes):
-            rows.append((CATEGORY_LABELS[category], sizes))
-    sizes = np.array([sizes for _, sizes in rows], np.float64)
+        of_category = [load.bytes_by_category.get(category, 0) for load in loads]
+        if any(of_category):
+            rows.append((CATEGORY_LABELS[category], of_category))
+    sizes = np.array([values for _, values in rows], np.float64)
     figure = go.Figure(
         _heat_map(
             x=[f"rank {load.rank}" for load in loads],

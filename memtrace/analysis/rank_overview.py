@@ -134,7 +134,7 @@ def _measures(summaries: Sequence[RankSummary]) -> Iterator[tuple[str, dict[int,
     """Return the measures that enough ranks have, with the value of each rank."""
     known = [summary for summary in summaries if summary.peak_bytes is not None]
     categories = dict.fromkeys(name for summary in known for name in summary.bytes_by_category)
-    columns = {
+    columns: dict[str, dict[int, int | None]] = {
         "peak": {summary.rank: summary.peak_bytes for summary in known},
         "end": {summary.rank: summary.end_bytes for summary in known},
         "compute": {summary.rank: summary.compute_ns for summary in known},

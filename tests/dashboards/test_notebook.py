@@ -196,6 +196,9 @@ def test_a_display_that_fails_is_plain_text() -> None:
     assert "RuntimeError while drawing it: broken" in bundle["text/plain"]
 
 
+RESULT_PACKAGES = ("analysis", "allocator", "pipeline", "planning")
+
+
 def exported_results() -> Iterator[type]:
     """The results of analyses and planners that commands print."""
 

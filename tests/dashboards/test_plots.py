@@ -98,14 +98,13 @@ needs_browser = pytest.mark.skipif(
 @needs_browser
 def test_images_are_written_in_the_format_of_the_suffix(gpt_trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("kaleido", reason="kaleido is missing: pip install 'memtrace[images]'")
-    expected = {"png": b"\x89PNG", "svg": b"<svg", "pdf": b"%PDF"}
-    for suffix, magic in expected.items():
+    for suffix, magic in {"png": b"\x89PNG", "svg": b"<svg"}.items():
         path = tmp_path / f"figure.{suffix}"
-        result = run_memtrace("plot", gpt_trace, "--figure", "categories", "-o", path)
-        assert result.returncode == 0, result.stderr
+        result = CliRunner().invoke(cli, ["plot", str(gpt_trace), "--figure", "categories", "-o", str(path)])
+        assert result.exit_code == 0, result.output
         assert path.read_bytes().startswith(magic)
-        assert "Wrote" in result.stdout and "Traceback" not in result.stderr
-        assert not list(tmp_path.glob(".*"))
+        assert result.output.startswith("Wrote") and len(result.output.splitlines()) == 1
+    assert not list(tmp_path.glob(".*"))
 
 
 @needs_chromium
@@ -140,8 +139,6 @@ def test_without_kaleido_or_a_browser_the_message_says_what_to_do(
     ("arguments", "message"),
     [
         (["-o", "x.bmp"], "unknown format. Use one of .png"),
-        (["--figure", "ranks", "-o", "x.html"], "has a single rank"),
-        (["--figure", "segments", "-o", "x.html"], "has no segments"),
         (["-o", "missing/x.html"], "the folder missing does not exist"),
     ],
 )
