@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from memtrace.dashboards.delta_encoding import encode_columns
+from memtrace.dashboards.delta_encoding import encode_columns, encode_to_fit
 from memtrace.dashboards.text import name_text
 
 from memtrace.analysis.block_accesses import has_accesses
@@ -15,9 +15,11 @@ from memtrace.analysis.block_catalog import BlockCatalog, catalog_blocks
 from memtrace.units import format_bytes, format_count
 
 if TYPE_CHECKING:
+    from memtrace.format.arrays import Array
     from memtrace.trace import Trace
 
-MAX_BLOCKS: Final = 150_000
+MAX_BLOCKS: Final = 400_000
+"""Most blocks on the page: those of a full CUDA history of 1,000,000 entries."""
 MAX_STACKS: Final = 4000
 """Most call stacks on the page; those of the blocks with the most bytes."""
 MAX_FRAMES: Final = 60
@@ -34,16 +36,20 @@ class EncodedBlocks:
     texts: dict[str, Any]
     """What the columns index: ``names``, ``operators``, ``modules``, ``sites`` (empty: unknown), ``stacks`` (frames of a
     call stack, innermost first) and ``frames``; and ``has_accesses``."""
+    place: Array
+    """Index of each block in ``blocks(trace)``."""
     note: str
     """Which blocks are left out."""
 
 
-def encode_blocks(trace: Trace, device: str) -> EncodedBlocks:
-    """Return the largest blocks of a device."""
-    catalog = catalog_blocks(trace, device, MAX_BLOCKS)
-    columns = {name: getattr(catalog, name) for name in _COLUMNS}
-    columns["begin_us"] = np.where(catalog.begin_ns >= 0, catalog.begin_ns // 1000, -1)
-    columns["end_us"] = np.where(catalog.end_ns >= 0, catalog.end_ns // 1000, -1)
+def encode_blocks(trace: Trace, device: str, max_chars: int) -> EncodedBlocks:
+    """Return the largest blocks of a device, as many as fit into ``max_chars`` characters."""
+
+    def encode(max_blocks: int) -> dict[str, Any]:
+        return _encode_catalog(catalog_blocks(trace, device, max_blocks))
+
+    packed, max_blocks = encode_to_fit(encode, MAX_BLOCKS, max_chars)
+    catalog = catalog_blocks(trace, device, max_blocks)
     stacks, frames = _encode_stacks(trace, catalog)
     texts = {
         "names": _encode_texts(catalog.names),
@@ -54,7 +60,14 @@ def encode_blocks(trace: Trace, device: str) -> EncodedBlocks:
         "frames": frames,
         "has_accesses": has_accesses(trace),
     }
-    return EncodedBlocks(encode_columns(columns), texts, _left_out_note(catalog))
+    return EncodedBlocks(packed, texts, catalog.block, _left_out_note(catalog))
+
+
+def _encode_catalog(catalog: BlockCatalog) -> dict[str, Any]:
+    columns = {name: getattr(catalog, name) for name in _COLUMNS}
+    columns["begin_us"] = np.where(catalog.begin_ns >= 0, catalog.begin_ns // 1000, -1)
+    columns["end_us"] = np.where(catalog.end_ns >= 0, catalog.end_ns // 1000, -1)
+    return encode_columns(columns)
 
 
 def _encode_texts(texts: Sequence[str | None]) -> list[str]:

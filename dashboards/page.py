@@ -30,7 +30,22 @@ if TYPE_CHECKING:
 MAX_VIEWS: Final = 4
 """Most pairs of rank and device on one page; each has figures of its own."""
 
-SCRIPTS: Final = ("format.js", "store.js", "source.js", "tracks.js", "explorer.js", "report.js")
+SCRIPTS: Final = (
+    "format.js",
+    "store.js",
+    "axis.js",
+    "source.js",
+    "pixels.js",
+    "coloring.js",
+    "track_curve.js",
+    "track_lanes.js",
+    "track_addresses.js",
+    "track_elements.js",
+    "navigation.js",
+    "tracks.js",
+    "explorer.js",
+    "report.js",
+)
 """Scripts of the page in ``templates/``, in the order in which they use each other; they share one scope."""
 
 PLOTLY: Final = Path(__file__).parent / "vendor" / "plotly-cartesian.min.js"

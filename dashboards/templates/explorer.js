@@ -110,8 +110,8 @@ function mountExplorer(root, data, store, colors) {
     make("div", { className: "scroll" }, table, more), detail));
 
   // Selection.
-  function range() { // rows of the visible range
-    const { from, to } = store.get();
+  function range() { // rows of the selected range, or else of the visible one
+    const { brush } = store.get(), { from, to } = brush ? { from: brush[0], to: brush[1] } : store.get();
     return from === null ? [-1, data.num_rows] : [data.rowAt(from), data.rowAt(to)];
   }
   let matchedQuery = null, matches = null;
