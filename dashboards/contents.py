@@ -38,8 +38,8 @@ DEVICE_SECTIONS: Final = (
     Section(
         "timeline",
         "Memory over time",
-        "One time axis for everything: live bytes as stacked areas with lines for what the allocator and the device count, "
-        "steps and phases, modules and operators, and blocks by address in their segments.",
+        "Live bytes as stacked areas, with lines for what the allocator and the device count; below, on the same axis, "
+        "steps, phases, modules and operators, and the blocks by address in their segments.",
         "tracks",
         "The trace has no allocations on this device.",
     ),

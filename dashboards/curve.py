@@ -64,11 +64,9 @@ def encode_curve(trace: Trace, device: str, max_chars: int) -> EncodedCurve | No
 
 
 def _encode_points(curve: MemoryCurve) -> dict[str, Any]:
-    columns = {"time_us": curve.time_ns // 1000, "event": curve.row, **curve.by_category}
-    for name, level in (("allocated", curve.allocated), ("reserved", curve.reserved)):
-        if level is not None:
-            columns[name] = level
-    return encode_columns(columns)
+    lines = {"allocated": curve.allocated, "reserved": curve.reserved}
+    known = {name: level for name, level in lines.items() if level is not None}
+    return encode_columns({"time_us": curve.time_ns // 1000, "event": curve.row, **curve.by_category, **known})
 
 
 def encode_failures(trace: Trace, device: str) -> dict[str, Any]:
@@ -86,9 +84,7 @@ def encode_device_used(trace: Trace, device: str) -> dict[str, Any]:
     Of too many readings it has the highest of equal numbers of neighbors. Empty where the trace has none.
     """
     counters = trace.columns("counters", "time_ns", "device", "name", "value")
-    selected = (counters["device"] == trace.devices.index(device)) & (
-        counters["name"] == COUNTERS.index("device_used")
-    )
+    selected = (counters["device"] == trace.devices.index(device)) & (counters["name"] == COUNTERS.index("device_used"))
     time_ns, value = counters["time_ns"][selected], counters["value"][selected]
     order = np.argsort(time_ns, kind="stable")
     starts = np.arange(0, len(order), max(1, -(-len(order) // MAX_READINGS)))

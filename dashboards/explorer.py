@@ -34,8 +34,8 @@ class EncodedBlocks:
     packed: dict[str, Any]
     """Packed columns: those of `BlockCatalog`, and ``begin_us`` and ``end_us`` (-1: unknown)."""
     texts: dict[str, Any]
-    """What the columns index: ``names``, ``operators``, ``modules``, ``sites`` (empty: unknown), ``stacks`` (frames of a
-    call stack, innermost first) and ``frames``; and ``has_accesses``."""
+    """What the columns index: ``names``, ``operators``, ``modules``, ``sites`` (empty: unknown), ``stacks``
+    (frames of a call stack, innermost first) and ``frames``; and ``has_accesses``."""
     place: Array
     """Index of each block in ``blocks(trace)``."""
     note: str

@@ -51,8 +51,9 @@ class EncodedLanes:
     """The lanes of a payload."""
 
     packed: dict[str, Any]
-    """``steps`` and ``phase_spans`` with columns start_us, end_us and index (number of a step; index in ``schema.PHASES``),
-    and ``lane_<kind>`` with start_us, end_us, text (index of ``texts``) and row, ordered by row and start."""
+    """``steps`` and ``phase_spans`` with columns start_us, end_us and index (number of a step; index in
+    ``schema.PHASES``), and ``lane_<kind>`` with start_us, end_us, text (index of ``texts``) and row, ordered by row and
+    start."""
     lanes: list[dict[str, Any]]
     """For every ``lane_<kind>`` that has spans: name, title, texts, num_rows and note."""
 

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 MAX_VIEWS: Final = 4
 """Most pairs of rank and device on one page; each has figures of its own."""
 
+MAX_PAGE_BYTES: Final = 12_000_000
+"""Size of the largest page; the payloads of its views share what figures and tables leave of it."""
+_MARKUP_BYTES: Final = 1_500_000
+"""Room for scripts, plotly.js and the markup around tables."""
+
 SCRIPTS: Final = (
     "format.js",
     "store.js",
@@ -106,10 +111,18 @@ def render(trace: Trace, *, prediction: PipelinePrediction | None = None) -> str
     first = choose_rank(trace)
     ranks = sorted(trace.ranks, key=lambda rank: rank != first)
     pairs = [(rank, device) for rank in ranks for device in order_devices(trace.rank(rank))]
-    views = [_render_view(trace.rank(rank), rank, device, len(trace.ranks)) for rank, device in pairs[:MAX_VIEWS]]
     job_panels = [_render_panel(section, trace) for section in pipeline.SECTIONS]
     if prediction is not None:
         job_panels += [_render_panel(section, prediction) for section in pipeline.PREDICTION_SECTIONS]
+    drawn = [_render_sections(trace.rank(rank), device) for rank, device in pairs[:MAX_VIEWS]]
+    num_used = sum(
+        len(repr(panel).encode()) for panels in (job_panels, *drawn) for panel in panels if panel is not None
+    )
+    max_chars = max(0, MAX_PAGE_BYTES - _MARKUP_BYTES - num_used) // max(1, len(drawn))
+    views = [
+        _render_view(trace.rank(rank), rank, device, len(trace.ranks), panels, max_chars)
+        for (rank, device), panels in zip(pairs, drawn, strict=False)
+    ]
     environment = Environment(loader=PackageLoader("memtrace.dashboards"), autoescape=True, trim_blocks=True)
     environment.globals.update(zip=zip, format_share=format_share)
     return environment.get_template("report.html").render(
@@ -134,11 +147,20 @@ def _left_out_note(num_left_out: int) -> str:
     return f"This page leaves out {views}. Write a page for one rank with memtrace report --rank N."
 
 
-def _render_view(trace: Trace, rank: int, device: str, num_ranks: int) -> dict[str, Any]:
-    payload = build_payload(trace, device)
+def _render_sections(trace: Trace, device: str) -> list[Panel | None]:
+    """Render the sections of a view except for its widgets, which are None."""
+    return [
+        None if isinstance(section.build, str) else _render_panel(section, trace, device) for section in DEVICE_SECTIONS
+    ]
+
+
+def _render_view(
+    trace: Trace, rank: int, device: str, num_ranks: int, sections: list[Panel | None], max_chars: int
+) -> dict[str, Any]:
+    payload = build_payload(trace, device, max_chars)
     panels = [
-        _render_widget(section, payload) if isinstance(section.build, str) else _render_panel(section, trace, device)
-        for section in DEVICE_SECTIONS
+        _render_widget(section, payload) if panel is None else panel
+        for section, panel in zip(DEVICE_SECTIONS, sections, strict=True)
     ]
     return {
         "id": view_id(rank, device),
@@ -206,6 +228,6 @@ def _inline_sources(environment: Environment) -> dict[str, Markup]:
     return {
         "style": Markup(variables + swatches + source("report.css")),
         "worker": Markup(source("worker.js")),
-        "script": Markup("(() => {\n\"use strict\";\n" + "".join(map(source, SCRIPTS)) + "})();"),
+        "script": Markup('(() => {\n"use strict";\n' + "".join(map(source, SCRIPTS)) + "})();"),
         "plotly": Markup(base64.b64encode(zlib.compress(PLOTLY.read_bytes(), 9)).decode("ascii")),
     }

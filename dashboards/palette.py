@@ -31,7 +31,7 @@ STACK_ORDER: Final = (
 )
 """Categories of a stacked figure, bottom to top: those that stay live across steps are the base of the others."""
 
-SERIES_COLORS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c9299")
+SERIES_COLORS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#f0e442")
 """Colors of runs, ranks and workers, which repeat with other dashes where there are more."""
 
 THEMES: Final[dict[str, dict[str, str]]] = {

@@ -1,6 +1,7 @@
 // What the colors of blocks mean: their categories, or the largest groups by another property.
 const COLORINGS = [["category", "category"], ["site", "allocation site"], ["module", "module"], ["operator", "operator"],
   ["stream", "stream"], ["size", "size"]];
+const OTHERS_COLOR = "#cfd5da";
 const SIZE_LIMITS = [[4 * 2 ** 10, "below 4 KiB"], [2 ** 20, "4 KiB to 1 MiB"], [16 * 2 ** 20, "1 to 16 MiB"], [64 * 2 ** 20, "16 to 64 MiB"],
   [256 * 2 ** 20, "64 to 256 MiB"], [Infinity, "256 MiB and more"]];
 
@@ -43,7 +44,7 @@ function colorBlocks(data, mode) {
   const groups = largest.map((key, n) => ({ label: label(key), color: data.series_colors[n] }));
   const known = new Map(largest.map((key, n) => [key, n]));
   const noun = COLORINGS.find(([key]) => key === mode)[1];
-  groups.push({ label: `every other ${noun}`, color: mixColors(unknown, "#ffffff", 0.75) }, { label: `${noun} unknown`, color: unknown });
+  groups.push({ label: `every other ${noun}`, color: OTHERS_COLOR }, { label: `${noun} unknown`, color: unknown });
   return inOrder(groups, Uint8Array.from(keys, (key) => known.get(key) ?? (isUnknown(key) ? largest.length + 1 : largest.length)));
 }
 
@@ -57,6 +58,12 @@ function matchingBlocks(data, { step, module }) {
   return Uint8Array.from(blocks.size, (_, i) => Number((step === null || blocks.step[i] === step) && (!inModule || inModule[blocks.module[i]])));
 }
 
+// The first place in the curve that is not before a row of events; the length of the curve after its last one.
+function firstPlaceFrom(data, row) {
+  const place = data.placeOfRow(row);
+  return data.curve.event[place] >= row ? place : place + 1;
+}
+
 // Bytes of each group at every point of the curve: [{ label, color, values }], bottom to top. What the groups lack of the
 // curve's total, because the page has not all blocks or because they do not match, is a layer of its own.
 function layerBlocks(data, { groups, codes, order }, matching) {
@@ -64,10 +71,10 @@ function layerBlocks(data, { groups, codes, order }, matching) {
   const layers = groups.map(({ label, color }) => ({ label, color, values: new Float64Array(length), isUsed: false }));
   for (let i = 0; i < codes.length; i++) {
     if (matching && !matching[i]) continue;
-    const layer = layers[codes[i]], end = blocks.end_row[i] >= data.num_rows ? length : lowerBound(curve.event, blocks.end_row[i]);
-    layer.isUsed = true;
-    layer.values[blocks.begin_row[i] < 0 ? 0 : Math.min(length - 1, lowerBound(curve.event, blocks.begin_row[i]))] += blocks.size[i];
-    if (end < length) layer.values[end] -= blocks.size[i];
+    const { values } = layers[codes[i]], begin = firstPlaceFrom(data, blocks.begin_row[i]), end = firstPlaceFrom(data, blocks.end_row[i]);
+    layers[codes[i]].isUsed = true;
+    if (begin < length) values[begin] += blocks.size[i];
+    if (end < length) values[end] -= blocks.size[i];
   }
   const rest = Float64Array.from(data.total);
   for (const { values } of layers) {
@@ -75,7 +82,7 @@ function layerBlocks(data, { groups, codes, order }, matching) {
   }
   const shown = order.map((code) => layers[code]).filter((layer) => layer.isUsed);
   if (rest.some((bytes) => bytes > 0)) {
-    shown.push({ label: matching ? "other blocks" : "blocks not on this page", color: "#c3c9cf", values: rest.map((bytes) => Math.max(0, bytes)) });
+    shown.push({ label: matching ? "other blocks" : "blocks not on this page", color: OTHERS_COLOR, values: rest.map((bytes) => Math.max(0, bytes)) });
   }
   return shown;
 }

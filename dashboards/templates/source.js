@@ -39,7 +39,12 @@ function describeData(data) {
   const total = new Float64Array(length), top = new Float64Array(length);
   for (const name of names) for (let i = 0; i < length; i++) total[i] += curve[name][i];
   for (let i = 0; i < length; i++) top[i] = Math.max(total[i], curve.allocated?.[i] ?? 0, curve.reserved?.[i] ?? 0);
-  const placeOfRow = (row) => Math.max(0, lowerBound(curve.event, row + 1) - 1);
+  const places = new Int32Array(data.num_rows + 2); // place in the curve of each row of events, from row -1
+  for (let row = -1, place = 0; row <= data.num_rows; row++) {
+    while (place + 1 < length && curve.event[place + 1] <= row) place++;
+    places[row + 1] = place;
+  }
+  const placeOfRow = (row) => places[Math.min(Math.max(row, -1), data.num_rows) + 1];
   const placeAt = (us) => { const place = lowerBound(curve.time_us, us); return Math.max(0, curve.time_us[place] === us ? place : place - 1); };
   return {
     ...data, curve, total, top, placeOfRow, placeAt,

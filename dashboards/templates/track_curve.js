@@ -6,7 +6,7 @@ const CURVE_LINES = [["allocated", "allocated (with rounding)", [2, 3]], ["reser
 function createCurveTrack({ data, store, axis, colors, layout, layers }) {
   const HEIGHT = 270, canvas = make("canvas");
   let total = null, totalOf = null; // sum of the visible layers, and the layers it belongs to
-  let limit = 1;
+  let limit = 1, highestTotal = 0;
 
   const shownLayers = () => {
     const hidden = new Set((store.get().hide ?? "").split(",").filter(Boolean).map(Number));
@@ -18,6 +18,7 @@ function createCurveTrack({ data, store, axis, colors, layout, layers }) {
     total = new Float64Array(data.curve.event.length);
     for (const { values } of shown) for (let i = 0; i < total.length; i++) total[i] += values[i];
     totalOf = { key, layers: layers() };
+    highestTotal = maximum(total);
     return total;
   }
   const lines = [
@@ -46,7 +47,7 @@ function createCurveTrack({ data, store, axis, colors, layout, layers }) {
         highest = Math.max(highest, sum[best[column]], ...drawn.map((line) => line.at(column) ?? 0));
       }
     } else {
-      highest = Math.max(maximum(sum), ...lines.map(({ values }) => maximum(values)), 1);
+      highest = Math.max(highestTotal, ...lines.map((line) => (line.highest ??= maximum(line.values))), 1);
       for (const i of data.failures.bytes.keys()) highest = Math.max(highest, Math.min(failureTop(i), highest * 1.5));
     }
     if (data.capacity_bytes && data.capacity_bytes < highest * 2.5 && !isFit) highest = Math.max(highest, data.capacity_bytes);
