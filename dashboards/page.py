@@ -115,13 +115,12 @@ def render(trace: Trace, *, prediction: PipelinePrediction | None = None) -> str
     if prediction is not None:
         job_panels += [_render_panel(section, prediction) for section in pipeline.PREDICTION_SECTIONS]
     drawn = [_render_sections(trace.rank(rank), device) for rank, device in pairs[:MAX_VIEWS]]
-    num_used = sum(
-        len(repr(panel).encode()) for panels in (job_panels, *drawn) for panel in panels if panel is not None
-    )
+    panels = [panel for panels in (job_panels, *drawn) for panel in panels if panel is not None]
+    num_used = sum(len(repr(panel).encode()) for panel in panels)
     max_chars = max(0, MAX_PAGE_BYTES - _MARKUP_BYTES - num_used) // max(1, len(drawn))
     views = [
-        _render_view(trace.rank(rank), rank, device, len(trace.ranks), panels, max_chars)
-        for (rank, device), panels in zip(pairs, drawn, strict=False)
+        _render_view(trace.rank(rank), rank, device, len(trace.ranks), sections, max_chars)
+        for (rank, device), sections in zip(pairs, drawn, strict=False)
     ]
     environment = Environment(loader=PackageLoader("memtrace.dashboards"), autoescape=True, trim_blocks=True)
     environment.globals.update(zip=zip, format_share=format_share)

@@ -14,7 +14,7 @@ from memtrace.dashboards.address_space import KINDS, encode_address_space
 from memtrace.dashboards.curve import encode_curve, encode_device_used, encode_failures
 from memtrace.dashboards.explorer import encode_blocks
 from memtrace.dashboards.lanes import encode_lanes
-from memtrace.dashboards.palette import CATEGORY_COLORS, SERIES_COLORS, STACK_ORDER
+from memtrace.dashboards.palette import CATEGORY_COLORS, GRAY, LINE_COLORS, STACK_ORDER
 
 from memtrace.analysis.peak import find_peak
 from memtrace.categories import CATEGORY_LABELS
@@ -79,7 +79,7 @@ def build_payload(trace: Trace, device: str, max_chars: int = MAX_CHARS) -> Payl
             "categories": [
                 {"name": name, "label": CATEGORY_LABELS[name], "color": CATEGORY_COLORS[name]} for name in CATEGORIES
             ],
-            "series_colors": SERIES_COLORS,
+            "series_colors": [color for color in LINE_COLORS if color != GRAY],
             "stack_order": [CATEGORIES.index(name) for name in STACK_ORDER],
             "phases": list(PHASES),
             "lanes": lanes.lanes,
