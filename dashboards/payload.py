@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memtrace.dashboards.curve import encode_curve, encode_spans
-from memtrace.dashboards.explorer import encode_blocks
+from memtrace.dashboards.explorer import MAX_BYTES, encode_blocks
 from memtrace.dashboards.palette import CATEGORY_COLORS, STACK_ORDER
 
 from memtrace.analysis.peak import find_peak
-from memtrace.categories import CATEGORY_LABELS
+from memtrace.categories import CATEGORY_LABELS, CATEGORY_MEANINGS
 from memtrace.format.schema import CATEGORIES, PHASES
 
 if TYPE_CHECKING:
+    from memtrace.dashboards.source_lines import SourceOptions
     from memtrace.trace import Trace
 
 
@@ -28,30 +29,45 @@ class Payload:
 
     packed: dict[str, Any]
     """Packed columns by name: ``curve`` (time_us, event, bytes by category, allocated, reserved), ``steps`` and
-    ``phases`` (start_us, end_us, index) and ``blocks``."""
+    ``phases`` (start_us, end_us, index), and those of `EncodedBlocks`."""
     plain: dict[str, Any]
     """Everything else, as JSON: texts, call stacks, the peak, categories and their colors."""
     note: str
     """Which part of the data the payload leaves out."""
 
 
-def build_payload(trace: Trace, device: str) -> Payload | None:
-    """Return the payload of a device of a single-rank trace; None where the device has no blocks."""
+def build_payload(
+    trace: Trace, device: str, *, max_block_bytes: int = MAX_BYTES, sources: SourceOptions | None = None
+) -> Payload | None:
+    """Return the payload of a device; None where the device has no blocks.
+
+    Args:
+        trace: A single-rank trace, or a window of one.
+        device: One of ``trace.devices``.
+        max_block_bytes: Most characters that the blocks take.
+        sources: Which source lines to add; None: none.
+    """
     curve = encode_curve(trace, device)
     if curve is None:
         return None
-    blocks = encode_blocks(trace, device)
+    blocks = encode_blocks(trace, device, max_bytes=max_block_bytes, sources=sources)
     top = find_peak(trace, device)
     return Payload(
-        packed={"curve": curve.packed, "blocks": blocks.packed, **encode_spans(trace)},
+        packed={"curve": curve.packed, **blocks.packed, **encode_spans(trace)},
         plain={
-            **blocks.texts,
+            **blocks.plain,
             "device": device,
             "num_rows": trace.num_rows("events"),
             "is_complete": curve.is_complete,
             "peak": {"row": top.requested.event, "time_ns": top.time_ns, "bytes": top.requested.bytes},
             "categories": [
-                {"name": name, "label": CATEGORY_LABELS[name], "color": CATEGORY_COLORS[name]} for name in CATEGORIES
+                {
+                    "name": name,
+                    "label": CATEGORY_LABELS[name],
+                    "color": CATEGORY_COLORS[name],
+                    "meaning": CATEGORY_MEANINGS[name],
+                }
+                for name in CATEGORIES
             ],
             "stack_order": [CATEGORIES.index(name) for name in STACK_ORDER],
             "phases": list(PHASES),
