@@ -39,8 +39,8 @@ DEVICE_SECTIONS: Final = (
     Section(
         "timeline",
         "Memory over time",
-        "Live bytes, stacked by category, above the steps and their phases. Scroll or drag to zoom, click an instant to "
-        "see its blocks below.",
+        "Live bytes, stacked by category, above the steps and their phases. Scroll or drag to zoom; click an instant to "
+        "see its blocks.",
         "tracks",
         "The trace has no allocations on this device.",
     ),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MAX_BLOCKS: Final = 500_000
 MAX_ACCESSES: Final = 400_000
-MAX_BYTES: Final = 6_000_000
+MAX_CHARS: Final = 6_000_000
 """Most characters that the blocks of a page take; it has fewer of them where they do not fit."""
 _ACCESS_SHARE: Final = 0.25
 """Share of those for the accesses."""
@@ -53,28 +53,30 @@ class EncodedBlocks:
     node in the tree of frames) and ``frame_tree`` (parent and frame); and ``block_texts``, what the columns index, as
     packed JSON."""
     plain: dict[str, Any]
-    """``has_accesses``."""
+    """``has_accesses`` and ``num_blocks``, of which the payload may have fewer."""
+    place: Array
+    """Index of each block in ``blocks(trace)``."""
     note: str
     """What is left out, and what to know about the source lines."""
 
 
 def encode_blocks(
-    trace: Trace, device: str, *, max_bytes: int = MAX_BYTES, sources: SourceOptions | None = None
+    trace: Trace, device: str, max_chars: int = MAX_CHARS, *, sources: SourceOptions | None = None
 ) -> EncodedBlocks:
     """Return the blocks of a device, the largest where not all fit.
 
     Args:
         trace: A single-rank trace, or a window of one.
         device: One of ``trace.devices``.
-        max_bytes: Most characters of the result.
+        max_chars: Most characters of the result.
         sources: Which source lines to add; None: none.
     """
-    catalog, packed = _encode_most(trace, device, max_bytes)
+    catalog, packed = _encode_most(trace, device, max_chars)
     tree = build_frame_tree(trace, catalog.stacks)
     weight = np.bincount(catalog.stack, weights=catalog.size, minlength=len(catalog.stacks))
     ordered = _frames_by_weight(trace, catalog, weight)
     lines = collect_source_lines(trace, ordered, sources or SourceOptions(is_enabled=False))
-    accesses, access_note = _encode_accesses(trace, catalog, int(max_bytes * _ACCESS_SHARE))
+    accesses, access_note = _encode_accesses(trace, catalog, int(max_chars * _ACCESS_SHARE))
     sites, site = _distinct_texts(catalog.stack_sites)
     packed |= {
         "accesses": accesses,
@@ -93,20 +95,21 @@ def encode_blocks(
         ),
     }
     note = " ".join(filter(None, (_left_out_note(catalog), access_note, lines.note)))
-    return EncodedBlocks(packed, {"has_accesses": has_accesses(trace), "num_blocks": catalog.num_blocks}, note)
+    plain = {"has_accesses": has_accesses(trace), "num_blocks": catalog.num_blocks}
+    return EncodedBlocks(packed, plain, catalog.place, note)
 
 
-def _encode_most(trace: Trace, device: str, max_bytes: int) -> tuple[BlockCatalog, dict[str, Any]]:
+def _encode_most(trace: Trace, device: str, max_chars: int) -> tuple[BlockCatalog, dict[str, Any]]:
     """Return the most blocks, largest first, whose columns fit."""
-    limit = int(max_bytes * (1 - _ACCESS_SHARE - _TEXT_SHARE))
+    limit = int(max_chars * (1 - _ACCESS_SHARE - _TEXT_SHARE))
     max_blocks = MAX_BLOCKS
     while True:
         catalog = catalog_blocks(trace, device, max_blocks)
         packed = _encode_columns(catalog)
-        num_bytes = sum(len(table["data"]) for table in packed.values())
-        if num_bytes <= limit or len(catalog) <= 1000:
+        num_chars = sum(len(table["data"]) for table in packed.values())
+        if num_chars <= limit or len(catalog) <= 1000:
             return catalog, packed
-        max_blocks = int(len(catalog) * min(0.8, 0.9 * limit / num_bytes))
+        max_blocks = int(len(catalog) * min(0.8, 0.9 * limit / num_chars))
 
 
 def _encode_columns(catalog: BlockCatalog) -> dict[str, Any]:
@@ -150,7 +153,7 @@ def find_kinds(columns: dict[str, Array]) -> tuple[Array, Array]:
     return first, key
 
 
-def _encode_accesses(trace: Trace, catalog: BlockCatalog, max_bytes: int) -> tuple[dict[str, Any], str]:
+def _encode_accesses(trace: Trace, catalog: BlockCatalog, max_chars: int) -> tuple[dict[str, Any], str]:
     """Return the accesses of the largest blocks whose accesses fit, grouped by block in the order of the catalog."""
     accesses = group_accesses_by_block(trace)
     num_accesses = accesses.num_accesses(catalog.place)
@@ -160,7 +163,7 @@ def _encode_accesses(trace: Trace, catalog: BlockCatalog, max_bytes: int) -> tup
         fits = np.cumsum(num_accesses[largest_first]) <= max_accesses
         index = np.sort(largest_first[fits])
         packed = _encode_accesses_of(trace, catalog, index)
-        if len(packed["data"]) <= max_bytes or not len(index):
+        if len(packed["data"]) <= max_chars or not len(index):
             break
         max_accesses = int(num_accesses[index].sum()) // 2
     num_shown = int(num_accesses[index].sum())

@@ -191,6 +191,6 @@ def _inline_sources(environment: Environment) -> dict[str, Markup]:
     return {
         "style": Markup(variables + swatches + source("report.css")),
         "worker": Markup(source("worker.js")),
-        "script": Markup("(() => {\n\"use strict\";\n" + "".join(map(source, SCRIPTS)) + "})();"),
+        "script": Markup('(() => {\n"use strict";\n' + "".join(map(source, SCRIPTS)) + "})();"),
         "plotly": Markup(base64.b64encode(zlib.compress(PLOTLY.read_bytes(), 9)).decode("ascii")),
     }

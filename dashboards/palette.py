@@ -31,7 +31,7 @@ STACK_ORDER: Final = (
 )
 """Categories of a stacked figure, bottom to top: those that stay live across steps are the base of the others."""
 
-CLASS_COLORS: Final = (
+SERIES_COLORS: Final = (
     "#0072b2",
     "#e69f00",
     "#009e73",

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memtrace.dashboards.curve import encode_curve, encode_spans
-from memtrace.dashboards.explorer import MAX_BYTES, encode_blocks
-from memtrace.dashboards.palette import CATEGORY_COLORS, STACK_ORDER
+from memtrace.dashboards.explorer import MAX_CHARS, encode_blocks
+from memtrace.dashboards.palette import CATEGORY_COLORS, SERIES_COLORS, SIZE_COLORS, STACK_ORDER
 
 from memtrace.analysis.peak import find_peak
 from memtrace.categories import CATEGORY_LABELS, CATEGORY_MEANINGS
@@ -37,20 +37,20 @@ class Payload:
 
 
 def build_payload(
-    trace: Trace, device: str, *, max_block_bytes: int = MAX_BYTES, sources: SourceOptions | None = None
+    trace: Trace, device: str, *, max_block_chars: int = MAX_CHARS, sources: SourceOptions | None = None
 ) -> Payload | None:
     """Return the payload of a device; None where the device has no blocks.
 
     Args:
         trace: A single-rank trace, or a window of one.
         device: One of ``trace.devices``.
-        max_block_bytes: Most characters that the blocks take.
+        max_block_chars: Most characters that the blocks take.
         sources: Which source lines to add; None: none.
     """
     curve = encode_curve(trace, device)
     if curve is None:
         return None
-    blocks = encode_blocks(trace, device, max_bytes=max_block_bytes, sources=sources)
+    blocks = encode_blocks(trace, device, max_block_chars, sources=sources)
     top = find_peak(trace, device)
     return Payload(
         packed={"curve": curve.packed, **blocks.packed, **encode_spans(trace)},
@@ -71,6 +71,8 @@ def build_payload(
             ],
             "stack_order": [CATEGORIES.index(name) for name in STACK_ORDER],
             "phases": list(PHASES),
+            "series_colors": SERIES_COLORS,
+            "size_colors": SIZE_COLORS,
         },
         note=" ".join(filter(None, (curve.note, blocks.note))),
     )

@@ -3,10 +3,10 @@
 
 const GROUPS = [["module", "module"], ["stack", "call stack"], ["callee", "call stack from the allocation"],
   ["site", "allocation site"], ["category", "category"], ["operator", "operator"], ["name", "tensor"]];
+const OUTSIDE_MODULES = "outside any module";
 const hierarchies = new WeakMap(); // data -> map of group and frames -> hierarchy
 
-// { parent, label, title, nodeOfKind, key }: labels and titles by node, the node of each kind of block, and for each node a
-// number that names it in the address (a module: its path).
+// { parent, label, title, nodeOfKind }: parent, short and full text by node, and the node of each kind of block.
 function hierarchyOf(data, group, onlyOwnFrames) {
   if (!hierarchies.has(data)) hierarchies.set(data, new Map());
   const known = hierarchies.get(data), key = `${group} ${onlyOwnFrames}`;
@@ -15,70 +15,71 @@ function hierarchyOf(data, group, onlyOwnFrames) {
 }
 
 function makeHierarchy(data, group, onlyOwnFrames) {
-  const { kinds } = data, fields = blockFields(data);
   if (group === "stack" || group === "callee") return stackHierarchy(data, group === "callee", onlyOwnFrames);
-  const paths = group === "module" ? (k) => (fields.module.ofKind(k) || "(outside any module)").split(".")
-    : (k) => [fields[group].ofKind(k) || `(no ${fields[group].label})`];
-  const builder = createTree((part, parentPath) => (parentPath && group === "module" ? `${parentPath}.${part}` : part));
-  const nodeOfKind = Int32Array.from(kinds.size, (_, k) => builder.add(paths(k)));
-  return { ...builder.tree(), nodeOfKind };
+  const fields = blockFields(data), tree = createTree();
+  const pathOf = group === "module"
+    ? (k) => (fields.module.ofKind(k) || OUTSIDE_MODULES).split(".") : (k) => [fields[group].ofKind(k) || `no ${fields[group].label}`];
+  const nodeOfKind = Int32Array.from(data.kinds.size, (_, k) => tree.add(pathOf(k)));
+  const { parent, part } = tree, title = [...part];
+  if (group === "module") for (let node = 1; node < part.length; node++) if (parent[node] > 0) title[node] = `${title[parent[node]]}.${part[node]}`;
+  return { parent, label: part, title, nodeOfKind };
 }
 
 // Frames of the stacks, outermost first or innermost first; stacks without a frame have a group of their own.
 function stackHierarchy(data, isInverted, onlyOwnFrames) {
-  const builder = createTree((frame) => (frame === -1 ? "(no call stack)" : frame === -2 ? "(no frame of your own code)" : frame));
-  const nodeOfStack = Int32Array.from(data.stacks.node, (_, stack) => {
+  const tree = createTree();
+  const nodeOfStack = Array.from(data.stacks.node, (_, stack) => {
     const frames = framesOfStack(data, stack), shown = onlyOwnFrames ? frames.filter((frame) => isOwnFrame(data, frame)) : frames;
-    if (!shown.length) return builder.add([frames.length ? -2 : -1]);
-    return builder.add(isInverted ? shown : shown.reverse());
+    if (!shown.length) return tree.add([frames.length ? "no frame of your own code" : "no call stack"]);
+    return tree.add(isInverted ? shown : shown.reverse());
   });
-  const { parent, label, key } = builder.tree();
-  const text = (make) => label.map((frame) => (typeof frame === "number" ? make(data, frame) : frame));
-  return { parent, key, label: text(shortFrameText), title: text(frameText), nodeOfKind: Int32Array.from(data.kinds.stack, (stack) => nodeOfStack[stack]) };
+  const textBy = (make) => tree.part.map((frame) => (typeof frame === "number" ? make(data, frame) : frame));
+  return { parent: tree.parent, label: textBy(shortFrameText), title: textBy(frameText),
+    nodeOfKind: Int32Array.from(data.kinds.stack, (stack) => nodeOfStack[stack]) };
 }
 
-function createTree(labelOf) {
-  const parent = [-1], label = [""], title = [""], children = [new Map()];
-  return {
-    add(path) { // returns the node of the last part
-      let node = 0;
-      for (const part of path) {
-        let child = children[node].get(part);
-        if (child === undefined) {
-          child = parent.length;
-          parent.push(node);
-          label.push(labelOf(part, "") ?? part);
-          title.push(labelOf(part, title[node]));
-          children.push(new Map());
-          children[node].set(part, child);
-        }
-        node = child;
+function createTree() {
+  const parent = [-1], part = [""], children = [new Map()];
+  function add(path) { // returns the node of the last part
+    let node = 0;
+    for (const name of path) {
+      let child = children[node].get(name);
+      if (child === undefined) {
+        child = parent.push(node) - 1;
+        part.push(name);
+        children.push(new Map());
+        children[node].set(name, child);
       }
-      return node;
-    },
-    tree: () => ({ parent: Int32Array.from(parent), label, title, key: title }),
-  };
+      node = child;
+    }
+    return node;
+  }
+  return { parent, part, add };
 }
 
-// Sums of some blocks over a hierarchy: bytes, count and bytes by class of color, by node.
-function sumTree(data, hierarchy, indices, coloring) {
-  const { kind, size } = data.blocks, { parent, nodeOfKind } = hierarchy, numClasses = coloring.classes.length;
+// Sums of some blocks over a hierarchy, by node: bytes, count, and bytes by class of color.
+function sumTree(data, { parent, nodeOfKind }, indices, { classOfKind }) {
+  const { kind, size } = data.blocks;
   const kindBytes = new Float64Array(nodeOfKind.length), kindCount = new Float64Array(nodeOfKind.length);
   for (const i of indices) {
     kindBytes[kind[i]] += size[i];
     kindCount[kind[i]]++;
   }
-  const bytes = new Float64Array(parent.length), count = new Float64Array(parent.length);
-  const byClass = Array.from({ length: parent.length }, () => null);
-  const addClass = (node, index, value) => {
+  const bytes = new Float64Array(parent.length), count = new Float64Array(parent.length), byClass = parent.map(() => null);
+  const add = (node, numBytes, number) => { bytes[node] += numBytes; count[node] += number; };
+  const addClass = (node, index, numBytes) => {
     byClass[node] ??= new Map();
-    byClass[node].set(index, (byClass[node].get(index) ?? 0) + value);
+    byClass[node].set(index, (byClass[node].get(index) ?? 0) + numBytes);
   };
   kindCount.forEach((number, k) => {
     if (!number) return;
-    bytes[nodeOfKind[k]] += kindBytes[k];
-    count[nodeOfKind[k]] += number;
-    addClass(nodeOfKind[k], Math.min(coloring.classOfKind[k], numClasses - 1), [kindBytes[k], number]);
+    add(nodeOfKind[k], kindBytes[k], number);
+    addClass(nodeOfKind[k], classOfKind[k], kindBytes[k]);
   });
+  for (let node = parent.length - 1; node > 0; node--) { // parents precede their children
+    if (!count[node]) continue;
+    add(parent[node], bytes[node], count[node]);
+    for (const [index, numBytes] of byClass[node]) addClass(parent[node], index, numBytes);
+  }
   return { bytes, count, byClass };
 }

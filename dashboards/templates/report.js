@@ -6,7 +6,7 @@ const config = {
 };
 const store = createStore(), source = createSource();
 const widgets = { tracks: mountTracks, explorer: mountExplorer };
-const drawn = new Map(); // element of a figure or widget -> function that draws it again; null: being made
+const drawn = new Map(); // element of a figure or widget -> function that draws it again
 
 const storedTheme = () => { try { return localStorage.getItem("memtrace-theme"); } catch { return null; } };
 const storeTheme = (name) => { try { localStorage.setItem("memtrace-theme", name); } catch { /* browsers may refuse storage for file:// */ } };
@@ -18,7 +18,7 @@ function applyTheme() {
   const button = document.getElementById("theme");
   button.textContent = theme === "dark" ? "Light" : "Dark";
   button.title = `Switch to the ${theme === "dark" ? "light" : "dark"} theme`;
-  for (const redraw of drawn.values()) redraw?.();
+  for (const redraw of drawn.values()) redraw();
 }
 
 let plotly = null; // promise of plotly.js, which is unpacked for the first figure that needs it
@@ -61,11 +61,13 @@ async function drawWidget(root) {
   return widgets[root.dataset.widget](root, data, store, () => themes[theme].colors);
 }
 
-async function show(element) {
-  if (drawn.has(element)) return;
-  drawn.set(element, null);
-  drawn.set(element, await (element.dataset.widget ? drawWidget(element) : drawFigure(element)));
-  element.dataset.drawn = "true";
+const showing = new Map(); // element -> promise that it is drawn
+function show(element) {
+  if (!showing.has(element)) showing.set(element, (async () => {
+    drawn.set(element, await (element.dataset.widget ? drawWidget(element) : drawFigure(element)));
+    element.dataset.drawn = "true";
+  })());
+  return showing.get(element);
 }
 
 const observer = new IntersectionObserver((entries) => {
@@ -79,7 +81,7 @@ function selectView() {
   for (const view of views) view.hidden = view !== current;
   const choice = document.getElementById("view");
   if (choice && current) choice.value = current.dataset.view;
-  for (const element of visibleElements()) if (!drawn.has(element)) observer.observe(element);
+  for (const element of visibleElements()) if (!showing.has(element)) observer.observe(element);
 }
 
 document.addEventListener("click", (event) => {
@@ -108,7 +110,25 @@ store.subscribe((state, changed) => {
   if (changed.includes("view")) selectView();
   if (changed.includes("section")) scrollToSection();
 });
-addEventListener("beforeprint", () => visibleElements().forEach(show));
+
+// Paper is light. Canvases and figures are drawn again at once; figures that were never drawn come too late for this.
+let themeOnScreen = theme;
+addEventListener("beforeprint", () => { themeOnScreen = theme; theme = "light"; applyTheme(); });
+addEventListener("afterprint", () => { theme = themeOnScreen; applyTheme(); });
+document.getElementById("print").addEventListener("click", async () => {
+  await Promise.all(visibleElements().map(show));
+  print();
+});
+
+// Draws, one after the other and only while the browser has nothing else to do, what nobody has scrolled to yet: it is
+// there when it comes into sight or is printed.
+const whenIdle = globalThis.requestIdleCallback ?? ((act) => setTimeout(act, 200));
+async function drawTheRest() {
+  const next = visibleElements().find((element) => !showing.has(element));
+  if (next) await show(next);
+  if (next) whenIdle(drawTheRest);
+}
 applyTheme();
 selectView();
 scrollToSection();
+(visibleElements().length ? show(visibleElements()[0]) : Promise.resolve()).then(() => whenIdle(drawTheRest));
