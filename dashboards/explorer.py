@@ -25,6 +25,7 @@ from memtrace.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from memtrace.dashboards.source_lines import SourceLines
+
     from memtrace.format.arrays import Array
     from memtrace.frames import Frame
     from memtrace.trace import Trace
@@ -197,7 +198,9 @@ def _encode_accesses_of(trace: Trace, catalog: BlockCatalog, index: Array) -> di
 def _encode_left_out(trace: Trace, device: str, catalog: BlockCatalog) -> dict[str, Any]:
     if len(catalog) == catalog.num_blocks:
         rows = np.empty(0, np.int64)
-        return encode_columns(dict.fromkeys(("row", "live_bytes", "num_live", "allocated_bytes", "num_allocated"), rows))
+        return encode_columns(
+            dict.fromkeys(("row", "live_bytes", "num_live", "allocated_bytes", "num_allocated"), rows)
+        )
     num_rows = trace.num_rows("events")
     evenly = np.linspace(0, num_rows - 1, min(num_rows, MAX_LEFT_OUT_POINTS)).astype(np.int64)
     rows = np.unique(np.append(evenly, max(0, find_peak(trace, device).requested.event)))

@@ -13,9 +13,11 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 from memtrace.dashboards import overview, pipeline
 from memtrace.dashboards.contents import DEVICE_SECTIONS, GLOSSARY
+from memtrace.dashboards.explorer import MAX_CHARS
 from memtrace.dashboards.palette import CATEGORY_COLORS, THEMES, plotly_template
 from memtrace.dashboards.payload import Payload, build_payload
 from memtrace.dashboards.sections import Section, Table
+from memtrace.dashboards.source_lines import SourceOptions
 from memtrace.dashboards.text import name_text
 
 from memtrace import __version__
@@ -30,7 +32,24 @@ if TYPE_CHECKING:
 MAX_VIEWS: Final = 4
 """Most pairs of rank and device on one page; each has figures of its own."""
 
-SCRIPTS: Final = ("format.js", "store.js", "source.js", "tracks.js", "explorer.js", "report.js")
+SCRIPTS: Final = (
+    "format.js",
+    "store.js",
+    "block_columns.js",
+    "source.js",
+    "block_fields.js",
+    "block_query.js",
+    "block_selection.js",
+    "colors.js",
+    "tracks.js",
+    "block_tree.js",
+    "flame.js",
+    "block_table.js",
+    "block_detail.js",
+    "block_filters.js",
+    "explorer.js",
+    "report.js",
+)
 """Scripts of the page in ``templates/``, in the order in which they use each other; they share one scope."""
 
 PLOTLY: Final = Path(__file__).parent / "vendor" / "plotly-cartesian.min.js"
@@ -65,13 +84,21 @@ class Panel:
         return self.figure is not None or self.table is not None or bool(self.widget)
 
 
-def report(trace: Trace, output: str | Path, *, prediction: PipelinePrediction | None = None) -> Path:
+def report(
+    trace: Trace,
+    output: str | Path,
+    *,
+    prediction: PipelinePrediction | None = None,
+    sources: SourceOptions | None = None,
+) -> Path:
     """Write the page of a trace.
 
     Args:
         trace: A trace of one or several ranks.
         output: Path of the HTML file.
         prediction: Predicted pipeline to show next to the recorded one.
+        sources: Which source files the page may contain lines of; None: those that the trace names, if this machine
+            recorded it.
 
     Returns:
         The path of the HTML file.
@@ -81,17 +108,28 @@ def report(trace: Trace, output: str | Path, *, prediction: PipelinePrediction |
     """
     target = Path(output)
     temporary = target.with_name(f".{target.name}.tmp")
-    temporary.write_text(render(trace, prediction=prediction), encoding="utf-8")
+    temporary.write_text(render(trace, prediction=prediction, sources=sources), encoding="utf-8")
     temporary.replace(target)
     return target
 
 
-def render(trace: Trace, *, prediction: PipelinePrediction | None = None) -> str:
+def render(trace: Trace, *, prediction: PipelinePrediction | None = None, sources: SourceOptions | None = None) -> str:
     """Return the page as HTML; the arguments are those of ``report``."""
     first = choose_rank(trace)
     ranks = sorted(trace.ranks, key=lambda rank: rank != first)
     pairs = [(rank, device) for rank in ranks for device in order_devices(trace.rank(rank))]
-    views = [_render_view(trace.rank(rank), rank, device, len(trace.ranks)) for rank, device in pairs[:MAX_VIEWS]]
+    shown = pairs[:MAX_VIEWS]
+    views = [
+        _render_view(
+            trace.rank(rank),
+            rank,
+            device,
+            len(trace.ranks),
+            max_block_chars=MAX_CHARS // len(shown),
+            sources=sources or SourceOptions(),
+        )
+        for rank, device in shown
+    ]
     job_panels = [_render_panel(section, trace) for section in pipeline.SECTIONS]
     if prediction is not None:
         job_panels += [_render_panel(section, prediction) for section in pipeline.PREDICTION_SECTIONS]
@@ -101,7 +139,7 @@ def render(trace: Trace, *, prediction: PipelinePrediction | None = None) -> str
         title=name_text(trace.path.name if trace.path else "trace"),
         version=__version__,
         views=views,
-        views_note=_left_out_note(len(pairs) - len(views)),
+        views_note=_left_out_note(len(pairs) - len(shown)),
         job_panels=[panel for panel in job_panels if panel.has_content],
         glossary=GLOSSARY,
         category_meanings=CATEGORY_MEANINGS,
@@ -119,8 +157,10 @@ def _left_out_note(num_left_out: int) -> str:
     return f"This page leaves out {views}. Write a page for one rank with memtrace report --rank N."
 
 
-def _render_view(trace: Trace, rank: int, device: str, num_ranks: int) -> dict[str, Any]:
-    payload = build_payload(trace, device)
+def _render_view(
+    trace: Trace, rank: int, device: str, num_ranks: int, *, max_block_chars: int, sources: SourceOptions
+) -> dict[str, Any]:
+    payload = build_payload(trace, device, max_block_chars=max_block_chars, sources=sources)
     panels = [
         _render_widget(section, payload) if isinstance(section.build, str) else _render_panel(section, trace, device)
         for section in DEVICE_SECTIONS

@@ -20,6 +20,7 @@ from memtrace.format.schema import CATEGORIES, PHASES
 
 if TYPE_CHECKING:
     from memtrace.dashboards.source_lines import SourceOptions
+
     from memtrace.trace import Trace
 
 

@@ -57,29 +57,29 @@ function createTree() {
   return { parent, part, add };
 }
 
-// Sums of some blocks over a hierarchy, by node: bytes, count, and bytes by class of color.
-function sumTree(data, { parent, nodeOfKind }, indices, { classOfKind }) {
+// Sums of some blocks over a hierarchy, by node: bytes, count, and bytes by group of color.
+function sumTree(data, { parent, nodeOfKind }, indices, { codeOfKind }) {
   const { kind, size } = data.blocks;
   const kindBytes = new Float64Array(nodeOfKind.length), kindCount = new Float64Array(nodeOfKind.length);
   for (const i of indices) {
     kindBytes[kind[i]] += size[i];
     kindCount[kind[i]]++;
   }
-  const bytes = new Float64Array(parent.length), count = new Float64Array(parent.length), byClass = parent.map(() => null);
+  const bytes = new Float64Array(parent.length), count = new Float64Array(parent.length), byColor = parent.map(() => null);
   const add = (node, numBytes, number) => { bytes[node] += numBytes; count[node] += number; };
-  const addClass = (node, index, numBytes) => {
-    byClass[node] ??= new Map();
-    byClass[node].set(index, (byClass[node].get(index) ?? 0) + numBytes);
+  const addColor = (node, index, numBytes) => {
+    byColor[node] ??= new Map();
+    byColor[node].set(index, (byColor[node].get(index) ?? 0) + numBytes);
   };
   kindCount.forEach((number, k) => {
     if (!number) return;
     add(nodeOfKind[k], kindBytes[k], number);
-    addClass(nodeOfKind[k], classOfKind[k], kindBytes[k]);
+    addColor(nodeOfKind[k], codeOfKind[k], kindBytes[k]);
   });
   for (let node = parent.length - 1; node > 0; node--) { // parents precede their children
     if (!count[node]) continue;
     add(parent[node], bytes[node], count[node]);
-    for (const [index, numBytes] of byClass[node]) addClass(parent[node], index, numBytes);
+    for (const [index, numBytes] of byColor[node]) addColor(parent[node], index, numBytes);
   }
-  return { bytes, count, byClass };
+  return { bytes, count, byColor };
 }

@@ -1,86 +1,94 @@
 // Colors of blocks: by category, or by allocation site, module, operator, stream or size (`color` of the store). One home
-// for the block tables, icicles and tracks. The colors themselves are those of memtrace.dashboards.palette.
-
-const COLOR_CHOICES = [["category", "category"], ["site", "allocation site"], ["module", "module"], ["operator", "operator"],
+// for tracks, icicles and tables. The colors themselves are those of memtrace.dashboards.palette.
+const COLORINGS = [["category", "category"], ["site", "allocation site"], ["module", "module"], ["operator", "operator"],
   ["stream", "stream"], ["size", "size"]];
-const SIZE_STEPS = [0, 4 * 1024, 64 * 1024, 1024 ** 2, 16 * 1024 ** 2, 256 * 1024 ** 2]; // smallest bytes of each class
-const NO_COLOR = "#8c9299"; // unknown
-const colorings = new WeakMap(); // data -> map of `color` -> coloring
+const SIZE_STEPS = [0, 4 * 2 ** 10, 64 * 2 ** 10, 2 ** 20, 16 * 2 ** 20, 256 * 2 ** 20]; // smallest bytes of each color
+const OTHER_COLOR = "#b9c0c7";
+const colorings = new WeakMap(); // data -> map of the mode -> coloring
 
-// The classes of blocks that have a color each, most bytes first, and the class of each kind of block:
-// { classes: [{ label, color, term }], classOfKind }. `term` is the query of the class; null: none.
-function coloringOf(data, by = chosenColor(data)) {
+// The groups of blocks that have a color each: { groups, codeOfKind, codes, order }. Groups are { label, color, term }, the
+// term is the filter that finds the blocks (null: none does); codes are the index of the group by kind and by block;
+// `order` are the groups as stacked, bottom to top.
+function coloringOf(data, mode = chosenColoring(data)) {
   if (!colorings.has(data)) colorings.set(data, new Map());
   const known = colorings.get(data);
-  if (!known.has(by)) known.set(by, makeColoring(data, by));
-  return known.get(by);
+  if (!known.has(mode)) {
+    const { groups, codeOfKind, order } = makeColoring(data, mode);
+    const codes = Uint8Array.from(data.blocks.kind, (kind) => codeOfKind[kind]);
+    known.set(mode, { groups, codeOfKind, codes, order: order ?? groups.map((_, code) => code) });
+  }
+  return known.get(mode);
 }
 
 // CSS color of the block with an index.
 function colorOf(data, i) {
-  const { classes, classOfKind } = coloringOf(data);
-  return classes[classOfKind[data.blocks.kind[i]]].color;
+  const { groups, codes } = coloringOf(data);
+  return groups[codes[i]].color;
 }
 
-// The choice of the reader; else by category, or by allocation site where most bytes at the peak are of unknown category.
-function chosenColor(data) {
+// What the reader chose; else the category, or another property where most bytes at the peak are of unknown category.
+function chosenColoring(data) {
   const { color } = store.get();
-  if (COLOR_CHOICES.some(([name]) => name === color)) return color;
-  return defaultColor(data);
+  return COLORINGS.some(([name]) => name === color) ? color : defaultColoring(data);
 }
 
-const defaultColors = new WeakMap();
-function defaultColor(data) {
-  if (!defaultColors.has(data)) {
+const defaults = new WeakMap();
+function defaultColoring(data) {
+  if (!defaults.has(data)) {
     const unknown = data.categories.findIndex((category) => category.name === "unknown");
     let bytes = 0, unknownBytes = 0;
     for (const i of liveAt(data.blocks, data.peak.row)) {
       bytes += data.blocks.size[i];
       if (data.blocks.category[i] === unknown) unknownBytes += data.blocks.size[i];
     }
-    defaultColors.set(data, unknownBytes * 2 > bytes && data.sites.some(Boolean) ? "site" : "category");
+    const other = data.sites.some(Boolean) ? "site" : "size";
+    defaults.set(data, unknownBytes * 2 > bytes ? other : "category");
   }
-  return defaultColors.get(data);
+  return defaults.get(data);
 }
 
-function makeColoring(data, by) {
-  const { kinds } = data, numKinds = kinds.size.length, fields = blockFields(data);
-  if (by === "category") {
-    const classes = data.categories.map(({ label, color }) => ({ label, color, term: { field: "category", value: label } }));
-    return { classes, classOfKind: Uint16Array.from(kinds.category) };
+function makeColoring(data, mode) {
+  const { kinds } = data;
+  if (mode === "category") {
+    const groups = data.categories.map(({ label, color }) => ({ label, color, term: ["category", label] }));
+    return { groups, codeOfKind: Uint8Array.from(kinds.category), order: data.stack_order };
   }
-  if (by === "size") {
-    const classes = SIZE_STEPS.map((low, step) => {
+  if (mode === "size") {
+    const groups = SIZE_STEPS.map((low, step) => {
       const high = SIZE_STEPS[step + 1];
       return { label: high ? `below ${formatBytes(high)}` : `${formatBytes(low)} or more`, color: data.size_colors[step], term: null };
     });
-    return { classes, classOfKind: Uint16Array.from(kinds.size, (bytes) => SIZE_STEPS.findLastIndex((low) => low <= bytes)) };
+    return { groups, codeOfKind: Uint8Array.from(kinds.size, (bytes) => SIZE_STEPS.filter((low) => low <= bytes).length - 1) };
   }
-  const textOf = by === "module" ? (k) => modulePattern(fields.module.ofKind(k)) : fields[by].ofKind;
-  const texts = Array.from({ length: numKinds }, (_, k) => textOf(k));
-  const bytes = new Map(texts.map((text) => [text, 0]));
-  for (let i = 0; i < data.blocks.size.length; i++) {
-    const text = texts[data.blocks.kind[i]];
-    bytes.set(text, bytes.get(text) + data.blocks.size[i]);
+  const field = blockFields(data)[mode], numKinds = kinds.size.length;
+  const texts = Array.from({ length: numKinds }, (_, k) => (mode === "module" ? modulePattern(field.ofKind(k)) : field.ofKind(k)));
+  return colorTexts(data, texts, field.label, mode === "module" ? null : mode);
+}
+
+// The texts with the most bytes, weighted by how long the blocks live, have a color each; the others share one.
+function colorTexts(data, texts, noun, field) {
+  const { blocks } = data, weight = new Map(), palette = data.series_colors;
+  for (let i = 0; i < blocks.kind.length; i++) {
+    const text = texts[blocks.kind[i]], share = (blocks.end_row[i] - blocks.begin_row[i]) / (data.num_rows + 1);
+    weight.set(text, (weight.get(text) ?? 0) + blocks.size[i] * share);
   }
-  const ordered = [...bytes.keys()].sort((a, b) => bytes.get(b) - bytes.get(a) || (a < b ? -1 : 1));
-  const colors = assignColors(ordered.filter(Boolean), data.class_colors), index = new Map(ordered.map((text, k) => [text, k]));
-  const classes = ordered.map((text) => ({
-    label: text || `no ${fields[by].label}`, color: text ? colors.get(text) : NO_COLOR,
-    term: by === "module" ? null : { field: by, value: text },
-  }));
-  return { classes, classOfKind: Uint16Array.from(texts, (text) => Math.min(index.get(text), 65535)) };
+  const largest = [...weight.keys()].filter(Boolean).sort((a, b) => weight.get(b) - weight.get(a)).slice(0, palette.length);
+  const colors = assignColors(largest, palette), codeOf = new Map(largest.map((text, code) => [text, code]));
+  const groups = largest.map((text) => ({ label: text, color: colors.get(text), term: field && [field, text] }));
+  const unknown = data.categories[data.categories.length - 1].color;
+  groups.push({ label: `every other ${noun}`, color: OTHER_COLOR, term: null }, { label: `no ${noun}`, color: unknown, term: field && [field, ""] });
+  return { groups, codeOfKind: Uint8Array.from(texts, (text) => (text ? codeOf.get(text) ?? largest.length : largest.length + 1)) };
 }
 
 // The layers of a stack have one color: GPT.blocks.3.mlp is GPT.blocks.*.mlp.
 const modulePattern = (module) => module.split(".").map((part) => (/^\d+$/.test(part) ? "*" : part)).join(".");
 
-// A text has the same color on every page, except where two of the largest texts would share one.
+// Every text has its color on every page, unless a larger text of the page already has the same one.
 function assignColors(texts, palette) {
   const taken = new Set(), colors = new Map();
   for (const text of texts) {
     let slot = hashText(text) % palette.length;
-    if (taken.size < palette.length) while (taken.has(slot)) slot = (slot + 1) % palette.length;
+    while (taken.has(slot)) slot = (slot + 1) % palette.length;
     taken.add(slot);
     colors.set(text, palette[slot]);
   }

@@ -3,10 +3,14 @@
 //
 //   view    the visible view (rank and device)          from, to  the visible time range in µs; null: all
 //   at      event row of the chosen instant; null: none  block     id of the chosen block; null: none
-//   show    blocks to list: instant, range, kept         group     module, site, stack, category, operator
+//   show    blocks to list: instant, range, churn, kept  group     module, site, stack, category, operator
 //   search  words that blocks must contain               step, module  blocks must belong to them; null: any
 //   color   what the colors mean                         section   section to scroll to
-const NUMBERS = ["from", "to", "at", "block", "step"], TEXTS = ["view", "show", "group", "search", "module", "color", "section"];
+//   zoom    chosen box of the icicle; null: all          frames    of call stacks: own, all
+//   measure width of its boxes: bytes, count             graph     icicle, flame
+//   highlight  text that boxes contain
+const NUMBERS = ["from", "to", "at", "block", "step", "zoom"];
+const TEXTS = ["view", "show", "group", "search", "module", "color", "section", "frames", "measure", "graph", "highlight"];
 
 function createStore() {
   const listeners = new Set();

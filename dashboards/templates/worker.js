@@ -1,8 +1,12 @@
-// Runs in a worker: unpacks columns, the inverse of memtrace.dashboards.delta_encoding.encode_columns.
+// Runs in a worker: unpacks columns and texts, the inverse of memtrace.dashboards.delta_encoding.encode_columns and of
+// memtrace.dashboards.text_encoding.encode_json.
+function inflate(base64) {
+  const deflated = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
+  return new Response(new Blob([deflated]).stream().pipeThrough(new DecompressionStream("deflate")));
+}
+
 async function unpackColumns({ length, columns, data }) {
-  const deflated = Uint8Array.from(atob(data), (character) => character.charCodeAt(0));
-  const stream = new Blob([deflated]).stream().pipeThrough(new DecompressionStream("deflate"));
-  const planes = new Uint8Array(await new Response(stream).arrayBuffer());
+  const planes = new Uint8Array(await inflate(data).arrayBuffer());
   const unpacked = {};
   let start = 0;
   for (const [name, width] of columns) {
@@ -22,9 +26,10 @@ async function unpackColumns({ length, columns, data }) {
 
 self.onmessage = async ({ data: { id, packed } }) => {
   try {
+    if (packed.json) return self.postMessage({ id, columns: await inflate(packed.json).json() });
     const columns = await unpackColumns(packed);
-    self.postMessage({ id, columns }, Object.values(columns).map((values) => values.buffer));
+    return self.postMessage({ id, columns }, Object.values(columns).map((values) => values.buffer));
   } catch (error) {
-    self.postMessage({ id, error: String(error) });
+    return self.postMessage({ id, error: String(error) });
   }
 };
