@@ -26,7 +26,7 @@ if TYPE_CHECKING:
               "trains the whole model.")  # fmt: skip
 @click.option("--no-source", is_flag=True, help="Leave source lines out of the page.")
 @click.option("--source-root", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR",
-              help="Folder with the sources of the recorded program; needed for a trace from another machine.")  # fmt: skip
+              help="Folder with the sources of the recorded program, for a trace from another machine.")  # fmt: skip
 def command(selection: Selection, output: str, predict: str | None, no_source: bool, source_root: Path | None) -> None:
     """Write an HTML page with figures and tables of TRACE. The page is a single file that works offline.
 

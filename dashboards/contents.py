@@ -39,17 +39,17 @@ DEVICE_SECTIONS: Final = (
     Section(
         "timeline",
         "Memory over time",
-        "Live bytes, stacked by category, above the steps and their phases. Scroll or drag to zoom; click an instant to "
-        "see its blocks.",
+        "Live bytes, stacked by category, above the steps and their phases. Scroll or drag to zoom; click an instant "
+        "to see its blocks.",
         "tracks",
         "The trace has no allocations on this device.",
     ),
     Section(
         "live",
         "Blocks at any instant",
-        "Blocks that are live at one instant: click the figure above to choose it. Or blocks that are allocated, freed or "
-        "kept in a range of time. Group them by module or call stack, filter them, and click one to see its call stack, "
-        "source lines, accesses and free.",
+        "Blocks that are live at one instant: click the figure above to choose it. Or blocks that are allocated, "
+        "freed or kept in a range of time. Group them by module or call stack, filter them, and click one to see its "
+        "call stack, source lines, accesses and free.",
         "explorer",
     ),
     Section(

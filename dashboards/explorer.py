@@ -7,7 +7,7 @@ row of a small table, so that a block takes a few bytes on the page. ``templates
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -19,8 +19,9 @@ from memtrace.dashboards.text_encoding import encode_json
 
 from memtrace.analysis.attribution import op_column
 from memtrace.analysis.block_accesses import group_accesses_by_block, has_accesses
-from memtrace.analysis.block_catalog import BlockCatalog, catalog_blocks, sum_left_out
+from memtrace.analysis.block_catalog import BlockCatalog, LeftOutBlocks, catalog_blocks, sum_left_out
 from memtrace.analysis.peak import find_peak
+from memtrace.format.schema import PHASES
 from memtrace.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ _TEXT_SHARE: Final = 0.35
 """Share of those for call stacks and texts, with which a page has the blocks of fewer kinds."""
 MAX_LEFT_OUT_POINTS: Final = 4000
 _KIND_COLUMNS: Final = (
-    "size", "allocated_size", "stream", "category", "is_labeled", "is_likely", "phase", "num_reads", "num_writes", "name",
-    "operator", "module", "stack", "free_operator", "free_module", "free_phase",
+    "size", "allocated_size", "stream", "category", "is_labeled", "is_likely", "phase", "num_reads", "num_writes",
+    "name", "operator", "module", "stack", "no_stack_reason", "free_operator", "free_module", "free_phase",
 )  # fmt: skip
 
 
@@ -90,6 +91,8 @@ def encode_blocks(
                 "operators": _page_texts(catalog.operators),
                 "modules": _page_texts(catalog.modules),
                 "sites": _page_texts(sites),
+                "no_stack_reasons": catalog.no_stack_reasons,
+                "phase_names": PHASES,
                 "frames": encode_frames(trace, tree.frames),
                 "sources": _page_sources(lines),
             }
@@ -197,10 +200,7 @@ def _encode_accesses_of(trace: Trace, catalog: BlockCatalog, index: Array) -> di
 
 def _encode_left_out(trace: Trace, device: str, catalog: BlockCatalog) -> dict[str, Any]:
     if len(catalog) == catalog.num_blocks:
-        rows = np.empty(0, np.int64)
-        return encode_columns(
-            dict.fromkeys(("row", "live_bytes", "num_live", "allocated_bytes", "num_allocated"), rows)
-        )
+        return encode_columns({field.name: np.empty(0, np.int64) for field in fields(LeftOutBlocks)})
     num_rows = trace.num_rows("events")
     evenly = np.linspace(0, num_rows - 1, min(num_rows, MAX_LEFT_OUT_POINTS)).astype(np.int64)
     rows = np.unique(np.append(evenly, max(0, find_peak(trace, device).requested.event)))

@@ -23,7 +23,7 @@ function mountDetail(root, data, act) {
     if (blocks.end_row[i] >= data.num_rows) return "not freed in the trace";
     const k = blocks.kind[i], module = data.modules[kinds.free_module[k]];
     return join(formatTime(blocks.end_us[i]), `event ${blocks.end_row[i].toLocaleString("en-US")}`, stepText(blocks.free_step[i]),
-      data.phases[kinds.free_phase[k]] ?? "", module && `in ${module}`);
+      data.phase_names[kinds.free_phase[k]] ?? "", module && `in ${module}`);
   }
   function freedBy(i) {
     if (blocks.end_row[i] >= data.num_rows) return "";
@@ -47,7 +47,7 @@ function mountDetail(root, data, act) {
     const k = blocks.kind[i], lifetime = lifetimeOf(blocks, i), allocated = kinds.allocated_size[k];
     return [
       ["Size", `${formatBytes(blocks.size[i])} (${formatCount(blocks.size[i], "byte")})`, "size"],
-      ["Allocated size", allocated < 0 ? "" : `${formatBytes(allocated)} (${formatBytes(allocated - blocks.size[i])} rounding)`],
+      ["Allocated size", allocated < 0 ? "" : `${formatBytes(allocated)}${allocated > blocks.size[i] ? `, ${formatBytes(allocated - blocks.size[i])} of rounding` : ""}`],
       ["Category", `${textOf("category", i)} (${categoryReason(i)})`, "category"],
       ["Tensor", textOf("name", i), "name"],
       ["Module", textOf("module", i), "module"],
@@ -103,7 +103,7 @@ function mountDetail(root, data, act) {
   }
   function makeStack(i) {
     const frames = framesOfStack(data, blocks.stack[i]);
-    if (!frames.length) return make("p", { className: "note", textContent: "The trace has no call stack of this allocation." });
+    if (!frames.length) return make("p", { className: "note", textContent: `No call stack: ${data.no_stack_reasons[kinds.no_stack_reason[blocks.kind[i]]] ?? "the trace has none"}.` });
     return make("ol", { className: "stack" }, ...frames.map((frame) => {
       const isOwn = isOwnFrame(data, frame), excerpt = makeExcerpt(frame);
       const line = make("code", { textContent: shortFrameText(data, frame), title: frameText(data, frame) });
@@ -123,7 +123,7 @@ function mountDetail(root, data, act) {
     const rows = Array.from({ length: Math.min(end - first, MAX_SHOWN_ACCESSES) }, (_, n) => first + n).map((n) => make("tr", {},
       make("td", { className: "number", textContent: formatTime(time_us[n]) }), make("td", { textContent: is_read[n] ? "read" : "write" }),
       make("td", { className: "code" }, make("code", { textContent: data.operators[operator[n]] || "–" })),
-      make("td", { className: "number", textContent: stepAt(time_us[n]) }), make("td", {}, makeButton("Go to", () => act.goTo(row[n]), `Show the live set at event ${row[n]}`))));
+      make("td", { className: "number", textContent: stepAt(time_us[n]) }), make("td", {}, makeButton("→", () => act.goTo(row[n]), `Show the live set at event ${row[n]}`))));
     const head = make("tr", {}, ...["time", "access", "operator", "step", ""].map((title) => make("th", { scope: "col", textContent: title })));
     const more = end - first > rows.length ? [make("p", { className: "note", textContent: `The first ${rows.length} of ${formatCount(end - first, "access", "accesses")}.` })] : [];
     const scroll = make("div", { className: "scroll", tabIndex: 0 }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows)));

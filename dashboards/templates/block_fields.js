@@ -19,7 +19,7 @@ function blockFields(data) {
     operator: text("operator", (k) => data.operators[kinds.operator[k]]),
     site: text("allocation site", (k) => data.sites[data.siteOfKind[k]]),
     name: text("tensor", (k) => data.names[kinds.name[k]]),
-    phase: text("phase", (k) => data.phases[kinds.phase[k]] ?? ""),
+    phase: text("phase", (k) => data.phase_names[kinds.phase[k]] ?? ""),
     stream: text("stream", (k) => (kinds.stream[k] < 0 ? "" : String(kinds.stream[k]))),
     freed: text("freed by", (k) => data.operators[kinds.free_operator[k]]),
     stack: text("call stack", (k) => stackText(kinds.stack[k])),

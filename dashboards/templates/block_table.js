@@ -56,7 +56,7 @@ function mountTable(root, data, columns, act) {
     const first = Math.max(0, Math.floor(scroll.scrollTop / ROW) - EXTRA), end = Math.min(ordered.length, first + visible + 2 * EXTRA);
     const hadFocus = body.contains(document.activeElement);
     const space = (rows) => {
-      const row = make("tr", { className: "space" }, make("td", { colSpan: columns.length }));
+      const row = make("tr", { className: "space" }, make("td"));
       row.ariaHidden = "true";
       row.firstChild.style.height = `${rows * ROW}px`;
       return rows > 0 ? [row] : [];

@@ -28,14 +28,16 @@ function makeHierarchy(data, group, onlyOwnFrames) {
 // Frames of the stacks, outermost first or innermost first; stacks without a frame have a group of their own.
 function stackHierarchy(data, isInverted, onlyOwnFrames) {
   const tree = createTree();
+  const reasonNodes = data.no_stack_reasons.map((reason) => tree.add([`no call stack: ${reason}`]));
   const nodeOfStack = Array.from(data.stacks.node, (_, stack) => {
     const frames = framesOfStack(data, stack), shown = onlyOwnFrames ? frames.filter((frame) => isOwnFrame(data, frame)) : frames;
-    if (!shown.length) return tree.add([frames.length ? "no frame of your own code" : "no call stack"]);
+    if (!frames.length) return 0;
+    if (!shown.length) return tree.add(["no frame of your own code"]);
     return tree.add(isInverted ? shown : shown.reverse());
   });
   const textBy = (make) => tree.part.map((frame) => (typeof frame === "number" ? make(data, frame) : frame));
   return { parent: tree.parent, label: textBy(shortFrameText), title: textBy(frameText),
-    nodeOfKind: Int32Array.from(data.kinds.stack, (stack) => nodeOfStack[stack]) };
+    nodeOfKind: Int32Array.from(data.kinds.stack, (stack, k) => nodeOfStack[stack] || reasonNodes[data.kinds.no_stack_reason[k]] || 0) };
 }
 
 function createTree() {

@@ -26,7 +26,7 @@ function colorOf(data, i) {
   return groups[codes[i]].color;
 }
 
-// What the reader chose; else the category, or another property where most bytes at the peak are of unknown category.
+// What the reader chose; else the category, or the allocation site or size where most bytes at the peak have none.
 function chosenColoring(data) {
   const { color } = store.get();
   return COLORINGS.some(([name]) => name === color) ? color : defaultColoring(data);
@@ -35,14 +35,14 @@ function chosenColoring(data) {
 const defaults = new WeakMap();
 function defaultColoring(data) {
   if (!defaults.has(data)) {
-    const unknown = data.categories.findIndex((category) => category.name === "unknown");
-    let bytes = 0, unknownBytes = 0;
-    for (const i of liveAt(data.blocks, data.peak.row)) {
-      bytes += data.blocks.size[i];
-      if (data.blocks.category[i] === unknown) unknownBytes += data.blocks.size[i];
+    const { blocks, siteOfKind } = data, unknown = data.categories.findIndex((category) => category.name === "unknown");
+    let bytes = 0, inCategory = 0, atSite = 0;
+    for (const i of liveAt(blocks, data.peak.row)) {
+      bytes += blocks.size[i];
+      if (blocks.category[i] !== unknown) inCategory += blocks.size[i];
+      if (data.sites[siteOfKind[blocks.kind[i]]]) atSite += blocks.size[i];
     }
-    const other = data.sites.some(Boolean) ? "site" : "size";
-    defaults.set(data, unknownBytes * 2 > bytes ? other : "category");
+    defaults.set(data, inCategory * 2 >= bytes ? "category" : atSite * 2 >= bytes ? "site" : "size");
   }
   return defaults.get(data);
 }
@@ -56,7 +56,7 @@ function makeColoring(data, mode) {
   if (mode === "size") {
     const groups = SIZE_STEPS.map((low, step) => {
       const high = SIZE_STEPS[step + 1];
-      return { label: high ? `below ${formatBytes(high)}` : `${formatBytes(low)} or more`, color: data.size_colors[step], term: null };
+      return { label: !low ? `below ${formatBytes(high)}` : high ? `${formatBytes(low)} to ${formatBytes(high)}` : `${formatBytes(low)} or more`, color: data.size_colors[step], term: null };
     });
     return { groups, codeOfKind: Uint8Array.from(kinds.size, (bytes) => SIZE_STEPS.filter((low) => low <= bytes).length - 1) };
   }

@@ -103,7 +103,7 @@ function mountExplorer(root, data, store, colors) {
     legend.replaceChildren(...used.map(([code, bytes]) => {
       const { label, color, term } = groups[code], swatch = make("span", { className: "swatch" });
       swatch.style.background = color;
-      const text = [swatch, make("span", { textContent: `${label} ${formatBytes(bytes)}` })];
+      const text = [swatch, make("span", { textContent: `${label}: ${formatBytes(bytes)}` })];
       if (!term) return make("li", {}, ...text);
       const button = makeButton("", () => filters.addTerm(...term), `Show only blocks with this ${fields[term[0]].label}`);
       button.replaceChildren(...text);
@@ -112,7 +112,8 @@ function mountExplorer(root, data, store, colors) {
   }
 
   function sentence(bytes, count) {
-    const { show, row, range } = local.selection, what = `${formatBytes(bytes)} in ${formatCount(count, "block")}`;
+    const { show, row, range } = local.selection, isFiltered = local.selection.terms.length || local.selection.step !== null || local.selection.module !== null;
+    const what = `${formatBytes(bytes)} in ${formatCount(count, "block")}${isFiltered ? (count === 1 ? " that matches" : " that match") + " the filters" : ""}`;
     const rest = leftOutOf(data, local.selection), numLeftOut = data.num_blocks - blocks.size.length;
     const more = !numLeftOut ? "" : rest ? `, and ${rest.isExact ? "" : "about "}${formatBytes(rest.bytes)} in ${formatCount(rest.count, "smaller block")} that this page leaves out`
       : `, without ${formatCount(numLeftOut, "smaller block")} of the recording that this page leaves out`;

@@ -10,6 +10,7 @@ from memtrace.analysis.allocation_sites import allocation_sites
 from memtrace.analysis.attribution import KIND, op_column, step_rows
 from memtrace.analysis.block_groups import find_owning_modules
 from memtrace.analysis.blocks import allocated_sizes, blocks, phases_at
+from memtrace.analysis.missing_stacks import missing_stack_reasons
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
@@ -56,6 +57,8 @@ class BlockCatalog:
     """Index into ``modules``."""
     stack: Array
     """Index into ``stacks``."""
+    no_stack_reason: Array
+    """Index into ``no_stack_reasons``; -1: the block has a call stack."""
     free_operator: Array
     """Index into ``operators``: the operator call that freed the block."""
     free_module: Array
@@ -70,6 +73,8 @@ class BlockCatalog:
     """Ids of call stacks in the table names; -1: none."""
     stack_sites: tuple[str | None, ...]
     """The allocation site of each of ``stacks``."""
+    no_stack_reasons: tuple[str, ...]
+    """Why blocks have no call stack, as phrases."""
     num_blocks: int
     """Blocks of the device, whether among those of the catalog or not."""
 
@@ -107,6 +112,10 @@ def catalog_blocks(trace: Trace, device: str, max_blocks: int) -> BlockCatalog:
     modules, module = find_owning_modules(trace, place)
     stacks, stack = np.unique(table.stack[place], return_inverse=True)
     sites, site = allocation_sites(trace, stacks)
+    stackless = np.flatnonzero(table.stack[place] < 0)
+    reasons, reason = missing_stack_reasons(trace, place[stackless])
+    no_stack_reason = np.full(len(place), -1, np.int64)
+    no_stack_reason[stackless] = reason
     names, name = _texts(trace, table.name[place])
     free = table.free_event[place]
     free_op = _freeing_operators(trace, free)
@@ -136,6 +145,7 @@ def catalog_blocks(trace: Trace, device: str, max_blocks: int) -> BlockCatalog:
         operator=operator[: len(place)],
         module=module,
         stack=stack,
+        no_stack_reason=no_stack_reason,
         free_operator=operator[len(place) :],
         free_module=free_module,
         free_phase=phases_at(trace, free_op, free),
@@ -145,6 +155,7 @@ def catalog_blocks(trace: Trace, device: str, max_blocks: int) -> BlockCatalog:
         modules=tuple(modules),
         stacks=tuple(stacks.tolist()),
         stack_sites=tuple(sites[index] for index in site.tolist()),
+        no_stack_reasons=tuple(reasons),
         num_blocks=len(on_device),
     )
 
