@@ -48,7 +48,9 @@ def opened(browser: Any, path: Path, *, fragment: str = "", width: int = 1280, *
     """
     errors: list[str] = []
     requests: list[str] = []
-    context = browser.new_context(offline=True, viewport={"width": width, "height": 900}, **options)
+    context = browser.new_context(
+        offline=True, viewport={"width": width, "height": 900}, **{"reduced_motion": "reduce", **options}
+    )
     page = context.new_page()
     page.set_default_timeout(TIMEOUT_MS)
     page.on("pageerror", lambda error: errors.append(str(error)))
