@@ -39,7 +39,8 @@ _ACCESS_SHARE: Final = 0.25
 """Share of those for the accesses."""
 _TEXT_SHARE: Final = 0.35
 """Share of those for call stacks and texts, with which a page has the blocks of fewer kinds."""
-MAX_LEFT_OUT_POINTS: Final = 4000
+_CHARS_PER_LEFT_OUT_POINT: Final = 1500
+"""The sums over the blocks that are left out take about a hundredth of the characters."""
 _KIND_COLUMNS: Final = (
     "size", "allocated_size", "stream", "category", "is_labeled", "is_likely", "phase", "num_reads", "num_writes",
     "name", "operator", "module", "stack", "no_stack_reason", "free_operator", "free_module", "free_phase",
@@ -82,7 +83,7 @@ def encode_blocks(
     sites, site = _distinct_texts(catalog.stack_sites)
     packed |= {
         "accesses": accesses,
-        "left_out": _encode_left_out(trace, device, catalog),
+        "left_out": _encode_left_out(trace, device, catalog, max_chars // _CHARS_PER_LEFT_OUT_POINT),
         "stacks": encode_columns({"node": tree.node_of_stack, "site": site}),
         "frame_tree": encode_columns({"parent": tree.parent, "frame": tree.frame}),
         "block_texts": encode_json(
@@ -111,7 +112,7 @@ def _encode_most(trace: Trace, device: str, max_chars: int) -> tuple[BlockCatalo
         catalog = catalog_blocks(trace, device, max_blocks)
         packed = _encode_columns(catalog)
         num_chars = sum(len(table["data"]) for table in packed.values())
-        if num_chars <= limit or len(catalog) <= 1000:
+        if num_chars <= limit or len(catalog) <= 100:
             return catalog, packed
         max_blocks = int(len(catalog) * min(0.8, 0.9 * limit / num_chars))
 
@@ -198,11 +199,11 @@ def _encode_accesses_of(trace: Trace, catalog: BlockCatalog, index: Array) -> di
     )
 
 
-def _encode_left_out(trace: Trace, device: str, catalog: BlockCatalog) -> dict[str, Any]:
+def _encode_left_out(trace: Trace, device: str, catalog: BlockCatalog, max_points: int) -> dict[str, Any]:
     if len(catalog) == catalog.num_blocks:
         return encode_columns({field.name: np.empty(0, np.int64) for field in fields(LeftOutBlocks)})
     num_rows = trace.num_rows("events")
-    evenly = np.linspace(0, num_rows - 1, min(num_rows, MAX_LEFT_OUT_POINTS)).astype(np.int64)
+    evenly = np.linspace(0, num_rows - 1, min(num_rows, max_points)).astype(np.int64)
     rows = np.unique(np.append(evenly, max(0, find_peak(trace, device).requested.event)))
     return encode_columns(vars(sum_left_out(trace, device, catalog, rows)))
 

@@ -43,12 +43,12 @@ STACK_ORDER: Final = (
 """Categories of a stacked figure, bottom to top: those that stay live across steps are the base of the others."""
 
 SERIES_COLORS: Final = (
-    "#0072b2",
-    "#e69f00",
-    "#009e73",
-    "#cc79a7",
-    "#56b4e9",
-    "#d55e00",
+    BLUE,
+    ORANGE,
+    GREEN,
+    PURPLE,
+    SKY,
+    VERMILION,
     "#8272d1",
     "#aaa43c",
     "#aa4499",

@@ -133,7 +133,7 @@ def _resolve(path: Path) -> Path | None:
         resolved = path.resolve(strict=True)
     except (OSError, RuntimeError, ValueError):
         return None
-    is_private = str(resolved).startswith(_PRIVATE_FOLDERS)
+    is_private = str(path).startswith(_PRIVATE_FOLDERS) or str(resolved).startswith(_PRIVATE_FOLDERS)
     return resolved if resolved.suffix == ".py" and not is_private and resolved.is_file() else None
 
 

@@ -31,8 +31,7 @@ const isInModule = (name, module) => name === module || name.startsWith(`${modul
 // What the state of the page means for the blocks of a view.
 function describeSelection(data, state) {
   const { at, step, module, show, search, from, to } = state;
-  const range = state.brush_from !== null && state.brush_from !== undefined ? [state.brush_from, state.brush_to]
-    : stepRange(data, step) ?? (from === null ? [-Infinity, Infinity] : [from, to]);
+  const range = state.brush ?? stepRange(data, step) ?? (from === null ? [-Infinity, Infinity] : [from, to]);
   return {
     show: SHOWN.some(([name]) => name === show) ? show : "instant",
     row: Math.min(Math.max(Math.round(at ?? peakRow(data, stepRange(data, step))), -1), data.num_rows - 1),

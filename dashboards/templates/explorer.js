@@ -144,7 +144,7 @@ function mountExplorer(root, data, store, colors) {
     if (changed.includes("view")) return;
     const isRange = local.selection.show !== "instant";
     if (changed.some((key) => EXPLORER_CHOICES.includes(key))) updateBlocks();
-    else if (isRange && changed.some((key) => key.startsWith("brush") || key === "from" || key === "to")) updateSoon();
+    else if (isRange && changed.some((key) => key === "from" || key === "to")) updateSoon();
     else if (changed.some((key) => PICTURE_CHOICES.includes(key))) { updatePicture(); table.redraw(); }
     if (changed.includes("block")) showChosenBlock();
   });
