@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MAX_BLOCKS: Final = 400_000
 """Most blocks on the page: those of a full CUDA history of 1,000,000 entries."""
+MAX_CHARS: Final = 3_200_000
+"""Most characters of the packed columns of the blocks."""
 MAX_STACKS: Final = 4000
 """Most call stacks on the page; those of the blocks with the most bytes."""
 MAX_FRAMES: Final = 60
@@ -42,7 +44,7 @@ class EncodedBlocks:
     """Which blocks are left out."""
 
 
-def encode_blocks(trace: Trace, device: str, max_chars: int) -> EncodedBlocks:
+def encode_blocks(trace: Trace, device: str, max_chars: int = MAX_CHARS) -> EncodedBlocks:
     """Return the largest blocks of a device, as many as fit into ``max_chars`` characters."""
 
     def encode(max_blocks: int) -> dict[str, Any]:
