@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from memtrace.dashboards.delta_encoding import encode_columns, encode_to_fit
+from memtrace.dashboards.delta_encoding import MAX_VALUE, encode_columns, encode_to_fit
 
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.timeline import MemoryCurve, compute_memory_curve
@@ -74,7 +74,7 @@ def encode_failures(trace: Trace, device: str) -> dict[str, Any]:
     events = trace.columns("events", "kind", "device", "time_ns", "size")
     failed = (events["kind"] == EVENT_KINDS.index("oom")) & (events["device"] == trace.devices.index(device))
     rows = np.flatnonzero(failed)[:MAX_FAILURES]
-    sizes = np.minimum(events["size"][rows], 2**53 - 1)
+    sizes = np.minimum(events["size"][rows], MAX_VALUE)
     return encode_columns({"time_us": events["time_ns"][rows] // 1000, "event": rows, "bytes": sizes})
 
 

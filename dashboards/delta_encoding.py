@@ -18,6 +18,8 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+MAX_VALUE: Final = 2**51 - 1
+"""Largest value of a column: the code of a difference of two values is below 2**53, so that a browser holds it exactly."""
 _LEVEL: Final = 6
 """Level of zlib. Level 9 takes four times as long and saves 2 %."""
 
@@ -26,7 +28,7 @@ def encode_columns(columns: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     """Encode columns of integers.
 
     Args:
-        columns: Columns of one length; the absolute values are below 2**53, so that a browser holds them exactly.
+        columns: Columns of one length, with absolute values up to ``MAX_VALUE``.
 
     Returns:
         A JSON object: ``{"length": n, "columns": [[name, number of byte planes, factor, fits], ...], "data": base64}``.

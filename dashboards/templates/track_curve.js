@@ -67,6 +67,7 @@ function createCurveTrack({ data, store, axis, colors, layout, layers }) {
     drawCapacity(pen);
     drawFailures(pen);
     drawPeak(pen);
+    canvas.dataset.limit = String(limit);
     canvas.dataset.highest = String(columns.best.reduce((most, place) => Math.max(most, columns.sum[place]), 0));
     canvas.dataset.points = String(data.curve.event.length);
   }

@@ -61,28 +61,30 @@ function drawRuler(canvas, axis, layout, theme) {
 }
 
 // A button for each area of the curve, which hides and shows it, and a sample of each line.
-function drawLegend(legend, { store, layers, colors }, curve) {
-  const hidden = new Set((store.get().hide ?? "").split(",").filter(Boolean).map(Number));
-  const key = JSON.stringify([layers().map(({ label }) => label), [...hidden], colors().ink]);
-  if (legend.dataset.key === key) return;
-  legend.dataset.key = key;
-  const buttons = layers().map(({ label, color }, n) => {
-    const swatch = make("span", { className: "swatch" }), button = makeButton("", () => {
-      const next = new Set(hidden);
+function drawLegend(legend, { store, layers }, curve) {
+  const hidden = () => new Set((store.get().hide ?? "").split(",").filter(Boolean).map(Number));
+  const key = JSON.stringify(layers().map(({ label, color }) => [label, color]));
+  if (legend.dataset.key !== key) {
+    legend.dataset.key = key;
+    legend.replaceChildren(...layers().map((layer, n) => makeLegendButton(layer, () => {
+      const next = hidden();
       if (!next.delete(n)) next.add(n);
       store.set({ hide: [...next].sort((a, b) => a - b).join(",") || null }, { push: true });
-    }, `${label}: click to ${hidden.has(n) ? "show" : "hide"} it`);
-    swatch.style.background = color;
-    button.setAttribute("aria-pressed", String(!hidden.has(n)));
-    button.append(swatch, make("bdi", { textContent: label }));
-    return button;
-  });
-  const lines = curve.lines.map(({ label, dash }) => {
-    const sample = make("span", { className: "line" }), item = make("span", { className: "item" }, sample, label);
-    sample.style.borderTopStyle = dash.length === 0 ? "solid" : dash[0] < 4 ? "dotted" : "dashed";
-    return item;
-  });
-  legend.replaceChildren(...buttons, ...lines);
+    })), ...curve.lines.map(({ label, dash }) => {
+      const sample = make("span", { className: "line" });
+      sample.style.borderTopStyle = dash.length === 0 ? "solid" : dash[0] < 4 ? "dotted" : "dashed";
+      return make("span", { className: "item" }, sample, label);
+    }));
+  }
+  const now = hidden();
+  legend.querySelectorAll("button").forEach((button, n) => button.setAttribute("aria-pressed", String(!now.has(n))));
+}
+
+function makeLegendButton({ label, color }, toggle) {
+  const swatch = make("span", { className: "swatch" }), button = makeButton("", toggle, `${label}: click to hide or show it`);
+  swatch.style.background = color;
+  button.append(swatch, make("bdi", { textContent: label }));
+  return button;
 }
 
 // The time at a position, with the digits that a pixel tells apart.
