@@ -28,6 +28,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "access": ("memtrace.cli.access", "Show access intervals and swap candidates."),
     "leaks": ("memtrace.cli.leaks", "Find memory that grows from step to step."),
     "diff": ("memtrace.cli.diff", "Compare two traces."),
+    "compare": ("memtrace.cli.compare", "Compare any number of runs side by side."),
     "check": ("memtrace.cli.check", "Check a trace against memory limits, for CI."),
     "stalls": ("memtrace.cli.stalls", "Show how long the steps wait for data."),
     "ranks": ("memtrace.cli.ranks", "Compare the ranks of a distributed job."),

@@ -10,9 +10,9 @@ in ``memtrace.analysis``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+MAX_KEPT_RANKS: Final = 16
+"""Largest number of ranks of which ``each_rank`` keeps what was read and computed."""
 
 _DEVICE_TABLES = tuple(name for name, columns in TABLES.items() if any(column.name == "device" for column in columns))
 
@@ -74,6 +77,15 @@ class Trace:
         if len(self._sources) == 1:
             return self
         return self.cached(Trace._only_rank, number)
+
+    def each_rank(self) -> Iterator[Trace]:
+        """Yield the trace of each rank in order.
+
+        Of a job with more than ``MAX_KEPT_RANKS`` ranks, nothing is kept of a rank once the caller has dropped it:
+        results of a thousand ranks fit in memory, their events do not.
+        """
+        for number in self.ranks:
+            yield self._only_rank(number) if len(self.ranks) > MAX_KEPT_RANKS else self.rank(number)
 
     def window(
         self,

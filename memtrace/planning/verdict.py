@@ -106,11 +106,17 @@ def order_devices(trace: Trace) -> list[str]:
 
 def choose_rank(trace: Trace) -> int:
     """Return the rank to look at first: the one that ran out of memory first, else the one with the highest peak."""
-    failures = {rank: explain_out_of_memory(trace.rank(rank)) for rank in trace.ranks}
-    failed = [rank for rank in trace.ranks if failures[rank]]
-    if failed:
-        return min(failed, key=lambda rank: failures[rank][0].time_ns or 0)
-    return max(trace.ranks, key=lambda rank: _highest_peak(trace.rank(rank)))
+    failed_ns: dict[int, int] = {}
+    peak_bytes: dict[int, int] = {}
+    for rank in trace.each_rank():
+        (number,) = rank.ranks
+        failures = explain_out_of_memory(rank)
+        if failures:
+            failed_ns[number] = failures[0].time_ns or 0
+        peak_bytes[number] = _highest_peak(rank)
+    if failed_ns:
+        return min(failed_ns, key=lambda number: failed_ns[number])
+    return max(peak_bytes, key=lambda number: peak_bytes[number])
 
 
 def _highest_peak(trace: Trace) -> int:
