@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Final
 
@@ -28,29 +28,19 @@ def missing_parts(index: TraceIndex, trace: Trace) -> list[int]:
     return [number for number in trace.part_numbers if number > last]
 
 
-def extend_index(
-    index: TraceIndex, trace: Trace, paths: Sequence[str], on_part: Callable[[], None] = lambda: None
-) -> None:
-    """Add the parts of a single-rank trace that an index lacks.
+def summarize_parts(trace: Trace, paths: Sequence[str], numbers: Sequence[int]) -> Iterator[PartSummary]:
+    """Summarize parts of a single-rank trace in order.
 
     Args:
-        index: the index.
         trace: the trace.
         paths: what ``load`` opened, for the worker processes.
-        on_part: called after every part.
+        numbers: the parts.
 
     Raises:
-        TraceError: a part is damaged; the index has the parts before it.
+        TraceError: a part is damaged.
     """
-    numbers = trace.part_numbers
-    if numbers and index.parts:
-        index.drop_before(numbers[0])
-    missing = missing_parts(index, trace)
-    is_large = len(missing) >= MIN_PARTS_FOR_WORKERS
-    summaries = _summarize_in_workers(trace, paths, missing) if is_large else _summarize(trace, missing)
-    for summary in summaries:
-        index.add(summary)
-        on_part()
+    is_large = len(numbers) >= MIN_PARTS_FOR_WORKERS
+    yield from _summarize_in_workers(trace, paths, numbers) if is_large else _summarize(trace, numbers)
 
 
 def _summarize(trace: Trace, numbers: Sequence[int]) -> Iterator[PartSummary]:

@@ -10,7 +10,6 @@ import numpy as np
 from memtrace.analysis.allocation_sites import allocation_sites
 from memtrace.analysis.block_catalog import BlockCatalog, distinct_texts
 from memtrace.analysis.block_groups import modules_by_name
-from memtrace.analysis.event_codes import PHASE, SPAN
 from memtrace.analysis.part_summary import LEVELS, CurvePoints
 from memtrace.analysis.trace_index import TraceIndex
 from memtrace.format.arrays import Array
@@ -22,27 +21,6 @@ if TYPE_CHECKING:
 
 MAX_EXACT_EVENTS: Final = 400_000
 """Events of the parts of a window up to which it is analyzed itself, without the index."""
-MAX_SPANS: Final = 500_000
-"""Most steps, and most phases, that are kept: the longest."""
-
-
-@dataclass(frozen=True)
-class Spans:
-    """Steps or phases in the order of their starts."""
-
-    start_ns: Array
-    end_ns: Array
-    index: Array
-    """Number of the step; code of the phase in ``schema.PHASES``."""
-
-    def between(self, start_ns: int | None, end_ns: int | None) -> Spans:
-        """Return the spans that overlap a window; None is an open end."""
-        inside = np.ones(len(self.index), bool)
-        if start_ns is not None:
-            inside &= self.end_ns > start_ns
-        if end_ns is not None:
-            inside &= self.start_ns < end_ns
-        return Spans(self.start_ns[inside], self.end_ns[inside], self.index[inside])
 
 
 @dataclass(frozen=True)
@@ -59,17 +37,12 @@ class IndexedTrace:
 
     Attributes:
         trace: the whole trace; only parts of it are read.
-        index: the index of all or of the first parts.
-        steps: the marked steps.
-        phases: the phases of the steps, from the spans of the trace.
+        index: the index of its parts.
     """
 
     def __init__(self, trace: Trace, index: TraceIndex) -> None:
         self.trace = trace
         self.index = index
-        spans = trace.spans_after(-1)[1]
-        self.steps = _spans(spans, spans["kind"] == SPAN["step"], spans["index"])
-        self.phases = _phases(trace, spans)
 
     def exact_window(self, start_ns: int | None = None, end_ns: int | None = None) -> ExactWindow | None:
         """Return a window of the trace itself; None where it has too many events."""
@@ -148,21 +121,3 @@ def _known(name: str, level: Array) -> object:
     if name == "reserved" and (level >= 0).any():
         return np.maximum(level, 0)  # parts before the first segment
     return pd.NA if (level < 0).any() else level
-
-
-def _spans(spans: dict[str, Array], chosen: Array, index: Array) -> Spans:
-    rows = np.flatnonzero(chosen)
-    rows = rows[np.argsort(-spans["duration_ns"][rows], kind="stable")[:MAX_SPANS]]
-    rows = rows[np.argsort(spans["start_ns"][rows], kind="stable")]
-    start = spans["start_ns"][rows]
-    return Spans(start, start + np.maximum(spans["duration_ns"][rows], 0), index[rows].astype(np.int64))
-
-
-def _phases(trace: Trace, spans: dict[str, Array]) -> Spans:
-    is_phase = spans["kind"] == SPAN["phase"]
-    names = np.unique(spans["name"][is_phase])
-    codes = np.array([PHASE.get(trace.name(name) or "", -1) for name in names.tolist()], np.int64)
-    code = np.full(len(is_phase), -1)
-    if len(names):
-        code[is_phase] = codes[np.searchsorted(names, spans["name"][is_phase])]
-    return _spans(spans, code >= 0, code)

@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from memtrace.analysis.index_columns import CHANGE_COLUMNS, ColumnChunks, LevelChanges
+from memtrace.analysis.indexed_spans import SpanIndex
 from memtrace.analysis.part_summary import (
     BLOCK_COLUMNS,
     FIRST_CATEGORY,
@@ -72,9 +73,11 @@ class TraceIndex:
         parts: the parts, in order.
         devices: the devices of the parts so far.
         num_blocks: number of all blocks so far, by device.
+        spans: the steps and phases so far.
     """
 
     def __init__(self) -> None:
+        self.spans = SpanIndex()
         self.parts: list[IndexedPart] = []
         self.devices: list[str] = []
         self.num_blocks: dict[str, int] = {}
@@ -177,6 +180,7 @@ class TraceIndex:
         num_dropped = sum(part.number < number for part in self.parts)
         if not num_dropped:
             return
+        self.spans.drop_before(self.parts[num_dropped - 1].end_ns)
         self.parts = self.parts[num_dropped:]
         first_row = self.parts[0].first_row if self.parts else np.iinfo(np.int64).max
         for device, curves in self._curves.items():
@@ -191,6 +195,7 @@ class TraceIndex:
         """Return the index as arrays, and everything else as a JSON value."""
         arrays = {f"freed.{name}": values for name, values in self._freed.columns.items()}
         arrays |= {f"live.{name}": values for name, values in self._live.items()}
+        arrays |= self.spans.to_arrays()
         for code, device in enumerate(self.devices):
             curves = self._curves[device]
             points = _joined([_NO_POINTS, *curves.values()])
@@ -208,6 +213,7 @@ class TraceIndex:
         index = cls()
         index.parts = [IndexedPart(**part) for part in plain["parts"]]
         index.devices, index.num_blocks = plain["devices"], plain["num_blocks"]
+        index.spans = SpanIndex.from_arrays(arrays)
         index._freed.replace({name: arrays[f"freed.{name}"] for name in _BLOCK_COLUMNS})
         index._live = {name: arrays[f"live.{name}"] for name in _BLOCK_COLUMNS}
         for code, device in enumerate(index.devices):

@@ -1,0 +1,113 @@
+"""The steps and phases of a trace in an index, which grow with the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from memtrace.analysis.event_codes import PHASE, SPAN
+from memtrace.format.arrays import Array
+from memtrace.trace import Trace
+
+MAX_SPANS: Final = 500_000
+"""Most steps, and most phases, that are kept: the longest."""
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Steps or phases in the order of their starts."""
+
+    start_ns: Array
+    end_ns: Array
+    index: Array
+    """Number of the step; code of the phase in ``schema.PHASES``."""
+
+    @staticmethod
+    def empty() -> Spans:
+        """Return no spans."""
+        return Spans(*(np.empty(0, np.int64) for _ in range(3)))
+
+    def select(self, chosen: Array) -> Spans:
+        """Return the spans that a mask or row numbers select."""
+        return Spans(self.start_ns[chosen], self.end_ns[chosen], self.index[chosen])
+
+    def between(self, start_ns: int | None, end_ns: int | None) -> Spans:
+        """Return the spans that overlap a window; None is an open end."""
+        inside = np.ones(len(self.index), bool)
+        if start_ns is not None:
+            inside &= self.end_ns > start_ns
+        if end_ns is not None:
+            inside &= self.start_ns < end_ns
+        return self.select(inside)
+
+    def joined(self, other: Spans) -> Spans:
+        """Return these spans and those of another, the longest ``MAX_SPANS`` of them."""
+        names = ("start_ns", "end_ns", "index")
+        both = Spans(*(np.concatenate([getattr(self, name), getattr(other, name)]) for name in names))
+        rows = np.argsort(both.start_ns - both.end_ns, kind="stable")[:MAX_SPANS]
+        return both.select(rows[np.argsort(both.start_ns[rows], kind="stable")])
+
+
+class SpanIndex:
+    """The steps and phases of a trace so far.
+
+    Attributes:
+        steps: the marked steps.
+        phases: the phases of the steps.
+    """
+
+    def __init__(self) -> None:
+        self.steps = self.phases = Spans.empty()
+        self._last_part = -1
+
+    def extend(self, trace: Trace) -> None:
+        """Add what the trace has more than before."""
+        self._last_part, spans = trace.spans_after(self._last_part)
+        is_step = spans["kind"] == SPAN["step"]
+        restarts = np.flatnonzero(is_step & (spans["index"] == 0))
+        if len(restarts):
+            # Steps before the last step 0 came from optimizers, until the program marked its own.
+            self.steps = Spans.empty()
+            is_step[: restarts[-1]] = False
+        self.steps = self.steps.joined(_spans(spans, is_step, spans["index"]))
+        self.phases = self.phases.joined(_phases(trace, spans))
+
+    def drop_before(self, time_ns: int) -> None:
+        """Forget spans that ended before a time."""
+        self.steps, self.phases = self.steps.between(time_ns, None), self.phases.between(time_ns, None)
+
+    def to_arrays(self) -> dict[str, Array]:
+        """Return the content as arrays."""
+        arrays = {"spans.last": np.array([self._last_part])}
+        for name, spans in (("steps", self.steps), ("phases", self.phases)):
+            arrays |= {f"{name}.{column}": values for column, values in vars(spans).items()}
+        return arrays
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, Array]) -> SpanIndex:
+        """Return what ``to_arrays`` gave."""
+        index = cls()
+        index._last_part = int(arrays["spans.last"][0])
+        index.steps, index.phases = (
+            Spans(*(arrays[f"{name}.{column}"] for column in ("start_ns", "end_ns", "index")))
+            for name in ("steps", "phases")
+        )
+        return index
+
+
+def _spans(spans: Mapping[str, Array], chosen: Array, index: Array) -> Spans:
+    start = spans["start_ns"][chosen]
+    return Spans(start, start + np.maximum(spans["duration_ns"][chosen], 0), index[chosen].astype(np.int64))
+
+
+def _phases(trace: Trace, spans: Mapping[str, Array]) -> Spans:
+    is_phase = spans["kind"] == SPAN["phase"]
+    code = np.full(len(is_phase), -1)
+    names = np.unique(spans["name"][is_phase])
+    if len(names):
+        codes = np.array([PHASE.get(trace.name(name) or "", -1) for name in names.tolist()], np.int64)
+        code[is_phase] = codes[np.searchsorted(names, spans["name"][is_phase])]
+    return _spans(spans, code >= 0, code)
