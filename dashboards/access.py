@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import plotly.graph_objects as go
-from memtrace.dashboards.palette import CATEGORY_COLORS, STACK_ORDER
+from memtrace.dashboards.palette import BLUE, CATEGORY_COLORS, GRAY, STACK_ORDER
 from plotly.subplots import make_subplots
 
 from memtrace.analysis.access import SIZE_CLASSES, size_classes
@@ -31,7 +31,6 @@ MAX_SCATTER_POINTS: Final = 1500
 CURVE_POINTS: Final = 200
 """Number of points of a curve."""
 _SIZE_TICKS: Final = [32**power for power in range(9)]
-_GRAY: Final = "#8e98a3"
 
 
 def intervals_figure(trace: Trace, device: str) -> go.Figure | None:
@@ -59,7 +58,7 @@ def intervals_figure(trace: Trace, device: str) -> go.Figure | None:
         if len(lengths):
             # plotly would read "<" as markup.
             label = name.replace("<", "below").replace(">=", "from")
-            figure.add_trace(_violin(lengths, label, _GRAY), row=1, col=3)
+            figure.add_trace(_violin(lengths, label, GRAY), row=1, col=3)
     ticks = _time_ticks(duration_ns)
     figure.update_xaxes(type="log", **ticks, row=1, col=1)
     figure.update_yaxes(ticksuffix=" %", row=1, col=1)
@@ -152,7 +151,7 @@ def _limit_curves(duration_ns: Array, smallest_bytes: int, costs: CopyBandwidths
         limit = max_swappable_bytes(length_ns, costs, with_latency=with_latency)
         # A logarithmic axis cannot show 0, and need not show what is far below all blocks.
         limit[limit < smallest_bytes / 10] = np.nan
-        line = {"dash": dash, "color": "#8c9299"}
+        line = {"dash": dash, "color": GRAY}
         curves.append(go.Scatter(x=length_ns / 1e3, y=limit, name=label, mode="lines", line=line, hoverinfo="skip"))
     return curves
 
@@ -174,7 +173,7 @@ def _cumulative_curve(duration_ns: Array) -> go.Scatter:
         x=quantiles / 1e3,
         y=np.linspace(0, 100, CURVE_POINTS),
         customdata=[format_duration(length_ns) for length_ns in quantiles.tolist()],
-        line={"color": "#0072b2"},
+        line={"color": BLUE},
         hovertemplate="%{y:.0f} % of intervals are at most %{customdata}<extra></extra>",
     )
 

@@ -8,14 +8,12 @@ from memtrace.dashboards import (
     access,
     allocator,
     allocator_state,
-    explorer,
     findings,
     growth,
     lifetimes,
     peak_breakdown,
     stability,
     steps,
-    timeline,
 )
 from memtrace.dashboards.sections import Section
 
@@ -41,18 +39,17 @@ DEVICE_SECTIONS: Final = (
     Section(
         "timeline",
         "Memory over time",
-        "Live bytes, stacked by category. The two lanes below the curve show the steps and their phases. "
-        "Drag to zoom, double-click to reset.",
-        timeline.timeline_figure,
+        "Live bytes, stacked by category, above the steps and their phases. Scroll or drag to zoom; click an instant "
+        "to see its blocks.",
+        "tracks",
         "The trace has no allocations on this device.",
-        height=460,
     ),
     Section(
         "live",
         "Blocks at any instant",
         "Blocks that are live at one instant: click the figure above to choose it. Group them, search them, and click "
         "one to see its call stack, or list what was allocated in the visible range of the figure.",
-        explorer.explorer_section,
+        "explorer",
     ),
     Section(
         "modules",

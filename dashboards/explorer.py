@@ -1,25 +1,17 @@
-"""The explorer: the blocks that are live at any instant, searchable, with the call stack of each.
-
-The page holds the blocks as packed columns; the browser finds, groups and draws those of an instant or of a range
-(``templates/explorer.js``).
-"""
+"""The blocks of a device with their texts and call stacks, packed for the explorer (``templates/explorer.js``)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from memtrace.dashboards.delta_encoding import encode_columns
-from memtrace.dashboards.palette import CATEGORY_COLORS
-from memtrace.dashboards.sections import Explorer
 from memtrace.dashboards.text import name_text
 
 from memtrace.analysis.block_accesses import has_accesses
 from memtrace.analysis.block_catalog import BlockCatalog, catalog_blocks
-from memtrace.analysis.peak import find_peak
-from memtrace.categories import CATEGORY_LABELS
-from memtrace.format.schema import CATEGORIES, PHASES
 from memtrace.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -33,31 +25,36 @@ _COLUMNS: Final = ("block", "begin_row", "end_row", "size", "category", "phase",
                    "name", "operator", "module", "site", "stack")  # fmt: skip
 
 
-def explorer_section(trace: Trace, device: str) -> Explorer | None:
-    """Return the explorer of a device; None where the trace has no blocks on it."""
+@dataclass(frozen=True)
+class EncodedBlocks:
+    """The blocks of a payload."""
+
+    packed: dict[str, Any]
+    """Packed columns: those of `BlockCatalog`, and ``begin_us`` and ``end_us`` (-1: unknown)."""
+    texts: dict[str, Any]
+    """What the columns index: ``names``, ``operators``, ``modules``, ``sites`` (empty: unknown), ``stacks``
+    (frames of a call stack, innermost first) and ``frames``; and ``has_accesses``."""
+    note: str
+    """Which blocks are left out."""
+
+
+def encode_blocks(trace: Trace, device: str) -> EncodedBlocks:
+    """Return the largest blocks of a device."""
     catalog = catalog_blocks(trace, device, MAX_BLOCKS)
-    if not len(catalog):
-        return None
     columns = {name: getattr(catalog, name) for name in _COLUMNS}
     columns["begin_us"] = np.where(catalog.begin_ns >= 0, catalog.begin_ns // 1000, -1)
     columns["end_us"] = np.where(catalog.end_ns >= 0, catalog.end_ns // 1000, -1)
     stacks, frames = _encode_stacks(trace, catalog)
-    data = {
-        "blocks": encode_columns(columns),
+    texts = {
         "names": _encode_texts(catalog.names),
         "operators": _encode_texts(catalog.operators),
         "modules": _encode_texts(catalog.modules),
         "sites": _encode_texts(catalog.sites),
         "stacks": stacks,
         "frames": frames,
-        "categories": [CATEGORY_LABELS[name] for name in CATEGORIES],
-        "colors": [CATEGORY_COLORS[name] for name in CATEGORIES],
-        "phases": list(PHASES),
         "has_accesses": has_accesses(trace),
-        "num_rows": trace.num_rows("events"),
-        "peak_row": find_peak(trace, device).requested.event,
     }
-    return Explorer(data, _left_out_note(catalog))
+    return EncodedBlocks(encode_columns(columns), texts, _left_out_note(catalog))
 
 
 def _encode_texts(texts: Sequence[str | None]) -> list[str]:
@@ -84,6 +81,6 @@ def _left_out_note(catalog: BlockCatalog) -> str:
     if len(catalog) == catalog.num_blocks:
         return ""
     return (
-        f"The {len(catalog):,} largest of {format_count(catalog.num_blocks, 'block')}, each "
+        f"The blocks are the {len(catalog):,} largest of {format_count(catalog.num_blocks, 'block')}, each "
         f"{format_bytes(int(catalog.size.min()))} or larger."
     )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import plotly.graph_objects as go
+from memtrace.dashboards.palette import LINE_COLORS
 from memtrace.dashboards.text import figure_text
 
 from memtrace.analysis.attribution import step_rows
@@ -19,7 +20,6 @@ MAX_POINTS: Final = 500
 """Number of steps drawn, spread evenly."""
 MAX_LINES: Final = 7
 """Number of sites drawn."""
-_COLORS: Final = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c9299")
 
 
 def growth_figure(trace: Trace, device: str) -> go.Figure | None:
@@ -35,7 +35,7 @@ def growth_figure(trace: Trace, device: str) -> go.Figure | None:
     shown = np.unique(np.linspace(0, len(step) - 1, MAX_POINTS).astype(np.int64))
     divisor, unit = choose_byte_unit(float(max(curve.live_bytes.max() for curve in curves)))
     figure = go.Figure()
-    for curve, color in zip(curves, _COLORS, strict=False):
+    for curve, color in zip(curves, LINE_COLORS, strict=False):
         style = {"width": 3, "dash": "solid"} if curve.is_leak else {"width": 1.4, "dash": "dot"}
         figure.add_trace(
             go.Scatter(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -12,7 +14,8 @@ from markupsafe import Markup
 from memtrace.dashboards import overview, pipeline
 from memtrace.dashboards.contents import DEVICE_SECTIONS, GLOSSARY
 from memtrace.dashboards.palette import CATEGORY_COLORS, THEMES, plotly_template
-from memtrace.dashboards.sections import Explorer, Section, Table
+from memtrace.dashboards.payload import Payload, build_payload
+from memtrace.dashboards.sections import Section, Table
 from memtrace.dashboards.text import name_text
 
 from memtrace import __version__
@@ -27,9 +30,15 @@ if TYPE_CHECKING:
 MAX_VIEWS: Final = 4
 """Most pairs of rank and device on one page; each has figures of its own."""
 
+SCRIPTS: Final = ("format.js", "store.js", "source.js", "tracks.js", "explorer.js", "report.js")
+"""Scripts of the page in ``templates/``, in the order in which they use each other; they share one scope."""
+
+PLOTLY: Final = Path(__file__).parent / "vendor" / "plotly-cartesian.min.js"
+
 # Plotly draws with inline styles and creates images as blobs. The page fetches nothing.
 CONTENT_SECURITY_POLICY: Final = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
+    "font-src data:; worker-src blob:"
 )
 
 
@@ -46,14 +55,14 @@ class Panel:
     figure: Markup | None
     """JSON of the plotly figure."""
     table: Table | None
-    explorer: Markup | None
-    """JSON of the data of the explorer."""
+    widget: str
+    """Name of the widget, or empty."""
     note: str
 
     @property
     def has_content(self) -> bool:
-        """Whether the section has a figure, a table or the explorer."""
-        return self.figure is not None or self.table is not None or self.explorer is not None
+        """Whether the section has a figure, a table or a widget."""
+        return self.figure is not None or self.table is not None or bool(self.widget)
 
 
 def report(trace: Trace, output: str | Path, *, prediction: PipelinePrediction | None = None) -> Path:
@@ -111,28 +120,47 @@ def _left_out_note(num_left_out: int) -> str:
 
 
 def _render_view(trace: Trace, rank: int, device: str, num_ranks: int) -> dict[str, Any]:
-    panels = [_render_panel(section, trace, device) for section in DEVICE_SECTIONS]
+    payload = build_payload(trace, device)
+    panels = [
+        _render_widget(section, payload) if isinstance(section.build, str) else _render_panel(section, trace, device)
+        for section in DEVICE_SECTIONS
+    ]
     return {
-        "id": f"{rank}-{device.replace(':', '-')}",
+        "id": view_id(rank, device),
         "label": f"rank {rank}, {device}" if num_ranks > 1 else device,
         "group": f"rank {rank}",
         "panels": [panel for panel in panels if panel.has_content or panel.absent],
+        "payload": payload and _json({"packed": payload.packed, "plain": payload.plain}),
         **vars(overview.build_overview(trace, device)),
     }
 
 
+def view_id(rank: int, device: str) -> str:
+    """Return the identifier of a view in the document and in addresses."""
+    return f"{rank}-{device.replace(':', '-')}"
+
+
+def _render_widget(section: Section, payload: Payload | None) -> Panel:
+    widget = section.build if isinstance(section.build, str) and payload is not None else ""
+    return _make_panel(section, widget=widget, note=payload.note if payload is not None else "")
+
+
 def _render_panel(section: Section, *arguments: Any) -> Panel:
-    """Render a section; the arguments are those of its build function."""
+    """Render a section with a build function; the arguments are those of the function."""
+    assert callable(section.build)
     content = section.build(*arguments)
-    table = content if isinstance(content, Table) else None
-    explorer = _json(content.data) if isinstance(content, Explorer) else None
-    figure, note = None, content.note if isinstance(content, Explorer) else ""
-    if content is not None and table is None and explorer is None:
-        note = (content.layout.meta or {}).get("note", "")
-        content.layout.template = None
-        figure = _script_safe(content.to_json())
+    if content is None or isinstance(content, Table):
+        return _make_panel(section, table=content)
+    note = (content.layout.meta or {}).get("note", "")
+    content.layout.template = None
+    return _make_panel(section, figure=_script_safe(content.to_json()), note=note)
+
+
+def _make_panel(
+    section: Section, *, figure: Markup | None = None, table: Table | None = None, widget: str = "", note: str = ""
+) -> Panel:
     return Panel(section.anchor, section.title, section.explanation, section.absent, section.columns, section.height,
-                 figure, table, explorer, note)  # fmt: skip
+                 figure, table, widget, note)  # fmt: skip
 
 
 def _json(value: Any) -> Markup:
@@ -147,8 +175,7 @@ def _script_safe(text: str) -> Markup:
 
 
 def _inline_sources(environment: Environment) -> dict[str, Markup]:
-    """Return the style sheet, our scripts and plotly.js."""
-    from plotly.offline import get_plotlyjs
+    """Return the style sheet, our scripts, and plotly.js packed: most pages are read without a figure that needs it."""
 
     def source(name: str) -> str:
         assert environment.loader is not None
@@ -163,6 +190,7 @@ def _inline_sources(environment: Environment) -> dict[str, Markup]:
     )
     return {
         "style": Markup(variables + swatches + source("report.css")),
-        "script": Markup("".join(map(source, ("timeline.js", "explorer.js", "report.js")))),
-        "plotly": Markup(get_plotlyjs()),
+        "worker": Markup(source("worker.js")),
+        "script": Markup('(() => {\n"use strict";\n' + "".join(map(source, SCRIPTS)) + "})();"),
+        "plotly": Markup(base64.b64encode(zlib.compress(PLOTLY.read_bytes(), 9)).decode("ascii")),
     }

@@ -1,6 +1,6 @@
 """Colors and themes of the page and its figures.
 
-Categories have the colors of Okabe and Ito's palette ("Color Universal Design", 2008), which people with a color
+The hues are those of Okabe and Ito's palette ("Color Universal Design", 2008), which people with a color
 vision deficiency can distinguish, with gray in place of black so that they show on a dark background. Phases have
 grays of increasing weight so that nobody confuses them with categories.
 """
@@ -9,15 +9,26 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+BLUE: Final = "#0072b2"
+VERMILION: Final = "#d55e00"
+PURPLE: Final = "#cc79a7"
+GREEN: Final = "#009e73"
+SKY: Final = "#56b4e9"
+ORANGE: Final = "#e69f00"
+YELLOW: Final = "#f0e442"
+GRAY: Final = "#8c9299"
+LINE_COLORS: Final = (BLUE, VERMILION, GREEN, PURPLE, SKY, ORANGE, GRAY, YELLOW)
+"""Colors of lines and bars that are no categories, in the order of their use."""
+
 CATEGORY_COLORS: Final[dict[str, str]] = {
-    "parameter": "#0072b2",
-    "gradient": "#d55e00",
-    "optimizer_state": "#cc79a7",
-    "activation": "#009e73",
-    "input": "#56b4e9",
-    "temporary": "#e69f00",
-    "workspace": "#f0e442",
-    "unknown": "#8c9299",
+    "parameter": BLUE,
+    "gradient": VERMILION,
+    "optimizer_state": PURPLE,
+    "activation": GREEN,
+    "input": SKY,
+    "temporary": ORANGE,
+    "workspace": YELLOW,
+    "unknown": GRAY,
 }
 STACK_ORDER: Final = (
     "parameter",

@@ -6,8 +6,10 @@ To extend the page, write a build function in a module of its own and add a :cla
 - a plotly ``Figure`` (colors from :mod:`memtrace.dashboards.palette`, no template, names passed through
   :func:`memtrace.dashboards.text.figure_text`, arrays as NumPy arrays); the page prints ``layout.meta["note"]``, if
   any, below the figure: it states which part of the data the figure shows;
-- a :class:`Table`, or an :class:`Explorer`;
+- a :class:`Table`;
 - or None where the trace lacks the data.
+
+Instead of a build function, a section can name a :data:`Widget`.
 
 A build function computes nothing: it draws what :mod:`memtrace.analysis` returns.
 """
@@ -58,18 +60,11 @@ class Table:
         return any(row.detail for row in self.rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Explorer:
-    """The explorer of blocks; see :mod:`memtrace.dashboards.explorer`."""
-
-    data: dict[str, Any]
-    """What ``templates/explorer.js`` reads."""
-    note: str = ""
-    """Which blocks the explorer has."""
-
+Widget = Literal["tracks", "explorer"]
+"""A part of the page that its own scripts draw from the payload of the view (:mod:`memtrace.dashboards.payload`)."""
 
 Build = Callable[..., Any]
-"""``(single-rank trace, device) -> plotly Figure | Table | Explorer | None``; plotly ships no types, hence Any.
+"""``(single-rank trace, device) -> plotly Figure | Table | None``; plotly ships no types, hence Any.
 
 Sections of a whole job get the trace of all ranks, and sections of a prediction get the prediction.
 """
@@ -84,7 +79,7 @@ class Section:
     title: str
     explanation: str
     """How to read the section, for a newcomer."""
-    build: Build
+    build: Build | Widget
     absent: str = ""
     """Text for a section without content; the page leaves out the section where the text is empty."""
     columns: int = 3

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import plotly.graph_objects as go
+from memtrace.dashboards.palette import BLUE, VERMILION
 
 from memtrace.analysis.detection import detect_steps
 from memtrace.analysis.stability import measure_stability
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 MAX_STEPS: Final = 1000
 """Number of steps drawn, from the end of the trace."""
-_SCALE: Final = [[0, "#d55e00"], [0.5, "#f0c36d"], [0.9, "#8fc7e8"], [1, "#0072b2"]]
+_SCALE: Final = [[0, VERMILION], [0.5, "#f0c36d"], [0.9, "#8fc7e8"], [1, BLUE]]
 
 
 def stability_figure(trace: Trace, device: str) -> go.Figure | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import plotly.graph_objects as go
+from memtrace.dashboards.palette import BLUE, GRAY, ORANGE, PURPLE
 from plotly.subplots import make_subplots
 
 from memtrace.analysis.steps import records_data_waits, step_columns
@@ -49,8 +50,8 @@ def _draw_memory(figure: go.Figure, columns: StepColumns) -> None:
     peak_bytes, live_end_bytes = columns.peak_bytes[_DRAWN], columns.live_end_bytes[_DRAWN]
     divisor, unit = choose_byte_unit(float(peak_bytes.max()))
     for num_bytes, label, color in (
-        (peak_bytes, "peak", "#0072b2"),
-        (live_end_bytes, "live at the end of the step", "#e69f00"),
+        (peak_bytes, "peak", BLUE),
+        (live_end_bytes, "live at the end of the step", ORANGE),
     ):
         curve = go.Scatter(
             x=columns.step[_DRAWN],
@@ -68,9 +69,9 @@ def _draw_memory(figure: go.Figure, columns: StepColumns) -> None:
 def _draw_time(figure: go.Figure, columns: StepColumns, has_waits: bool) -> None:
     duration_ns, wait_ns = columns.duration_ns[_DRAWN], columns.data_wait_ns[_DRAWN]
     nanoseconds, unit = choose_time_unit(float(duration_ns.max()))
-    bars = [(duration_ns, "duration", "#8e98a3")]
+    bars = [(duration_ns, "duration", GRAY)]
     if has_waits:
-        bars = [(duration_ns - wait_ns, "computing", "#8e98a3"), (wait_ns, "waiting for data", "#cc79a7")]
+        bars = [(duration_ns - wait_ns, "computing", GRAY), (wait_ns, "waiting for data", PURPLE)]
     for time_ns, label, color in bars:
         bar = go.Bar(
             x=columns.step[_DRAWN],

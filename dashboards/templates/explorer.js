@@ -2,14 +2,14 @@
 // Rows are rows of the events table. Text from a trace enters the document only through textContent and fillText.
 
 // Indices of the blocks that are live after a row.
-function memtraceLiveAt(blocks, row) {
+function liveAt(blocks, row) {
   const live = [];
   for (let i = 0; i < blocks.size.length && blocks.begin_row[i] <= row; i++) if (blocks.end_row[i] > row) live.push(i);
   return live;
 }
 
 // Indices of the blocks that are allocated after the row `first` until the row `last`, all or those still live after it.
-function memtraceAllocatedIn(blocks, first, last, onlyLive) {
+function allocatedIn(blocks, first, last, onlyLive) {
   const found = [];
   for (let i = 0; i < blocks.size.length && blocks.begin_row[i] <= last; i++) {
     if (blocks.begin_row[i] > first && (!onlyLive || blocks.end_row[i] > last)) found.push(i);
@@ -19,7 +19,7 @@ function memtraceAllocatedIn(blocks, first, last, onlyLive) {
 
 // The tree of groups of some blocks: each node has a key, its bytes (also by category), its number of blocks, and
 // children by key.
-function memtraceGroup(indices, blocks, pathOf) {
+function groupBlocks(indices, blocks, pathOf) {
   const newNode = (key) => ({ key, bytes: 0, count: 0, byCategory: [], children: new Map() });
   const root = newNode("");
   for (const i of indices) {
@@ -40,13 +40,13 @@ function memtraceGroup(indices, blocks, pathOf) {
   return root;
 }
 
-async function memtraceExplorer(root, data, colors) {
-  "use strict";
+// Fills root with the explorer of the data of a view. Returns a function that draws it again, for another theme.
+function mountExplorer(root, data, store, colors) {
   const ROW = 22, PAGE = 100, MAX_DEPTH = 40;
-  const blocks = await memtraceDecode(data.blocks);
+  const { blocks } = data;
   const text = {
     name: (i) => data.names[blocks.name[i]] || data.modules[blocks.module[i]],
-    category: (i) => data.categories[blocks.category[i]],
+    category: (i) => data.categories[blocks.category[i]].label,
     operator: (i) => data.operators[blocks.operator[i]],
     module: (i) => data.modules[blocks.module[i]],
     site: (i) => data.sites[blocks.site[i]],
@@ -63,7 +63,7 @@ async function memtraceExplorer(root, data, colors) {
     operator: (i) => [text.operator(i) || "(no operator)"],
   };
   const COLUMNS = [ // title, value to sort by, text of the cell, class
-    ["size", (i) => blocks.size[i], (i) => memtraceFormatBytes(blocks.size[i]), "number"],
+    ["size", (i) => blocks.size[i], (i) => formatBytes(blocks.size[i]), "number"],
     ["category", text.category, text.category, "category"],
     ["tensor or module", text.name, text.name, "code"],
     ["operator", text.operator, text.operator, "code"],
@@ -72,44 +72,31 @@ async function memtraceExplorer(root, data, colors) {
     ["allocated", (i) => blocks.begin_row[i], (i) => formatTime(blocks.begin_us[i]), "number"],
     ["live for", (i) => lifetime(i), (i) => formatTime(lifetime(i)), "number"],
   ];
-  const state = { mode: "instant", row: data.peak_row, group: data.modules.some(Boolean) ? "module" : "site", query: "",
-    sort: 0, descending: true, zoom: [], shown: PAGE, block: -1 };
-  let timeline = null;
+  const DEFAULT_GROUP = data.modules.some(Boolean) ? "module" : "site";
+  const local = { sort: 0, descending: true, zoom: [], shown: PAGE };
+  // What the state of the page means here.
+  function chosen() {
+    const { show, at, group, search, block } = store.get();
+    return { mode: show ?? "instant", row: clampRow(at ?? data.peak.row), group: paths[group] ? group : DEFAULT_GROUP,
+      query: (search ?? "").trim(), block: block ?? -1 };
+  }
+  const clampRow = (row) => Math.min(Math.max(Math.round(row), -1), data.num_rows - 1);
 
   // The last parts of the path are enough to recognise a file; the title of the line has all of it.
   const shortFrame = (frame) => frame.replace(/^\S*\/((?:[^/\s]+\/){2}[^/\s]+:\d+ )/, "…/$1");
   function lifetime(i) {
     return blocks.end_us[i] < 0 || blocks.begin_us[i] < 0 ? -1 : blocks.end_us[i] - blocks.begin_us[i];
   }
-  function formatTime(us) {
-    if (us < 0) return "";
-    const [divisor, unit] = us >= 1e6 ? [1e6, "s"] : us >= 1e3 ? [1e3, "ms"] : [1, "µs"];
-    return `${(us / divisor).toLocaleString("en-US", { maximumSignificantDigits: 4 })} ${unit}`;
-  }
-  const count = (number, noun) => `${number.toLocaleString("en-US")} ${noun}${number === 1 ? "" : "s"}`;
-  function make(tag, properties = {}, ...children) {
-    const made = Object.assign(document.createElement(tag), properties);
-    made.append(...children);
-    return made;
-  }
-  function choice(label, options, value, act) {
-    const select = make("select", {}, ...options.map(([key, title]) => make("option", { value: key, textContent: title })));
-    select.value = value;
-    select.addEventListener("change", () => act(select.value));
-    return make("label", {}, `${label} `, select);
-  }
-
   // Elements.
   const search = make("input", { type: "search", placeholder: "Search names, operators, lines", size: 30 });
   search.setAttribute("aria-label", "Search blocks");
-  const modeChoice = choice("Show", [["instant", "blocks live at the instant"], ["range", "allocated in the visible range"],
-    ["kept", "allocated in the visible range and live at its end"]], state.mode, (value) => { state.mode = value; state.zoom = []; update(); });
-  const groupChoice = choice("Group by", [["module", "module"], ["site", "allocation site"], ["stack", "call stack"],
-    ["category", "category"], ["operator", "operator"]], state.group, (value) => { state.group = value; state.zoom = []; update(); });
-  const button = (title, act) => { const made = make("button", { type: "button", textContent: title }); made.addEventListener("click", act); return made; };
+  const modeChoice = makeChoice("Show", [["instant", "blocks live at the instant"], ["range", "allocated in the visible range"],
+    ["kept", "allocated in the visible range and live at its end"]], chosen().mode, (show) => store.set({ show }, { push: true }));
+  const groupChoice = makeChoice("Group by", [["module", "module"], ["site", "allocation site"], ["stack", "call stack"],
+    ["category", "category"], ["operator", "operator"]], chosen().group, (group) => store.set({ group }, { push: true }));
   const tools = make("div", { className: "tools" }, modeChoice, groupChoice, search,
-    button("Peak", () => showInstant(data.peak_row)), button("◀ event", () => showInstant(neighbour(-1))),
-    button("event ▶", () => showInstant(neighbour(1))));
+    makeButton("Peak", () => showInstant(data.peak.row)), makeButton("◀ event", () => showInstant(neighbour(-1))),
+    makeButton("event ▶", () => showInstant(neighbour(1))));
   const headline = make("p", { className: "headline" });
   headline.setAttribute("aria-live", "polite");
   const crumbs = make("p", { className: "crumbs" });
@@ -117,36 +104,40 @@ async function memtraceExplorer(root, data, colors) {
   canvas.setAttribute("role", "img");
   canvas.setAttribute("aria-label", "Groups of blocks; width shows bytes. Click a group to zoom in.");
   const tip = make("p", { className: "note tip" });
-  const table = make("table"), more = button("Show more", () => { state.shown += PAGE; drawTable(selection()); });
+  const table = make("table"), more = makeButton("Show more", () => { local.shown += PAGE; drawTable(selection()); });
   const detail = make("div", { className: "detail" });
   root.replaceChildren(tools, headline, crumbs, canvas, tip, make("div", { className: "split" },
     make("div", { className: "scroll" }, table, more), detail));
 
   // Selection.
-  const range = () => timeline?.visibleRows() ?? [-1, data.num_rows];
+  function range() { // rows of the visible range
+    const { from, to } = store.get();
+    return from === null ? [-1, data.num_rows] : [data.rowAt(from), data.rowAt(to)];
+  }
   let matchedQuery = null, matches = null;
-  function matchesQuery(i) {
-    if (!state.query) return true;
-    if (matchedQuery !== state.query) {
-      matchedQuery = state.query;
-      const words = state.query.toLowerCase().split(/\s+/).filter(Boolean);
+  function matcher(query) { // a function that tells whether a block contains all words
+    if (!query) return () => true;
+    if (matchedQuery !== query) {
+      matchedQuery = query;
+      const words = query.toLowerCase().split(/\s+/).filter(Boolean);
       const match = (texts) => texts.map((value) => { const low = value.toLowerCase(); return words.map((word) => low.includes(word)); });
       const tables = { name: match(data.names), module: match(data.modules), operator: match(data.operators),
-        site: match(data.sites), category: match(data.categories) };
+        site: match(data.sites), category: match(data.categories.map((category) => category.label)) };
       matches = (block) => words.every((_, w) => Object.keys(tables).some((key) => tables[key][blocks[key][block]][w]));
     }
-    return matches(i);
+    return matches;
   }
-  function ofMode() {
-    if (state.mode === "instant") return memtraceLiveAt(blocks, state.row);
-    return memtraceAllocatedIn(blocks, ...range(), state.mode === "kept");
+  function selection() {
+    const { mode, row, group, query } = chosen(), isMatch = matcher(query), pathOf = paths[group];
+    const indices = mode === "instant" ? liveAt(blocks, row) : allocatedIn(blocks, ...range(), mode === "kept");
+    const inZoom = (i) => { const path = local.zoom.length ? pathOf(i) : []; return local.zoom.every((key, depth) => path[depth] === key); };
+    return indices.filter((i) => isMatch(i) && inZoom(i));
   }
-  const inZoom = (i) => { const path = paths[state.group](i); return state.zoom.every((key, depth) => path[depth] === key); };
-  const selection = () => ofMode().filter((i) => matchesQuery(i) && inZoom(i));
   function neighbour(direction) {
+    const { row: current } = chosen();
     let best = direction > 0 ? data.num_rows - 1 : -1;
     for (const column of [blocks.begin_row, blocks.end_row]) {
-      for (const row of column) if (direction > 0 ? row > state.row && row < best : row < state.row && row > best) best = row;
+      for (const row of column) if (direction > 0 ? row > current && row < best : row < current && row > best) best = row;
     }
     return best;
   }
@@ -154,9 +145,9 @@ async function memtraceExplorer(root, data, colors) {
   // Drawing.
   let boxes = [];
   function drawIcicle(indices) {
-    const tree = memtraceGroup(indices, blocks, paths[state.group]);
+    const tree = groupBlocks(indices, blocks, paths[chosen().group]);
     let node = tree;
-    for (const key of state.zoom) node = node?.children.get(key);
+    for (const key of local.zoom) node = node?.children.get(key);
     boxes = [];
     const place = (entry, path, depth, start, share) => {
       boxes.push({ path, depth, start, share, entry });
@@ -168,7 +159,7 @@ async function memtraceExplorer(root, data, colors) {
         at += width;
       }
     };
-    if (node?.bytes) place(node, [...state.zoom], 0, 0, 1);
+    if (node?.bytes) place(node, [...local.zoom], 0, 0, 1);
     const depth = Math.max(1, ...boxes.map((box) => box.depth + 1)), ratio = devicePixelRatio || 1, width = canvas.clientWidth;
     canvas.style.height = `${depth * ROW}px`;
     canvas.width = width * ratio;
@@ -183,7 +174,7 @@ async function memtraceExplorer(root, data, colors) {
       pen.fillRect(x, y, Math.max(w - 1, 0.5), ROW - 1);
       drawShares(pen, box.entry, x, y + ROW - 4, Math.max(w - 1, 0.5));
       if (w < 40) continue;
-      const label = `${box.path[box.path.length - 1] ?? "all"}  ${memtraceFormatBytes(box.entry.bytes)}`;
+      const label = `${box.path[box.path.length - 1] ?? "all"}  ${formatBytes(box.entry.bytes)}`;
       pen.save();
       pen.beginPath();
       pen.rect(x, y, w - 4, ROW);
@@ -193,14 +184,14 @@ async function memtraceExplorer(root, data, colors) {
       pen.restore();
     }
     crumbs.replaceChildren();
-    if (state.zoom.length) {
-      crumbs.append(button("all", () => zoomTo([])));
-      state.zoom.forEach((key, depth) => crumbs.append(" › ", button(key, () => zoomTo(state.zoom.slice(0, depth + 1)))));
+    if (local.zoom.length) {
+      crumbs.append(makeButton("all", () => zoomTo([])));
+      local.zoom.forEach((key, depth) => crumbs.append(" › ", makeButton(key, () => zoomTo(local.zoom.slice(0, depth + 1)))));
     }
   }
   function drawShares(pen, entry, x, y, width) { // a line in the colors of the categories
     let at = x;
-    data.colors.forEach((color, category) => {
+    data.categories.forEach(({ color }, category) => {
       const part = (width * (entry.byCategory[category] ?? 0)) / entry.bytes;
       pen.fillStyle = color;
       pen.fillRect(at, y, part, 3);
@@ -211,24 +202,24 @@ async function memtraceExplorer(root, data, colors) {
     const x = event.offsetX / canvas.clientWidth, depth = Math.floor(event.offsetY / ROW);
     return boxes.find((box) => box.depth === depth && box.start <= x && x < box.start + box.share);
   };
-  function zoomTo(path) { state.zoom = path; state.shown = PAGE; update(); }
+  function zoomTo(path) { local.zoom = path; local.shown = PAGE; update(); }
 
   function drawTable(indices) {
-    const value = COLUMNS[state.sort][1], sign = state.descending ? -1 : 1;
+    const value = COLUMNS[local.sort][1], sign = local.descending ? -1 : 1;
     const ordered = [...indices].sort((a, b) => {
       const one = value(a), other = value(b);
       return (one < other ? -sign : one > other ? sign : 0) || a - b;
     });
     const head = make("tr", {}, ...COLUMNS.map(([title, , , kind], column) => {
-      const cell = make("th", { scope: "col", className: kind }, button(title, () => {
-        state.descending = state.sort === column ? !state.descending : kind === "number";
-        state.sort = column;
+      const cell = make("th", { scope: "col", className: kind }, makeButton(title, () => {
+        local.descending = local.sort === column ? !local.descending : kind === "number";
+        local.sort = column;
         drawTable(indices);
       }));
-      cell.ariaSort = state.sort !== column ? "none" : state.descending ? "descending" : "ascending";
+      cell.ariaSort = local.sort !== column ? "none" : local.descending ? "descending" : "ascending";
       return cell;
     }));
-    const rows = ordered.slice(0, state.shown).map((i) => {
+    const rows = ordered.slice(0, local.shown).map((i) => {
       const row = make("tr", { tabIndex: 0 }, ...COLUMNS.map(([, , show, kind]) => {
         const shown = show(i) || "–";
         const cell = make("td", { className: kind });
@@ -237,29 +228,31 @@ async function memtraceExplorer(root, data, colors) {
         return cell;
       }));
       row.dataset.block = String(blocks.block[i]);
-      row.addEventListener("click", () => showBlock(i));
-      row.addEventListener("keydown", (event) => { if (event.key === "Enter") showBlock(i); });
-      if (i === state.block) row.classList.add("chosen");
+      row.addEventListener("click", () => store.set({ block: blocks.block[i] }, { push: true }));
+      row.addEventListener("keydown", (event) => { if (event.key === "Enter") store.set({ block: blocks.block[i] }, { push: true }); });
+      if (blocks.block[i] === chosen().block) row.classList.add("chosen");
       return row;
     });
     table.replaceChildren(make("thead", {}, head), make("tbody", {}, ...rows));
-    more.hidden = ordered.length <= state.shown;
-    more.textContent = `Show more (${(ordered.length - state.shown).toLocaleString("en-US")} left)`;
+    more.hidden = ordered.length <= local.shown;
+    more.textContent = `Show more (${(ordered.length - local.shown).toLocaleString("en-US")} left)`;
   }
   function swatch(i) {
     const made = make("span", { className: "swatch" });
-    made.style.background = data.colors[blocks.category[i]];
+    made.style.background = data.categories[blocks.category[i]].color;
     return made;
   }
 
-  function showBlock(i) {
-    state.block = i;
-    const facts = [["size", `${memtraceFormatBytes(blocks.size[i])} (${blocks.size[i].toLocaleString("en-US")} bytes)`],
+  function drawBlock() {
+    const i = blocks.block.indexOf(chosen().block);
+    detail.hidden = i < 0;
+    if (i < 0) return;
+    const facts = [["size", `${formatBytes(blocks.size[i])} (${blocks.size[i].toLocaleString("en-US")} bytes)`],
       ["category", text.category(i)], ["tensor", data.names[blocks.name[i]]], ["module", text.module(i)], ["operator", text.operator(i)],
       ["phase", data.phases[blocks.phase[i]]], ["step", blocks.step[i] < 0 ? "" : String(blocks.step[i])],
       ["allocated", blocks.begin_row[i] < 0 ? "before the trace" : `event ${blocks.begin_row[i]}, ${formatTime(blocks.begin_us[i])}`],
       ["freed", blocks.end_row[i] >= data.num_rows ? "not in the trace" : `event ${blocks.end_row[i]}, ${formatTime(blocks.end_us[i])}`],
-      ["accesses", !data.has_accesses ? "not recorded" : `${count(blocks.num_reads[i], "read")}, ${count(blocks.num_writes[i], "write")}`]];
+      ["accesses", !data.has_accesses ? "not recorded" : `${formatCount(blocks.num_reads[i], "read")}, ${formatCount(blocks.num_writes[i], "write")}`]];
     const frames = (data.stacks[blocks.stack[i]] ?? []).map((frame) => data.frames[frame]);
     detail.replaceChildren(make("h3", { textContent: `Block ${blocks.block[i]}` }),
       make("dl", {}, ...facts.filter(([, value]) => value).map(([term, value]) =>
@@ -267,59 +260,48 @@ async function memtraceExplorer(root, data, colors) {
       frames.length ? make("ol", {}, ...frames.map((frame) =>
         make("li", { className: frame.own ? "own" : "", title: frame.text }, make("code", { textContent: shortFrame(frame.text) }))))
         : make("p", { className: "note", textContent: "The page has no call stack of this block." }));
-    for (const row of table.querySelectorAll("tbody tr")) row.classList.toggle("chosen", row.dataset.block === String(blocks.block[i]));
   }
 
   function describe(indices) {
     let bytes = 0;
     for (const i of indices) bytes += blocks.size[i];
-    const what = `${memtraceFormatBytes(bytes)} in ${count(indices.length, "block")}`;
-    if (state.mode !== "instant") {
-      return state.mode === "range" ? `Allocated in the visible range: ${what}.` : `Allocated in the visible range and live at its end: ${what}.`;
+    const what = `${formatBytes(bytes)} in ${formatCount(indices.length, "block")}`;
+    const { mode, row } = chosen();
+    if (mode !== "instant") {
+      return mode === "range" ? `Allocated in the visible range: ${what}.` : `Allocated in the visible range and live at its end: ${what}.`;
     }
-    const time = timeline ? ` (${formatTime(timeline.timeAt(state.row))})` : "";
-    return state.row < 0 ? `Live at the start: ${what}.` : `Live after event ${state.row.toLocaleString("en-US")}${time}: ${what}.`;
+    return row < 0 ? `Live at the start: ${what}.` : `Live after event ${row.toLocaleString("en-US")} (${formatTime(data.timeOfRow(row))}): ${what}.`;
   }
 
   function update() {
-    const indices = selection();
+    const { mode, group, query } = chosen(), indices = selection();
+    modeChoice.querySelector("select").value = mode;
+    groupChoice.querySelector("select").value = group;
+    if (search !== document.activeElement) search.value = query;
     headline.textContent = describe(indices);
     root.dataset.bytes = String(indices.reduce((sum, i) => sum + blocks.size[i], 0));
     root.dataset.count = String(indices.length);
     drawIcicle(indices);
     drawTable(indices);
-    if (timeline && state.mode === "instant") timeline.mark(state.row);
+    drawBlock();
   }
+  const showInstant = (at) => store.set({ show: null, at: clampRow(at) }, { push: true });
 
-  function setInstant(row) {
-    state.mode = "instant";
-    modeChoice.querySelector("select").value = "instant";
-    state.row = Math.min(Math.max(Math.round(row), -1), data.num_rows - 1);
-    state.shown = PAGE;
-  }
-  function showInstant(row) {
-    setInstant(row);
-    history.pushState(null, "", `#at=${state.row}`);
-    update();
-  }
-  function readAddress() { // the instant in the address of the page, for links and the back button
-    const linked = /^#at=(-?\d+)$/.exec(location.hash);
-    if (linked) setInstant(Number(linked[1]));
-    update();
-  }
   canvas.addEventListener("click", (event) => { const box = boxAt(event); if (box) zoomTo(box.path); });
   canvas.addEventListener("mousemove", (event) => {
     const box = boxAt(event);
     tip.textContent = box
-      ? `${box.path.join(" › ") || "all"}: ${memtraceFormatBytes(box.entry.bytes)} in ${count(box.entry.count, "block")}` : "";
+      ? `${box.path.join(" › ") || "all"}: ${formatBytes(box.entry.bytes)} in ${formatCount(box.entry.count, "block")}` : "";
   });
-  search.addEventListener("input", () => { state.query = search.value.trim(); state.shown = PAGE; update(); });
+  search.addEventListener("input", () => store.set({ search: search.value.trim() || null }));
   new ResizeObserver(() => drawIcicle(selection())).observe(root);
-  addEventListener("popstate", readAddress);
-  readAddress();
-  return {
-    showInstant, redraw: update, blocks,
-    showRange: () => { if (state.mode !== "instant") update(); },
-    follow: (controller) => { timeline = controller; update(); },
-  };
+  store.subscribe((state, changed) => {
+    if (changed.includes("group") || changed.includes("show")) local.zoom = [];
+    if (changed.includes("section") || changed.includes("view")) return;
+    if (chosen().mode === "instant" && changed.every((key) => key === "from" || key === "to")) return;
+    if (!changed.includes("block")) local.shown = PAGE;
+    update();
+  });
+  update();
+  return update;
 }

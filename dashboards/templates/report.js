@@ -1,114 +1,134 @@
-// Behavior of the page: themes, lazy drawing, selection of rank and device, rows that unfold.
-// Numbers arrive as text, formatted by memtrace.units; only timeline.js formats bytes, for its hover texts.
-// Text from a trace is only in the JSON of the figures, and enters the document only through textContent.
-(() => {
-  "use strict";
-  const themes = JSON.parse(document.getElementById("themes").textContent);
-  const config = {
-    responsive: true, displaylogo: false, displayModeBar: "hover", plotlyServerURL: "",
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
-  };
-  const drawn = new Map(); // figure element -> { timeline: its controller, or null }
-  const explorers = new Map(); // element of an explorer -> its controller; null: being made
+// Behavior of the page: themes, views, drawing of what comes into sight, rows that unfold.
+const themes = JSON.parse(document.getElementById("themes").textContent);
+const config = {
+  responsive: true, displaylogo: false, displayModeBar: "hover", plotlyServerURL: "",
+  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+};
+const store = createStore(), source = createSource();
+const widgets = { tracks: mountTracks, explorer: mountExplorer };
+const drawn = new Map(); // element of a figure or widget -> function that draws it again
 
-  const storedTheme = () => { try { return localStorage.getItem("memtrace-theme"); } catch { return null; } };
-  const storeTheme = (name) => { try { localStorage.setItem("memtrace-theme", name); } catch { /* browsers may refuse storage for file:// */ } };
-  const system = matchMedia("(prefers-color-scheme: dark)");
-  let theme = storedTheme() ?? (system.matches ? "dark" : "light");
+const storedTheme = () => { try { return localStorage.getItem("memtrace-theme"); } catch { return null; } };
+const storeTheme = (name) => { try { localStorage.setItem("memtrace-theme", name); } catch { /* browsers may refuse storage for file:// */ } };
+const system = matchMedia("(prefers-color-scheme: dark)");
+let theme = storedTheme() ?? (system.matches ? "dark" : "light");
 
-  function setInkColor(data) { // lines whose color follows the theme
+function applyTheme() {
+  document.documentElement.dataset.theme = theme;
+  const button = document.getElementById("theme");
+  button.textContent = theme === "dark" ? "Light" : "Dark";
+  button.title = `Switch to the ${theme === "dark" ? "light" : "dark"} theme`;
+  for (const redraw of drawn.values()) redraw();
+}
+
+let plotly = null; // promise of plotly.js, which is unpacked for the first figure that needs it
+function loadPlotly() {
+  plotly ??= (async () => {
+    const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (character) => character.charCodeAt(0));
+    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+    document.head.append(make("script", { textContent: await new Response(stream).text() }));
+    return window.Plotly;
+  })();
+  return plotly;
+}
+
+async function drawFigure(figure) {
+  const { data, layout } = JSON.parse(document.getElementById(figure.dataset.figure).textContent);
+  const nsPerUnit = layout.meta?.ns_per_unit;
+  delete layout.meta;
+  layout.margin ??= { l: 60, r: 20, t: 30, b: 45 };
+  layout.height = Number(figure.dataset.height);
+  const inThemeColors = () => {
     for (const trace of data) if (trace.meta?.ink && trace.line) trace.line.color = themes[theme].colors.ink;
-    return data;
+    return { ...layout, template: themes[theme].template };
+  };
+  const Plotly = await loadPlotly();
+  await Plotly.newPlot(figure, data, inThemeColors(), config);
+  const followRange = () => { // figures over time show the range of the tracks
+    const { from, to } = store.get();
+    const range = from === null ? { "xaxis.autorange": true } : { "xaxis.range": [from, to].map((us) => (us * 1000) / nsPerUnit) };
+    Plotly.relayout(figure, range);
+  };
+  if (nsPerUnit) {
+    store.subscribe((state, changed) => { if (changed.includes("from") || changed.includes("to")) followRange(); });
+    if (store.get().from !== null) followRange();
   }
+  return () => Plotly.react(figure, data, inThemeColors(), config);
+}
 
-  async function applyTheme() {
-    document.documentElement.dataset.theme = theme;
-    const button = document.getElementById("theme");
-    button.textContent = theme === "dark" ? "Light" : "Dark";
-    button.title = `Switch to the ${theme === "dark" ? "light" : "dark"} theme`;
-    for (const [figure, state] of drawn) {
-      await Plotly.react(figure, setInkColor(figure.data), { ...figure.layout, template: themes[theme].template }, config);
-      state.timeline?.redraw();
-    }
-    for (const explorer of explorers.values()) explorer?.redraw();
-  }
+async function drawWidget(root) {
+  const data = await source.load(root.closest(".view").dataset.view);
+  return widgets[root.dataset.widget](root, data, store, () => themes[theme].colors);
+}
 
-  async function draw(figure) {
-    if (drawn.has(figure)) return;
-    const state = { timeline: null };
-    drawn.set(figure, state);
-    const { data, layout } = JSON.parse(document.getElementById(figure.dataset.figure).textContent);
-    const meta = layout.meta ?? {};
-    delete layout.meta;
-    layout.template = themes[theme].template;
-    layout.margin ??= { l: 60, r: 20, t: 30, b: 45 };
-    layout.height = Number(figure.dataset.height);
-    await Plotly.newPlot(figure, setInkColor(data), layout, config);
-    if (meta.kind === "timeline") {
-      state.timeline = await memtraceTimeline(figure, meta, () => themes[theme].colors);
-      state.timeline.onZoom((range) => {
-        if (range !== undefined) zoomOthers(figure, range);
-        explorerBeside(figure)?.showRange();
-      });
-      state.timeline.onClick((row) => explorerBeside(figure)?.showInstant(row));
-      explorerBeside(figure)?.follow(state.timeline);
-    } else if (meta.ns_per_unit) {
-      figure.memtraceNsPerUnit = meta.ns_per_unit;
-    }
-    figure.dataset.drawn = "true";
-  }
+const showing = new Map(); // element -> promise that it is drawn
+function show(element) {
+  if (!showing.has(element)) showing.set(element, (async () => {
+    drawn.set(element, await (element.dataset.widget ? drawWidget(element) : drawFigure(element)));
+    element.dataset.drawn = "true";
+  })());
+  return showing.get(element);
+}
 
-  // The explorer of the view of a figure, once it has been drawn.
-  const explorerBeside = (figure) => explorers.get(figure.closest(".view").querySelector(".explorer"));
+const observer = new IntersectionObserver((entries) => {
+  for (const entry of entries) if (entry.isIntersecting) { observer.unobserve(entry.target); show(entry.target); }
+}, { rootMargin: "600px" });
+const visibleElements = () => [...document.querySelectorAll(".figure, .widget")].filter((element) => !element.closest("[hidden]"));
 
-  async function explore(root) {
-    if (explorers.has(root)) return;
-    explorers.set(root, null);
-    const data = JSON.parse(document.getElementById(root.dataset.explorer).textContent);
-    const explorer = await memtraceExplorer(root, data, () => themes[theme].colors);
-    explorers.set(root, explorer);
-    const timeline = root.closest(".view").querySelector(".figure[data-drawn]");
-    if (timeline && drawn.get(timeline)?.timeline) explorer.follow(drawn.get(timeline).timeline);
-    root.dataset.drawn = "true";
-  }
+function selectView() {
+  const views = [...document.querySelectorAll(".view")];
+  const current = views.find((view) => view.dataset.view === store.get().view) ?? views[0];
+  for (const view of views) view.hidden = view !== current;
+  const choice = document.getElementById("view");
+  if (choice && current) choice.value = current.dataset.view;
+  for (const element of visibleElements()) if (!showing.has(element)) observer.observe(element);
+}
 
-  function zoomOthers(timeline, range) { // range in nanoseconds; null: the whole recording
-    for (const figure of timeline.closest(".view").querySelectorAll(".figure[data-drawn]")) {
-      const unit = figure.memtraceNsPerUnit;
-      if (!unit) continue;
-      Plotly.relayout(figure, range ? { "xaxis.range": range.map((t) => t / unit) } : { "xaxis.autorange": true });
-    }
-  }
-
-  const show = (element) => (element.classList.contains("explorer") ? explore(element) : draw(element));
-  const observer = new IntersectionObserver((entries) => {
-    for (const entry of entries) if (entry.isIntersecting) { observer.unobserve(entry.target); show(entry.target); }
-  }, { rootMargin: "600px" });
-
-  const visibleFigures = () => [...document.querySelectorAll(".figure, .explorer")].filter((figure) => !figure.closest("[hidden]"));
-
-  function selectView(id) {
-    for (const view of document.querySelectorAll(".view")) view.hidden = view.id !== `view-${id}`;
-    for (const figure of visibleFigures()) observer.observe(figure);
-  }
-
-  function toggleRow(button) {
+document.addEventListener("click", (event) => {
+  const button = event.target.closest?.("button[aria-controls]");
+  if (button) {
     const row = document.getElementById(button.getAttribute("aria-controls"));
     row.hidden = !row.hidden;
     button.setAttribute("aria-expanded", String(!row.hidden));
   }
-
-  document.addEventListener("click", (event) => {
-    const button = event.target.closest?.("button[aria-controls]");
-    if (button) toggleRow(button);
-  });
-  document.getElementById("theme").addEventListener("click", () => {
-    theme = theme === "dark" ? "light" : "dark";
-    storeTheme(theme);
-    applyTheme();
-  });
-  document.getElementById("view")?.addEventListener("change", (event) => selectView(event.target.value));
-  addEventListener("beforeprint", () => visibleFigures().forEach(show));
+  const link = event.target.closest?.("nav a");
+  if (link) {
+    event.preventDefault();
+    store.set({ section: link.hash.slice(1) }, { push: true });
+  }
+});
+const scrollToSection = () => document.getElementById(store.get().section ?? "")?.scrollIntoView();
+document.getElementById("theme").addEventListener("click", () => {
+  theme = theme === "dark" ? "light" : "dark";
+  storeTheme(theme);
   applyTheme();
-  for (const figure of visibleFigures()) observer.observe(figure);
-})();
+});
+// Instants and ranges of one view mean nothing in another.
+document.getElementById("view")?.addEventListener("change", (event) => store.set(
+  { view: event.target.value, from: null, to: null, at: null, block: null, step: null, module: null, section: null }, { push: true }));
+store.subscribe((state, changed) => {
+  if (changed.includes("view")) selectView();
+  if (changed.includes("section")) scrollToSection();
+});
+
+// Paper is light. Canvases and figures are drawn again at once; figures that were never drawn come too late for this.
+let themeOnScreen = theme;
+addEventListener("beforeprint", () => { themeOnScreen = theme; theme = "light"; applyTheme(); });
+addEventListener("afterprint", () => { theme = themeOnScreen; applyTheme(); });
+document.getElementById("print").addEventListener("click", async () => {
+  await Promise.all(visibleElements().map(show));
+  print();
+});
+
+// Draws, one after the other and only while the browser has nothing else to do, what nobody has scrolled to yet: it is
+// there when it comes into sight or is printed.
+const whenIdle = globalThis.requestIdleCallback ?? ((act) => setTimeout(act, 200));
+async function drawTheRest() {
+  const next = visibleElements().find((element) => !showing.has(element));
+  if (next) await show(next);
+  if (next) whenIdle(drawTheRest);
+}
+applyTheme();
+selectView();
+scrollToSection();
+(visibleElements().length ? show(visibleElements()[0]) : Promise.resolve()).then(() => whenIdle(drawTheRest));
