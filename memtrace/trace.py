@@ -147,8 +147,14 @@ class Trace:
         part._results[Trace._read_names, (), ()] = self._names
         return part
 
+    def with_tables(self, tables: Mapping[str, pa.Table]) -> Trace:
+        """Return a trace in memory of other tables, which refer to the names of this single-rank trace."""
+        other = Trace.from_tables(self.manifest, tables, self.path)
+        other._results[Trace._read_names, (), ()] = self._names
+        return other
+
     def spans_after(self, number: int) -> tuple[int, dict[str, Array]]:
-        """Return the number of the last part of ``spans``, and the columns of those with larger numbers than ``number``.
+        """Return the number of the last part of ``spans``, and the columns of the parts after ``number``.
 
         Args:
             number: the number that an earlier call returned; -1 for all spans.

@@ -76,8 +76,8 @@ def catalog_blocks(trace: Trace, device: str, max_blocks: int) -> BlockCatalog:
     modules, module = find_owning_modules(trace, block)
     sites, site = allocation_sites(trace, table.stack[block])
     stacks, stack = np.unique(table.stack[block], return_inverse=True)
-    names, name = distinct_texts(trace, table.name[block])
-    operators, operator = distinct_texts(trace, table.op_name[block])
+    names, name = _texts(trace, table.name[block])
+    operators, operator = _texts(trace, table.op_name[block])
     free = table.free_event[block]
     return BlockCatalog(
         block=block,
@@ -105,7 +105,7 @@ def catalog_blocks(trace: Trace, device: str, max_blocks: int) -> BlockCatalog:
     )
 
 
-def distinct_texts(trace: Trace, ids: Array) -> tuple[tuple[str | None, ...], Array]:
+def _texts(trace: Trace, ids: Array) -> tuple[tuple[str | None, ...], Array]:
     """Return the distinct texts of names, and for each name the index of its text."""
     distinct, index = np.unique(ids, return_inverse=True)
     return tuple(trace.name(int(identity)) for identity in distinct), index

@@ -120,17 +120,9 @@ def find_owning_modules(trace: Trace, block_ids: Array) -> tuple[list[str | None
         The distinct modules (None: unknown), and for each block the index of its module in that list.
     """
     table = blocks(trace)
-    return modules_by_name(trace, table.category[block_ids], table.name[block_ids], table.module[block_ids])
-
-
-def modules_by_name(trace: Trace, category: Array, name: Array, module: Array) -> tuple[list[str | None], Array]:
-    """Return the modules that own blocks of these categories, tensor names and allocating modules.
-
-    See `find_owning_modules`. All three are columns of `Blocks`.
-    """
-    codes = [CATEGORIES.index(category) for category in _NAMED_CATEGORIES]
-    is_named = np.isin(category, codes) & (name >= 0)
-    name_id = np.where(is_named, name, module).astype(np.int64)
+    codes = [CATEGORIES.index(name) for name in _NAMED_CATEGORIES]
+    is_named = np.isin(table.category[block_ids], codes) & (table.name[block_ids] >= 0)
+    name_id = np.where(is_named, table.name[block_ids], table.module[block_ids]).astype(np.int64)
     keys, inverse = np.unique(2 * name_id + is_named, return_inverse=True)
     names = [_parameter_owner(trace.name(key // 2)) if key % 2 else trace.name(key // 2) for key in keys.tolist()]
     modules = list(dict.fromkeys(names))

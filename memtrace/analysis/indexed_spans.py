@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from memtrace.analysis.event_codes import PHASE, SPAN
+from memtrace.analysis.event_codes import SPAN
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
@@ -23,7 +23,7 @@ class Spans:
     start_ns: Array
     end_ns: Array
     index: Array
-    """Number of the step; code of the phase in ``schema.PHASES``."""
+    """Number of the step; id of the phase's name in the table names."""
 
     @staticmethod
     def empty() -> Spans:
@@ -46,9 +46,14 @@ class Spans:
     def joined(self, other: Spans) -> Spans:
         """Return these spans and those of another, the longest ``MAX_SPANS`` of them."""
         names = ("start_ns", "end_ns", "index")
-        both = Spans(*(np.concatenate([getattr(self, name), getattr(other, name)]) for name in names))
-        rows = np.argsort(both.start_ns - both.end_ns, kind="stable")[:MAX_SPANS]
-        return both.select(rows[np.argsort(both.start_ns[rows], kind="stable")])
+        return Spans(*(np.concatenate([getattr(self, name), getattr(other, name)]) for name in names)).longest(
+            MAX_SPANS
+        )
+
+    def longest(self, count: int) -> Spans:
+        """Return the longest spans, in the order of their starts."""
+        rows = np.argsort(self.start_ns - self.end_ns, kind="stable")[:count]
+        return self.select(rows[np.argsort(self.start_ns[rows], kind="stable")])
 
 
 class SpanIndex:
@@ -73,7 +78,7 @@ class SpanIndex:
             self.steps = Spans.empty()
             is_step[: restarts[-1]] = False
         self.steps = self.steps.joined(_spans(spans, is_step, spans["index"]))
-        self.phases = self.phases.joined(_phases(trace, spans))
+        self.phases = self.phases.joined(_spans(spans, spans["kind"] == SPAN["phase"], spans["name"]))
 
     def drop_before(self, time_ns: int) -> None:
         """Forget spans that ended before a time."""
@@ -101,13 +106,3 @@ class SpanIndex:
 def _spans(spans: Mapping[str, Array], chosen: Array, index: Array) -> Spans:
     start = spans["start_ns"][chosen]
     return Spans(start, start + np.maximum(spans["duration_ns"][chosen], 0), index[chosen].astype(np.int64))
-
-
-def _phases(trace: Trace, spans: Mapping[str, Array]) -> Spans:
-    is_phase = spans["kind"] == SPAN["phase"]
-    code = np.full(len(is_phase), -1)
-    names = np.unique(spans["name"][is_phase])
-    if len(names):
-        codes = np.array([PHASE.get(trace.name(name) or "", -1) for name in names.tolist()], np.int64)
-        code[is_phase] = codes[np.searchsorted(names, spans["name"][is_phase])]
-    return _spans(spans, code >= 0, code)

@@ -5,14 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
-from memtrace.analysis.allocation_sites import allocation_sites
-from memtrace.analysis.block_catalog import BlockCatalog, distinct_texts
-from memtrace.analysis.block_groups import modules_by_name
+from memtrace.analysis.overview_trace import OverviewTrace, build_overview
 from memtrace.analysis.part_summary import LEVELS, CurvePoints
 from memtrace.analysis.trace_index import TraceIndex
-from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
 
@@ -21,6 +16,9 @@ if TYPE_CHECKING:
 
 MAX_EXACT_EVENTS: Final = 400_000
 """Events of the parts of a window up to which it is analyzed itself, without the index."""
+
+MAX_SPANS: Final = 20_000
+"""Most steps, and most phases, of an overview."""
 
 
 @dataclass(frozen=True)
@@ -75,49 +73,13 @@ class IndexedTrace:
         """Return the highest point of a device's curve; none where it has no points."""
         return self.index.peak(device)
 
-    def catalog(
-        self, device: str, start_ns: int | None = None, end_ns: int | None = None, *, max_blocks: int
-    ) -> BlockCatalog:
-        """Return the largest blocks of the index that are live on a device in a window."""
-        index, trace = self.index, self.trace
-        first = index.first_row if start_ns is None else index.row_at(trace, start_ns)
-        end = index.end_row if end_ns is None else index.row_at(trace, end_ns)
-        columns, num_blocks = index.blocks(device, first, end, max_blocks)
-        modules, module = modules_by_name(trace, columns["category"], columns["name"], columns["module"])
-        sites, site = allocation_sites(trace, columns["stack"])
-        stacks, stack = np.unique(columns["stack"], return_inverse=True)
-        names, name = distinct_texts(trace, columns["name"])
-        operators, operator = distinct_texts(trace, columns["op_name"])
-        return BlockCatalog(
-            block=columns["id"],
-            begin_row=columns["begin_row"],
-            end_row=np.where(columns["end_row"] >= 0, columns["end_row"], index.end_row),
-            begin_ns=columns["begin_ns"],
-            end_ns=columns["end_ns"],
-            size=columns["size"],
-            category=columns["category"],
-            phase=columns["phase"],
-            step=columns["step"],
-            num_reads=columns["num_reads"],
-            num_writes=columns["num_writes"],
-            name=name,
-            operator=operator,
-            module=module,
-            site=site,
-            stack=stack,
-            names=names,
-            operators=operators,
-            modules=tuple(modules),
-            sites=tuple(sites),
-            stacks=tuple(stacks.tolist()),
-            num_blocks=num_blocks,
-        )
-
-
-def _known(name: str, level: Array) -> object:
-    """Return bytes that the allocator counts or reserves, NA where they are not known."""
-    import pandas as pd
-
-    if name == "reserved" and (level >= 0).any():
-        return np.maximum(level, 0)  # parts before the first segment
-    return pd.NA if (level < 0).any() else level
+    def overview(
+        self, device: str, start_ns: int | None = None, end_ns: int | None = None, *, max_points: int, max_blocks: int
+    ) -> OverviewTrace:
+        """Return a small trace that stands for a window of a device."""
+        index = self.index
+        points = index.curve(self.trace, device, start_ns, end_ns, max_points=max_points)
+        end_row = index.end_row if end_ns is None else index.row_at(self.trace, end_ns)
+        blocks, _ = index.blocks(device, int(points.row[0]) + 1, end_row, max_blocks)
+        steps, phases = (spans.between(start_ns, end_ns) for spans in (index.spans.steps, index.spans.phases))
+        return build_overview(self.trace, device, points, blocks, steps.longest(MAX_SPANS), phases.longest(MAX_SPANS))

@@ -92,7 +92,7 @@ class PartRange:
         return PartRange(self._files, first, max(first, last)).with_manifest(self._manifest)
 
     def read_spans_after(self, number: int) -> tuple[int, list[pa.Table]]:
-        """Return the number of the last part of ``spans``, and the rows of those with larger numbers than ``number``."""
+        """Return the number of the last part of ``spans``, and the rows of the parts after ``number``."""
         numbers = self._files.numbers("spans")
         later = [self._files.read("spans", part, SPAN_COLUMNS) for part in numbers if part > number]
         return max([number, *numbers]), later

@@ -12,10 +12,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtrace.analysis.block_catalog import BlockCatalog, catalog_blocks
+from memtrace.analysis.attribution import step_rows
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.indexed_trace import IndexedTrace
-from memtrace.analysis.part_summary import LEVELS, summarize_part
+from memtrace.analysis.part_summary import BLOCK_COLUMNS, LEVELS, summarize_part
 from memtrace.analysis.peak import find_peak, level_at, live_bytes, requested_bytes
 from memtrace.analysis.trace_index import TraceIndex
 from memtrace.format.schema import CATEGORIES
@@ -28,6 +28,7 @@ def index_of(trace: Trace) -> TraceIndex:
     index = TraceIndex()
     for number in trace.part_numbers:
         index.add(summarize_part(trace, number))
+    index.spans.extend(trace)
     return index
 
 
@@ -85,19 +86,36 @@ def _through_json(arrays: dict[str, np.ndarray], plain: dict[str, object]) -> tu
 
 def assert_same_blocks(indexed: IndexedTrace, device: str) -> None:
     """The traces are so small that the index keeps every block."""
-    ours = indexed.catalog(device, max_blocks=10_000)
-    expected = catalog_blocks(indexed.trace, device, 10_000)
-    ids = indexed.trace.block_ids
+    trace, index = indexed.trace, indexed.index
+    ours, num_blocks = index.blocks(device, 0, index.end_row, 10_000)
+    table, ids = blocks(trace), trace.block_ids
+    on_device = np.flatnonzero((table.device == trace.devices.index(device)) & (table.size > 0))
+    names = {
+        **{"begin_row": "alloc_event", "end_row": "free_event", "begin_ns": "alloc_ns", "end_ns": "free_ns"},
+        **{name: name for name in BLOCK_COLUMNS if hasattr(table, name) and name != "device"},
+    }
+    expected = {
+        int(block if ids is None else ids[block]): {name: int(getattr(table, names[name])[block]) for name in names}
+        for block in on_device
+    }
+    assert {int(block): {name: int(ours[name][i]) for name in names} for i, block in enumerate(ours["id"])} == expected
+    assert num_blocks == len(on_device)
 
-    def described(catalog: BlockCatalog, block: np.ndarray) -> dict[int, tuple[object, ...]]:
-        texts = {name: getattr(catalog, f"{name}s") for name in ("name", "operator", "module", "site", "stack")}
-        plain = ("begin_row", "end_row", "begin_ns", "end_ns", "size", "category", "phase", "num_reads", "num_writes")
-        return {
-            int(block[i]): tuple(int(getattr(catalog, name)[i]) for name in plain)
-            + tuple(texts[name][getattr(catalog, name)[i]] for name in texts)
-            for i in range(len(block))
-        }
 
-    known = described(expected, expected.block if ids is None else ids[expected.block])
-    assert described(ours, ours.block) == known
-    assert ours.num_blocks == expected.num_blocks
+@settings(max_examples=int(os.environ.get("INDEX_EXAMPLES", "12")), deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 30), st.integers(4, 60))
+def test_an_overview_has_the_levels_and_the_largest_blocks_of_the_trace(
+    seed: int, num_blocks: int, num_points: int
+) -> None:
+    rows = RandomTrace(seed, num_steps=5).rows
+    with tempfile.TemporaryDirectory() as folder:
+        trace = on_disk(rows, Path(folder), random_starts(Random(seed), len(rows["events"])))
+        indexed = IndexedTrace(trace, index_of(trace))
+        for device in trace.devices:
+            overview = indexed.overview(device, max_points=num_points, max_blocks=num_blocks)
+            small, points = overview.trace, overview.points
+            ours, expected = levels_of(small, device, overview.row), levels_of(trace, device, points.row)
+            assert ours == expected
+            assert find_peak(small, device).requested.bytes == find_peak(trace, device).requested.bytes
+            assert (np.diff(overview.whole_row) >= 0).all()
+            assert [int(step) for step in step_rows(small).number] == [int(step) for step in step_rows(trace).number]
