@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 MAX_VIEWS: Final = 4
 """Most pairs of rank and device on one page; each has figures of its own."""
 
-SCRIPTS: Final = ("format.js", "store.js", "source.js", "tracks.js", "explorer.js", "report.js")
+SCRIPTS: Final = ("format.js", "store.js", "source.js", "tracks.js", "explorer.js", "served.js", "report.js")
 """Scripts of the page in ``templates/``, in the order in which they use each other; they share one scope."""
 
 PLOTLY: Final = Path(__file__).parent / "vendor" / "plotly-cartesian.min.js"
@@ -92,21 +93,47 @@ def render(trace: Trace, *, prediction: PipelinePrediction | None = None) -> str
     ranks = sorted(trace.ranks, key=lambda rank: rank != first)
     pairs = [(rank, device) for rank in ranks for device in order_devices(trace.rank(rank))]
     views = [_render_view(trace.rank(rank), rank, device, len(trace.ranks)) for rank, device in pairs[:MAX_VIEWS]]
-    job_panels = [_render_panel(section, trace) for section in pipeline.SECTIONS]
+    job_panels = [render_panel(section, trace) for section in pipeline.SECTIONS]
     if prediction is not None:
-        job_panels += [_render_panel(section, prediction) for section in pipeline.PREDICTION_SECTIONS]
+        job_panels += [render_panel(section, prediction) for section in pipeline.PREDICTION_SECTIONS]
+    return fill_template(
+        name_text(trace.path.name if trace.path else "trace"),
+        views,
+        views_note=_left_out_note(len(pairs) - len(views)),
+        job_panels=[panel for panel in job_panels if panel.has_content],
+    )
+
+
+def fill_template(
+    title: str,
+    views: Sequence[dict[str, Any]],
+    *,
+    views_note: str = "",
+    job_panels: Sequence[Panel] = (),
+    served: str | None = None,
+) -> str:
+    """Return the page as HTML.
+
+    Args:
+        title: Name of the trace.
+        views: What the template shows of each rank and device.
+        views_note: Which views are left out.
+        job_panels: Sections of the whole job.
+        served: JSON for the scripts of a page that gets its data from a server; None: the page is a file.
+    """
     environment = Environment(loader=PackageLoader("memtrace.dashboards"), autoescape=True, trim_blocks=True)
     environment.globals.update(zip=zip, format_share=format_share)
     return environment.get_template("report.html").render(
-        title=name_text(trace.path.name if trace.path else "trace"),
+        title=title,
         version=__version__,
         views=views,
-        views_note=_left_out_note(len(pairs) - len(views)),
-        job_panels=[panel for panel in job_panels if panel.has_content],
+        views_note=views_note,
+        job_panels=job_panels,
         glossary=GLOSSARY,
         category_meanings=CATEGORY_MEANINGS,
         category_labels=CATEGORY_LABELS,
-        content_security_policy=CONTENT_SECURITY_POLICY,
+        content_security_policy=CONTENT_SECURITY_POLICY + ("; connect-src 'self'" if served is not None else ""),
+        served=None if served is None else _script_safe(served),
         themes=_json({name: {"template": plotly_template(name), "colors": THEMES[name]} for name in THEMES}),
         inline=_inline_sources(environment),
     )
@@ -122,7 +149,7 @@ def _left_out_note(num_left_out: int) -> str:
 def _render_view(trace: Trace, rank: int, device: str, num_ranks: int) -> dict[str, Any]:
     payload = build_payload(trace, device)
     panels = [
-        _render_widget(section, payload) if isinstance(section.build, str) else _render_panel(section, trace, device)
+        _render_widget(section, payload) if isinstance(section.build, str) else render_panel(section, trace, device)
         for section in DEVICE_SECTIONS
     ]
     return {
@@ -145,7 +172,7 @@ def _render_widget(section: Section, payload: Payload | None) -> Panel:
     return _make_panel(section, widget=widget, note=payload.note if payload is not None else "")
 
 
-def _render_panel(section: Section, *arguments: Any) -> Panel:
+def render_panel(section: Section, *arguments: Any) -> Panel:
     """Render a section with a build function; the arguments are those of the function."""
     assert callable(section.build)
     content = section.build(*arguments)
@@ -154,6 +181,12 @@ def _render_panel(section: Section, *arguments: Any) -> Panel:
     note = (content.layout.meta or {}).get("note", "")
     content.layout.template = None
     return _make_panel(section, figure=_script_safe(content.to_json()), note=note)
+
+
+def make_widget_panel(section: Section) -> Panel:
+    """Return the panel of a widget whose data come from a server."""
+    assert isinstance(section.build, str)
+    return _make_panel(section, widget=section.build)
 
 
 def _make_panel(

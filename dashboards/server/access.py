@@ -116,7 +116,12 @@ def is_own_host(header: str, bound_host: str) -> bool:
         return False
     if name in _LOCAL or name == bound_host.strip("[]").lower():
         return True
-    return bound_host in _WILDCARDS and (_is_address(name) or name == gethostname().lower())
+    return is_wildcard(bound_host) and (_is_address(name) or name == gethostname().lower())
+
+
+def is_wildcard(host: str) -> bool:
+    """Return whether a server that listens on ``host`` answers on all addresses of the machine."""
+    return host.strip("[]") in _WILDCARDS
 
 
 def _is_address(name: str) -> bool:

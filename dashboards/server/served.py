@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from memtrace.dashboards.page import view_id
 from memtrace.dashboards.server.index_cache import load_index, save_index
 from memtrace.dashboards.server.indexing import MIN_PARTS_FOR_WORKERS, missing_parts, summarize_parts
 
 from memtrace.analysis.indexed_trace import IndexedTrace
+from memtrace.analysis.live import GrowingSite, growing_sites
 from memtrace.analysis.live_recording import rank_folders
 from memtrace.analysis.part_summary import PartSummary
 from memtrace.analysis.trace_index import TraceIndex
@@ -22,6 +24,7 @@ from memtrace.trace import Trace, load
 
 FOLLOW_SECONDS: Final = 0.5
 """Time between two looks at the manifest of a recording that is being written."""
+NUM_GROWING_SITES: Final = 5
 NUM_ATTEMPTS: Final = 5
 """A ring can delete a part between the moments at which the folder is listed and the part is read."""
 
@@ -63,6 +66,7 @@ class ServedRank:
         self._paths = tuple(paths)
         self._index: TraceIndex | None = None
         self._seen: tuple[int, int] | None = None
+        self._sites: tuple[int, dict[str, list[GrowingSite]]] = (-1, {})
 
     def update(self, trace: Trace | None = None) -> None:
         """Bring trace and index up to date where the recording has written more.
@@ -85,6 +89,28 @@ class ServedRank:
             else:
                 self.error, self._seen = None, seen
                 return
+
+    def views(self) -> dict[str, str]:
+        """Return the devices with blocks by the identifiers of their views on the page."""
+        current = self.current
+        devices = current.index.devices if current is not None else []
+        return {view_id(self.rank, device): device for device in devices}
+
+    def growing_sites(self, device: str) -> list[GrowingSite]:
+        """Return the allocation sites that grow, as of the last part that was read."""
+        with self.lock:
+            current, (version, by_device) = self.current, self._sites
+            if current is None or device not in current.index.devices:
+                return []
+            if version != self.version:
+                by_device = {}
+                self._sites = self.version, by_device
+            if device not in by_device:
+                try:
+                    by_device[device] = growing_sites(current.trace, device, NUM_GROWING_SITES)
+                except (TraceError, OSError):  # a ring has deleted the part
+                    by_device[device] = []
+            return by_device[device]
 
     def _manifest_identity(self) -> tuple[int, int] | None:
         if self.folder is None:
@@ -115,6 +141,8 @@ class ServedRank:
             if numbers:
                 index.drop_before(numbers[0])
             index.spans.extend(trace)
+            for device in index.devices:
+                index.peak(device)  # joins the curves now rather than for the first request
             self.current = IndexedTrace(trace, index)
             self.version += 1
         if self.folder is not None and len(missing) >= MIN_PARTS_FOR_WORKERS:
@@ -128,23 +156,40 @@ class ServedTrace:
         paths: folders or files, as for ``memtrace.load``.
         rank: show only this rank; None: all.
         follow: follow recordings that are being written.
+        capacity_bytes: memory that every device has; None: as the recordings found it.
 
     Attributes:
         name: the traces as the user named them.
         ranks: the ranks by number.
         follow: whether recordings are followed.
+        capacity_bytes: memory of every device; None: as the recordings found it.
     """
 
-    def __init__(self, paths: Sequence[str], rank: int | None, *, follow: bool) -> None:
+    def __init__(
+        self, paths: Sequence[str], rank: int | None = None, *, follow: bool = False, capacity_bytes: int | None = None
+    ) -> None:
         trace = load(*paths)
         chosen = trace.ranks if rank is None else (trace.rank(rank).ranks[0],)
         folders = rank_folders(Path(paths[0])) if len(paths) == 1 and Path(paths[0]).is_dir() else {}
         self.name = " ".join(paths)
         self.follow = follow
+        self.capacity_bytes = capacity_bytes
+        self._trace = trace if rank is None else trace.rank(rank)
+        self._page: str | None = None
+        self._page_lock = threading.Lock()
         self.ranks = {number: ServedRank(paths, number, folders.get(number)) for number in chosen}
         self._traces = {number: trace.rank(number) for number in chosen}
         self._is_over = threading.Event()
+        self.is_indexed = threading.Event()
+        """Set when every rank was indexed once."""
         self._thread = threading.Thread(target=self._keep_up, name="memtrace-index", daemon=True)
+
+    def cached_page(self, make: Callable[[Trace], str]) -> str:
+        """Return the page of the whole trace, made once."""
+        with self._page_lock:
+            if self._page is None:
+                self._page = make(self._trace)
+            return self._page
 
     def start(self) -> None:
         """Begin to index, and to follow."""
@@ -157,6 +202,7 @@ class ServedTrace:
     def _keep_up(self) -> None:
         for number, served in self.ranks.items():
             served.update(self._traces.pop(number))
+        self.is_indexed.set()
         while self.follow and not self._is_over.wait(FOLLOW_SECONDS):
             for served in self.ranks.values():
                 served.update()

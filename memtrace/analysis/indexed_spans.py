@@ -80,6 +80,12 @@ class SpanIndex:
         self.steps = self.steps.joined(_spans(spans, is_step, spans["index"]))
         self.phases = self.phases.joined(_spans(spans, spans["kind"] == SPAN["phase"], spans["name"]))
 
+    def step_at(self, time_ns: int) -> int | None:
+        """Return the number of the step at a time; None outside all steps."""
+        at = self.steps.between(time_ns, time_ns + 1)
+        inside = at.index[(at.start_ns <= time_ns) & (time_ns < at.end_ns)]
+        return int(inside[0]) if len(inside) else None
+
     def drop_before(self, time_ns: int) -> None:
         """Forget spans that ended before a time."""
         self.steps, self.phases = self.steps.between(time_ns, None), self.phases.between(time_ns, None)

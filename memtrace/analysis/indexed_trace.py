@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from memtrace.analysis.overview_trace import OverviewTrace, build_overview
-from memtrace.analysis.part_summary import LEVELS, CurvePoints
+from memtrace.analysis.part_summary import CurvePoints
 from memtrace.analysis.trace_index import TraceIndex
-from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 MAX_EXACT_EVENTS: Final = 400_000
 """Events of the parts of a window up to which it is analyzed itself, without the index."""
@@ -52,26 +51,15 @@ class IndexedTrace:
         end = index.end_row if end_ns is None else max(first, index.row_at(self.trace, end_ns))
         return ExactWindow(window, end - window.num_rows("events"))
 
-    def timeline(
-        self, device: str, start_ns: int | None = None, end_ns: int | None = None, *, max_points: int = 2000
-    ) -> pd.DataFrame:
-        """Return the live bytes of a device in a window, with the columns of ``analysis.timeline.compute_timeline``.
-
-        The first row is the level at the start of the window. The peak of the window is always one of the rows, and the
-        values are exact at each of them.
-        """
-        import pandas as pd
-
-        points = self.index.curve(self.trace, device, start_ns, end_ns, max_points=max_points)
-        columns: dict[str, object] = {"time_ns": points.time_ns, "event": points.row}
-        for name, level in zip(LEVELS, points.levels, strict=True):
-            columns[name] = level if name in CATEGORIES or name == "requested" else _known(name, level)
-        frame: pd.DataFrame = pd.DataFrame(columns)
-        return frame
-
     def peak(self, device: str) -> CurvePoints:
         """Return the highest point of a device's curve; none where it has no points."""
         return self.index.peak(device)
+
+    def peak_part(self, device: str) -> Trace | None:
+        """Return the part of the trace in which the peak of a device is; None where the peak is at the start."""
+        row = int(self.index.peak(device).row[0])
+        number = self.index.part_at(row)
+        return None if number is None else self.trace.part(number)
 
     def overview(
         self, device: str, start_ns: int | None = None, end_ns: int | None = None, *, max_points: int, max_blocks: int

@@ -28,8 +28,8 @@ EVENTS_PER_BLOCK: Final = 512
 """Events of a part for each of its blocks in the index, in addition to those that are live at its end."""
 MIN_BLOCKS: Final = 64
 BLOCK_COLUMNS: Final = ("id", "device", "begin_row", "end_row", "begin_ns", "end_ns", "size", "allocated_size",
-                        "address", "stream", "category", "phase", "step", "num_reads", "num_writes", "name", "op_name", "module",
-                        "stack")  # fmt: skip
+                        "address", "stream", "category", "phase", "step", "num_reads", "num_writes", "name", "op_name",
+                        "module", "stack")  # fmt: skip
 """Columns of the blocks of a summary, as in ``analysis.blocks``; -1: none or unknown."""
 
 BlockColumns = dict[str, Array]

@@ -86,6 +86,7 @@ class TraceIndex:
         self._freed = ColumnChunks(_BLOCK_COLUMNS)
         self._live: BlockColumns = {name: np.empty(0, np.int64) for name in _BLOCK_COLUMNS}
         self._opened: OrderedDict[int, Trace] = OrderedDict()
+        self._joined: dict[str, tuple[CurvePoints, Array]] = {}  # by device: the points of all parts, and their bounds
 
     # -- growing ---------------------------------------------------------------------------------------------
 
@@ -118,6 +119,7 @@ class TraceIndex:
             for level in np.flatnonzero(late).tolist():
                 self._changes[device].add(level, np.array([-1]), part.first_row, late[[level]])
         self.parts.append(part)
+        self._joined.clear()
         self._bound_points()
 
     def _update_live(self, older: BlockColumns, part: IndexedPart) -> None:
@@ -182,6 +184,7 @@ class TraceIndex:
             return
         self.spans.drop_before(self.parts[num_dropped - 1].end_ns)
         self.parts = self.parts[num_dropped:]
+        self._joined.clear()
         first_row = self.parts[0].first_row if self.parts else np.iinfo(np.int64).max
         for device, curves in self._curves.items():
             self._curves[device] = {part: points for part, points in curves.items() if part >= number}
@@ -229,10 +232,9 @@ class TraceIndex:
     # -- asking ----------------------------------------------------------------------------------------------
 
     def peak(self, device: str) -> CurvePoints:
-        """Return the highest point of a device's curve, with the row of the whole trace; none without points."""
-        pieces = [self._corrected(device, points) for points in self._curves[device].values()]
-        points = _joined(pieces or [_NO_POINTS])
-        top = points.levels[REQUESTED].argmax(keepdims=True) if len(points.row) else np.empty(0, np.int64)
+        """Return the highest point of a device's curve, with the row of the whole trace."""
+        points = self._stored(device, range(len(self.parts)))
+        top = points.levels[REQUESTED].argmax(keepdims=True)
         return CurvePoints(points.row[top] + self._offset, points.time_ns[top], points.levels[:, top])
 
     @property
@@ -244,6 +246,11 @@ class TraceIndex:
     def end_ns(self) -> int:
         """Largest time of all events; 0 without parts."""
         return self.parts[-1].end_ns if self.parts else 0
+
+    def part_at(self, row: int) -> int | None:
+        """Return the number of the part with a row of the whole trace; None for rows of the first keyframe."""
+        inside = (part for part in self.parts if part.first_row <= row - self._offset < part.end_row)
+        return next((part.number for part in inside), None)
 
     @property
     def first_row(self) -> int:
@@ -306,22 +313,42 @@ class TraceIndex:
         """
         first = self.parts[0].first_row if start_ns is None else self._row_at(trace, start_ns)
         end = self.parts[-1].end_row if end_ns is None else max(first, self._row_at(trace, end_ns))
-        last = max(end, first + 1)
-        touched = [place for place, part in enumerate(self.parts) if part.first_row < last and part.end_row > first]
-        pieces = []
-        for place in touched or [len(self.parts) - 1]:
-            part = self.parts[place]
-            is_whole = first <= part.first_row and part.end_row <= end
-            points = (
-                self._stored(device, part) if is_whole else self._exact(trace, device, part, first, end, max_points)
-            )
-            pieces.append(_without_start(self._corrected(device, points), keep=not pieces))
-        points = _thinned(_joined(pieces), max_points)
+        low, high = self._places(first, max(end, first + 1))
+        is_inside = [first <= part.first_row and part.end_row <= end for part in (self.parts[low], self.parts[high])]
+        inner = range(low + (not is_inside[0]), high + is_inside[1])
+        edges = [place for place in dict.fromkeys((low, high)) if place not in inner]
+        pieces = [
+            self._corrected(device, self._exact(trace, device, self.parts[place], first, end, max_points))
+            for place in edges
+        ]
+        if len(inner):
+            pieces.insert(int(low in edges), self._stored(device, inner))
+        points = _joined([piece if place == 0 else _part_of(piece, 1) for place, piece in enumerate(pieces)])
+        points = _thinned(points, max_points)
         return replace(points, row=points.row + self._offset)
 
-    def _stored(self, device: str, part: IndexedPart) -> CurvePoints:
-        """Return the stored points of a part."""
-        return self._curves[device].get(part.number) or _without_blocks(part, part.first_row)
+    def _places(self, first: int, end: int) -> tuple[int, int]:
+        """Return the first and the last place of the parts with rows from ``first`` to ``end``, which is excluded."""
+        last_place = len(self.parts) - 1
+        ends = np.array([part.end_row for part in self.parts])
+        low = min(int(np.searchsorted(ends, first, side="right")), last_place)
+        return low, max(low, min(int(np.searchsorted(ends, end, side="left")), last_place))
+
+    def _stored(self, device: str, places: range) -> CurvePoints:
+        """Return the stored points of some parts, the level at the start of the first of them included."""
+        if device not in self._joined:
+            curves = self._curves[device]
+            pieces = [
+                self._corrected(device, curves.get(part.number) or _without_blocks(part, part.first_row))
+                for part in self.parts
+            ]
+            bounds = np.cumsum([0, *(len(piece.row) for piece in pieces)])
+            self._joined[device] = _joined(pieces), bounds
+        points, bounds = self._joined[device]
+        chosen = np.ones(int(bounds[places[-1] + 1] - bounds[places[0]]), bool)
+        chosen[bounds[places[1:]] - bounds[places[0]]] = False
+        inside = _part_of(points, int(bounds[places[0]]), int(bounds[places[-1] + 1]))
+        return CurvePoints(inside.row[chosen], inside.time_ns[chosen], inside.levels[:, chosen])
 
     def _exact(
         self, trace: Trace, device: str, part: IndexedPart, first: int, end: int, max_points: int
@@ -390,13 +417,8 @@ def _without_blocks(part: IndexedPart, row: int) -> CurvePoints:
     return CurvePoints(np.array([row - 1]), np.array([part.end_ns]), levels)
 
 
-def _part_of(points: CurvePoints, low: int, high: int) -> CurvePoints:
+def _part_of(points: CurvePoints, low: int, high: int | None = None) -> CurvePoints:
     return CurvePoints(points.row[low:high], points.time_ns[low:high], points.levels[:, low:high])
-
-
-def _without_start(points: CurvePoints, *, keep: bool) -> CurvePoints:
-    """Return the points of a part without the level at its start, which the part before it has."""
-    return points if keep else _part_of(points, 1, len(points.row))
 
 
 def _joined(pieces: list[CurvePoints]) -> CurvePoints:
