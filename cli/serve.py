@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
-from typing import Final
 
 import click
 from memtrace.cli.output import print_line
 from memtrace.cli.quantities import BYTES
 
-from memtrace.errors import MemtraceError
-
-TOKEN_VARIABLE: Final = "MEMTRACE_SERVE_TOKEN"
-"""Environment variable with the token, instead of a random one; ``rec.serve`` sets it."""
+from memtrace.recording.serving import TOKEN_VARIABLE, require_server_packages
 
 
 @click.command("serve")
@@ -27,6 +22,7 @@ TOKEN_VARIABLE: Final = "MEMTRACE_SERVE_TOKEN"
               help="Port to listen on.  [default: a free one]")  # fmt: skip
 @click.option("--no-open", is_flag=True, help="Do not open a browser.")
 @click.option("--parent", type=int, hidden=True)
+@click.option("--descriptor", type=int, hidden=True)
 def command(
     traces: tuple[str, ...],
     live: bool,
@@ -36,6 +32,7 @@ def command(
     port: int,
     no_open: bool,
     parent: int | None,
+    descriptor: int | None,
 ) -> None:
     """Show the page of TRACE from a local server, at any size and while it is being recorded.
 
@@ -48,7 +45,7 @@ def command(
       memtrace serve run.memtrace --live --capacity 24GiB
       memtrace serve run.memtrace --no-open --port 8000     (then, elsewhere: ssh -L 8000:localhost:8000 machine)
     """
-    require_server()
+    require_server_packages()
     from memtrace.dashboards.server.run import run_server
     from memtrace.dashboards.server.served import ServedTrace
 
@@ -65,18 +62,6 @@ def command(
         token=os.environ.pop(TOKEN_VARIABLE, None),
         open_browser=not no_open,
         parent=parent,
+        descriptor=descriptor,
         announce=announce,
     )
-
-
-def require_server() -> None:
-    """Check that the packages of the server are installed.
-
-    Raises:
-        MemtraceError: one is missing; the message has the command that installs it.
-    """
-    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise MemtraceError(
-            f'memtrace serve needs {" and ".join(missing)}. Install the server with: pip install "memtrace[serve]"'
-        )

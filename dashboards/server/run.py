@@ -30,6 +30,7 @@ def run_server(
     token: str | None = None,
     open_browser: bool = False,
     parent: int | None = None,
+    descriptor: int | None = None,
     announce: Callable[[str], None],
 ) -> None:
     """Serve traces until the process is interrupted.
@@ -41,12 +42,13 @@ def run_server(
         token: what requests have to carry; None: a random one.
         open_browser: open the page in the browser of this machine.
         parent: process whose end ends the server; None: nothing but an interrupt does.
+        descriptor: socket that listens already, instead of ``host`` and ``port``.
         announce: called with the address of the page once the server listens.
 
     Raises:
         MemtraceError: the address cannot be listened on.
     """
-    listener = _listen(host, port)
+    listener = _listen(host, port) if descriptor is None else socket.socket(fileno=descriptor)
     bound_port = int(listener.getsockname()[1])
     token = token or new_token()
     app = create_app(served, token=token, host=host, cookie=f"memtrace-{bound_port}")
