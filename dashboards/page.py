@@ -17,6 +17,7 @@ from memtrace.dashboards.contents import DEVICE_SECTIONS, GLOSSARY
 from memtrace.dashboards.palette import CATEGORY_COLORS, THEMES, plotly_template
 from memtrace.dashboards.payload import Payload, build_payload
 from memtrace.dashboards.sections import Section, Table
+from memtrace.dashboards.source_lines import SourceOptions
 from memtrace.dashboards.text import name_text
 
 from memtrace import __version__
@@ -31,7 +32,38 @@ if TYPE_CHECKING:
 MAX_VIEWS: Final = 4
 """Most pairs of rank and device on one page; each has figures of its own."""
 
-SCRIPTS: Final = ("format.js", "store.js", "source.js", "tracks.js", "explorer.js", "served.js", "report.js")
+MAX_PAGE_BYTES: Final = 12_000_000
+"""Size of the largest page; the payloads of its views share what figures and tables leave of it."""
+_MARKUP_BYTES: Final = 1_500_000
+"""Room for scripts, plotly.js and the markup around tables."""
+
+SCRIPTS: Final = (
+    "format.js",
+    "store.js",
+    "axis.js",
+    "block_columns.js",
+    "source.js",
+    "block_fields.js",
+    "block_query.js",
+    "block_selection.js",
+    "colors.js",
+    "pixels.js",
+    "track_layers.js",
+    "track_curve.js",
+    "track_lanes.js",
+    "track_addresses.js",
+    "track_elements.js",
+    "navigation.js",
+    "tracks.js",
+    "block_tree.js",
+    "flame.js",
+    "block_table.js",
+    "block_detail.js",
+    "block_filters.js",
+    "explorer.js",
+    "served.js",
+    "report.js",
+)
 """Scripts of the page in ``templates/``, in the order in which they use each other; they share one scope."""
 
 PLOTLY: Final = Path(__file__).parent / "vendor" / "plotly-cartesian.min.js"
@@ -66,13 +98,21 @@ class Panel:
         return self.figure is not None or self.table is not None or bool(self.widget)
 
 
-def report(trace: Trace, output: str | Path, *, prediction: PipelinePrediction | None = None) -> Path:
+def report(
+    trace: Trace,
+    output: str | Path,
+    *,
+    prediction: PipelinePrediction | None = None,
+    sources: SourceOptions | None = None,
+) -> Path:
     """Write the page of a trace.
 
     Args:
         trace: A trace of one or several ranks.
         output: Path of the HTML file.
         prediction: Predicted pipeline to show next to the recorded one.
+        sources: Which source files the page may contain lines of; None: those that the trace names, if this machine
+            recorded it.
 
     Returns:
         The path of the HTML file.
@@ -82,24 +122,39 @@ def report(trace: Trace, output: str | Path, *, prediction: PipelinePrediction |
     """
     target = Path(output)
     temporary = target.with_name(f".{target.name}.tmp")
-    temporary.write_text(render(trace, prediction=prediction), encoding="utf-8")
+    temporary.write_text(render(trace, prediction=prediction, sources=sources), encoding="utf-8")
     temporary.replace(target)
     return target
 
 
-def render(trace: Trace, *, prediction: PipelinePrediction | None = None) -> str:
+def render(trace: Trace, *, prediction: PipelinePrediction | None = None, sources: SourceOptions | None = None) -> str:
     """Return the page as HTML; the arguments are those of ``report``."""
     first = choose_rank(trace)
     ranks = sorted(trace.ranks, key=lambda rank: rank != first)
     pairs = [(rank, device) for rank in ranks for device in order_devices(trace.rank(rank))]
-    views = [_render_view(trace.rank(rank), rank, device, len(trace.ranks)) for rank, device in pairs[:MAX_VIEWS]]
     job_panels = [render_panel(section, trace) for section in pipeline.SECTIONS]
     if prediction is not None:
         job_panels += [render_panel(section, prediction) for section in pipeline.PREDICTION_SECTIONS]
+    drawn = [_render_sections(trace.rank(rank), device) for rank, device in pairs[:MAX_VIEWS]]
+    panels = [panel for panels in (job_panels, *drawn) for panel in panels if panel is not None]
+    num_used = sum(len(repr(panel).encode()) for panel in panels)
+    max_chars = max(0, MAX_PAGE_BYTES - _MARKUP_BYTES - num_used) // max(1, len(drawn))
+    views = [
+        _render_view(
+            trace.rank(rank),
+            rank,
+            device,
+            len(trace.ranks),
+            sections,
+            max_chars=max_chars,
+            sources=sources or SourceOptions(),
+        )
+        for (rank, device), sections in zip(pairs, drawn, strict=False)
+    ]
     return fill_template(
         name_text(trace.path.name if trace.path else "trace"),
         views,
-        views_note=_left_out_note(len(pairs) - len(views)),
+        views_note=_left_out_note(len(pairs) - len(drawn)),
         job_panels=[panel for panel in job_panels if panel.has_content],
     )
 
@@ -146,11 +201,27 @@ def _left_out_note(num_left_out: int) -> str:
     return f"This page leaves out {views}. Write a page for one rank with memtrace report --rank N."
 
 
-def _render_view(trace: Trace, rank: int, device: str, num_ranks: int) -> dict[str, Any]:
-    payload = build_payload(trace, device)
+def _render_sections(trace: Trace, device: str) -> list[Panel | None]:
+    """Render the sections of a view except for its widgets, which are None."""
+    return [
+        None if isinstance(section.build, str) else render_panel(section, trace, device) for section in DEVICE_SECTIONS
+    ]
+
+
+def _render_view(
+    trace: Trace,
+    rank: int,
+    device: str,
+    num_ranks: int,
+    sections: list[Panel | None],
+    *,
+    max_chars: int,
+    sources: SourceOptions,
+) -> dict[str, Any]:
+    payload = build_payload(trace, device, max_chars, sources=sources)
     panels = [
-        _render_widget(section, payload) if isinstance(section.build, str) else render_panel(section, trace, device)
-        for section in DEVICE_SECTIONS
+        _render_widget(section, payload) if panel is None else panel
+        for section, panel in zip(DEVICE_SECTIONS, sections, strict=True)
     ]
     return {
         "id": view_id(rank, device),
