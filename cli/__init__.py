@@ -23,6 +23,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "record": ("memtrace.cli.record", "Record an unmodified training script."),
     "summary": ("memtrace.cli.summary", "Summarize a trace on one screen."),
     "report": ("memtrace.cli.report", "Write an HTML page with all results; it works offline."),
+    "serve": ("memtrace.cli.serve", "Show a trace of any size, or a running recording, in the browser."),
+    "live": ("memtrace.cli.live", "Watch a running recording in the terminal."),
     "findings": ("memtrace.cli.findings", "Find wasted memory and estimate what each fix would save."),
     "steps": ("memtrace.cli.steps", "Detect training steps and measure how much they vary."),
     "access": ("memtrace.cli.access", "Show access intervals and swap candidates."),

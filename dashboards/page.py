@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -60,6 +61,7 @@ SCRIPTS: Final = (
     "block_detail.js",
     "block_filters.js",
     "explorer.js",
+    "served.js",
     "report.js",
 )
 """Scripts of the page in ``templates/``, in the order in which they use each other; they share one scope."""
@@ -120,9 +122,9 @@ def report(
 def render(trace: Trace, *, prediction: PipelinePrediction | None = None, sources: SourceOptions | None = None) -> str:
     """Return the page as HTML; the arguments are those of ``report``."""
     pairs, num_left_out = _choose_views(trace)
-    job_panels = [_render_panel(section, trace) for section in (*ranks.sections(pairs), *pipeline.SECTIONS)]
+    job_panels = [render_panel(section, trace) for section in (*ranks.sections(pairs), *pipeline.SECTIONS)]
     if prediction is not None:
-        job_panels += [_render_panel(section, prediction) for section in pipeline.PREDICTION_SECTIONS]
+        job_panels += [render_panel(section, prediction) for section in pipeline.PREDICTION_SECTIONS]
     drawn = [_render_sections(trace.rank(rank), device) for rank, device in pairs]
     panels = [panel for panels in (job_panels, *drawn) for panel in panels if panel is not None]
     num_used = sum(len(repr(panel).encode()) for panel in panels)
@@ -139,18 +141,44 @@ def render(trace: Trace, *, prediction: PipelinePrediction | None = None, source
         )
         for (rank, device), sections in zip(pairs, drawn, strict=True)
     ]
+    return fill_template(
+        name_text(trace.path.name if trace.path else "trace"),
+        views,
+        views_note=_left_out_note(num_left_out),
+        job_panels=[panel for panel in job_panels if panel.has_content],
+    )
+
+
+def fill_template(
+    title: str,
+    views: Sequence[dict[str, Any]],
+    *,
+    views_note: str = "",
+    job_panels: Sequence[Panel] = (),
+    served: str | None = None,
+) -> str:
+    """Return the page as HTML.
+
+    Args:
+        title: Name of the trace.
+        views: What the template shows of each rank and device.
+        views_note: Which views are left out.
+        job_panels: Sections of the whole job.
+        served: JSON for the scripts of a page that gets its data from a server; None: the page is a file.
+    """
     environment = Environment(loader=PackageLoader("memtrace.dashboards"), autoescape=True, trim_blocks=True)
     environment.globals.update(zip=zip, format_share=format_share)
     return environment.get_template("report.html").render(
-        title=name_text(trace.path.name if trace.path else "trace"),
+        title=title,
         version=__version__,
         views=views,
-        views_note=_left_out_note(num_left_out),
-        job_panels=[panel for panel in job_panels if panel.has_content],
+        views_note=views_note,
+        job_panels=job_panels,
         glossary=GLOSSARY,
         category_meanings=CATEGORY_MEANINGS,
         category_labels=CATEGORY_LABELS,
-        content_security_policy=CONTENT_SECURITY_POLICY,
+        content_security_policy=CONTENT_SECURITY_POLICY + ("; connect-src 'self'" if served is not None else ""),
+        served=None if served is None else script_safe(served),
         themes=_json({name: {"template": plotly_template(name), "colors": THEMES[name]} for name in THEMES}),
         inline=_inline_sources(environment),
     )
@@ -176,7 +204,7 @@ def _left_out_note(num_left_out: int) -> str:
 def _render_sections(trace: Trace, device: str) -> list[Panel | None]:
     """Render the sections of a view except for its widgets, which are None."""
     return [
-        None if isinstance(section.build, str) else _render_panel(section, trace, device) for section in DEVICE_SECTIONS
+        None if isinstance(section.build, str) else render_panel(section, trace, device) for section in DEVICE_SECTIONS
     ]
 
 
@@ -215,7 +243,7 @@ def _render_widget(section: Section, payload: Payload | None) -> Panel:
     return _make_panel(section, widget=widget, note=payload.note if payload is not None else "")
 
 
-def _render_panel(section: Section, *arguments: Any) -> Panel:
+def render_panel(section: Section, *arguments: Any) -> Panel:
     """Render a section with a build function; the arguments are those of the function."""
     assert callable(section.build)
     content = section.build(*arguments)
@@ -224,6 +252,12 @@ def _render_panel(section: Section, *arguments: Any) -> Panel:
     note = (content.layout.meta or {}).get("note", "")
     content.layout.template = None
     return _make_panel(section, figure=script_safe(content.to_json()), note=note)
+
+
+def make_widget_panel(section: Section) -> Panel:
+    """Return the panel of a widget whose data come from a server."""
+    assert isinstance(section.build, str)
+    return _make_panel(section, widget=section.build)
 
 
 def _make_panel(

@@ -24,7 +24,7 @@ from memtrace.format.keyframes import find_sorted
 from memtrace.format.manifest import Manifest
 from memtrace.format.part_reader import open_folder
 from memtrace.format.schema import EVENT_KINDS, SPAN_KINDS, TABLES, arrow_schema
-from memtrace.format.sources import MemoryTables, Source
+from memtrace.format.sources import SPAN_COLUMNS, MemoryTables, Source
 from memtrace.format.window import MemoizedSource, Window, WindowBounds, find_step_bounds
 from memtrace.frames import Frame
 from memtrace.text import to_printable
@@ -141,6 +141,38 @@ class Trace:
     def surroundings(self) -> Trace | None:
         """What a window of one rank is cut from, which knows more about its blocks; None for a whole trace."""
         return self.cached(Trace._open_surroundings)
+
+    @property
+    def part_numbers(self) -> list[int]:
+        """Numbers of the parts of a single-rank trace, in order; each can be opened by itself."""
+        return self._source.part_numbers()
+
+    def part(self, number: int) -> Trace:
+        """Return one part of a single-rank trace: its events, after the blocks that are live when it begins.
+
+        The parts share the texts of the trace, which are read once.
+        """
+        source = self._source.part(number)
+        if source is self._source:
+            return self
+        part = Trace(self.path, {self.ranks[0]: source}, self.unreadable)
+        part._results[Trace._read_names, (), ()] = self._names
+        return part
+
+    def with_tables(self, tables: Mapping[str, pa.Table]) -> Trace:
+        """Return a trace in memory of other tables, which refer to the names of this single-rank trace."""
+        other = Trace.from_tables(self.manifest, tables, self.path)
+        other._results[Trace._read_names, (), ()] = self._names
+        return other
+
+    def spans_after(self, number: int) -> tuple[int, dict[str, Array]]:
+        """Return the number of the last part of ``spans``, and the columns of the parts after ``number``.
+
+        Args:
+            number: the number that an earlier call returned; -1 for all spans.
+        """
+        last, parts = self._source.read_spans_after(number)
+        return last, decode_columns("spans", parts, SPAN_COLUMNS, ())
 
     def without_marks(self) -> Trace:
         """Return the same trace of one rank as if no steps were marked: analyses then use detected steps."""
