@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from memtrace.allocator.exact_replay import reproduce_exactly
-from memtrace.allocator.plan import plan_reproduced, settings_table
+from memtrace.allocator.plan import plan_allocator, settings_table
 from memtrace.allocator.requests import history_rows
 from memtrace.allocator.state_tables import block_map_at_peak, free_bytes_by_segment, segment_lifetimes
 from memtrace.units import choose_byte_unit, choose_time_unit, format_bytes, format_count, format_duration
@@ -58,8 +58,8 @@ def sweep_section(trace: Trace, device: str) -> go.Figure | None:
     reproduced = _reproduce(trace, device)
     if reproduced is None:
         return None
-    prepared, result = reproduced
-    plan = plan_reproduced(prepared, result)
+    _, result = reproduced
+    plan = next(plan for plan in plan_allocator(trace).devices if plan.device == device)
     figure = sweep_figure(settings_table(plan))
     check = (
         f"The model reproduces the recording: {result.num_allocations_exact:,} of "

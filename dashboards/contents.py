@@ -10,7 +10,6 @@ from memtrace.dashboards import (
     allocator_state,
     findings,
     growth,
-    lifetimes,
     peak_breakdown,
     stability,
     steps,
@@ -39,8 +38,8 @@ DEVICE_SECTIONS: Final = (
     Section(
         "timeline",
         "Memory over time",
-        "Live bytes, stacked by category, above the steps and their phases. Scroll or drag to zoom; click an instant "
-        "to see its blocks.",
+        "Live bytes as stacked areas, with lines for what the allocator and the device count; below, on the same axis, "
+        "steps, phases, modules and operators, and the blocks by address in their segments.",
         "tracks",
         "The trace has no allocations on this device.",
     ),
@@ -83,13 +82,6 @@ DEVICE_SECTIONS: Final = (
         "Memory that the allocator reserved and no block uses. The allocator can release only whole segments: one "
         "live block keeps the rest of its segment reserved.",
         allocator_state.fragmentation_table,
-    ),
-    Section(
-        "segments",
-        "Segments over time",
-        "Each bar is a segment, from its reservation to its release. Bar height shows the size of the segment.",
-        allocator.segments_section,
-        height=420,
     ),
     Section(
         "holes",
@@ -145,14 +137,6 @@ DEVICE_SECTIONS: Final = (
         "access with the measured bandwidths of your machine for exact results.",
         access.swap_figure,
         height=440,
-    ),
-    Section(
-        "lifetimes",
-        "Block lifetimes",
-        "Each rectangle is a block, from its allocation to its free, at its address. Height shows its size.",
-        lifetimes.lifetimes_figure,
-        "The trace has no addresses.",
-        height=520,
     ),
 )
 """Sections of one rank and device; those of a whole job are in ``memtrace.dashboards.pipeline``."""

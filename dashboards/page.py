@@ -13,7 +13,6 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 from memtrace.dashboards import overview, pipeline
 from memtrace.dashboards.contents import DEVICE_SECTIONS, GLOSSARY
-from memtrace.dashboards.explorer import MAX_CHARS
 from memtrace.dashboards.palette import CATEGORY_COLORS, THEMES, plotly_template
 from memtrace.dashboards.payload import Payload, build_payload
 from memtrace.dashboards.sections import Section, Table
@@ -32,15 +31,28 @@ if TYPE_CHECKING:
 MAX_VIEWS: Final = 4
 """Most pairs of rank and device on one page; each has figures of its own."""
 
+MAX_PAGE_BYTES: Final = 12_000_000
+"""Size of the largest page; the payloads of its views share what figures and tables leave of it."""
+_MARKUP_BYTES: Final = 1_500_000
+"""Room for scripts, plotly.js and the markup around tables."""
+
 SCRIPTS: Final = (
     "format.js",
     "store.js",
+    "axis.js",
     "block_columns.js",
     "source.js",
     "block_fields.js",
     "block_query.js",
     "block_selection.js",
     "colors.js",
+    "pixels.js",
+    "track_layers.js",
+    "track_curve.js",
+    "track_lanes.js",
+    "track_addresses.js",
+    "track_elements.js",
+    "navigation.js",
     "tracks.js",
     "block_tree.js",
     "flame.js",
@@ -118,28 +130,32 @@ def render(trace: Trace, *, prediction: PipelinePrediction | None = None, source
     first = choose_rank(trace)
     ranks = sorted(trace.ranks, key=lambda rank: rank != first)
     pairs = [(rank, device) for rank in ranks for device in order_devices(trace.rank(rank))]
-    shown = pairs[:MAX_VIEWS]
+    job_panels = [_render_panel(section, trace) for section in pipeline.SECTIONS]
+    if prediction is not None:
+        job_panels += [_render_panel(section, prediction) for section in pipeline.PREDICTION_SECTIONS]
+    drawn = [_render_sections(trace.rank(rank), device) for rank, device in pairs[:MAX_VIEWS]]
+    panels = [panel for panels in (job_panels, *drawn) for panel in panels if panel is not None]
+    num_used = sum(len(repr(panel).encode()) for panel in panels)
+    max_chars = max(0, MAX_PAGE_BYTES - _MARKUP_BYTES - num_used) // max(1, len(drawn))
     views = [
         _render_view(
             trace.rank(rank),
             rank,
             device,
             len(trace.ranks),
-            max_block_chars=MAX_CHARS // len(shown),
+            sections,
+            max_chars=max_chars,
             sources=sources or SourceOptions(),
         )
-        for rank, device in shown
+        for (rank, device), sections in zip(pairs, drawn, strict=False)
     ]
-    job_panels = [_render_panel(section, trace) for section in pipeline.SECTIONS]
-    if prediction is not None:
-        job_panels += [_render_panel(section, prediction) for section in pipeline.PREDICTION_SECTIONS]
     environment = Environment(loader=PackageLoader("memtrace.dashboards"), autoescape=True, trim_blocks=True)
     environment.globals.update(zip=zip, format_share=format_share)
     return environment.get_template("report.html").render(
         title=name_text(trace.path.name if trace.path else "trace"),
         version=__version__,
         views=views,
-        views_note=_left_out_note(len(pairs) - len(shown)),
+        views_note=_left_out_note(len(pairs) - len(drawn)),
         job_panels=[panel for panel in job_panels if panel.has_content],
         glossary=GLOSSARY,
         category_meanings=CATEGORY_MEANINGS,
@@ -157,13 +173,27 @@ def _left_out_note(num_left_out: int) -> str:
     return f"This page leaves out {views}. Write a page for one rank with memtrace report --rank N."
 
 
+def _render_sections(trace: Trace, device: str) -> list[Panel | None]:
+    """Render the sections of a view except for its widgets, which are None."""
+    return [
+        None if isinstance(section.build, str) else _render_panel(section, trace, device) for section in DEVICE_SECTIONS
+    ]
+
+
 def _render_view(
-    trace: Trace, rank: int, device: str, num_ranks: int, *, max_block_chars: int, sources: SourceOptions
+    trace: Trace,
+    rank: int,
+    device: str,
+    num_ranks: int,
+    sections: list[Panel | None],
+    *,
+    max_chars: int,
+    sources: SourceOptions,
 ) -> dict[str, Any]:
-    payload = build_payload(trace, device, max_block_chars=max_block_chars, sources=sources)
+    payload = build_payload(trace, device, max_chars, sources=sources)
     panels = [
-        _render_widget(section, payload) if isinstance(section.build, str) else _render_panel(section, trace, device)
-        for section in DEVICE_SECTIONS
+        _render_widget(section, payload) if panel is None else panel
+        for section, panel in zip(DEVICE_SECTIONS, sections, strict=True)
     ]
     return {
         "id": view_id(rank, device),
