@@ -54,6 +54,7 @@ class Trace:
         self._sources = dict(sources)
         self._columns: dict[tuple[str, str], Array] = {}
         self._block_ids: Array | None = None
+        self._frames: dict[int, Frame] = {}
         self._results: dict[Hashable, Any] = {}
         self._has_marks = True
 
@@ -276,7 +277,9 @@ class Trace:
 
     def frame(self, identity: int) -> Frame:
         """Return a frame by its id in the table names; KeyError where it was never written."""
-        return Frame.from_text(self._names[0][identity])
+        if identity not in self._frames:
+            self._frames[identity] = Frame.from_text(self._names[0][identity])
+        return self._frames[identity]
 
     def frame_ids(self, stack: int) -> list[int]:
         """Return the frames of a stack, innermost first, as ids of the table names."""
