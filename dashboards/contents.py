@@ -46,19 +46,10 @@ DEVICE_SECTIONS: Final = (
     Section(
         "live",
         "Blocks at any instant",
-        "Blocks that are live at one instant: click the figure above to choose it. Group them, search them, and click "
-        "one to see its call stack, or list what was allocated in the visible range of the figure.",
+        "Blocks that are live at one instant: click the figure above to choose it. Or blocks that are allocated, "
+        "freed or kept in a range of time. Group them by module or call stack, filter them, and click one to see its "
+        "call stack, source lines, accesses and free.",
         "explorer",
-    ),
-    Section(
-        "modules",
-        "Peak memory by module",
-        "Blocks that are live at the peak, below the module that allocated them. Parameters, gradients and optimizer "
-        "state are below the module that owns the parameter. Height shows bytes, color the largest category.",
-        peak_breakdown.modules_figure,
-        "The trace has no modules.",
-        columns=2,
-        height=470,
     ),
     Section(
         "categories",
@@ -75,13 +66,7 @@ DEVICE_SECTIONS: Final = (
         "backward allocates count for the line of the forward operator.",
         peak_breakdown.sites_table,
         "The trace has no call stacks.",
-    ),
-    Section(
-        "blocks",
-        "Largest blocks at the peak",
-        "The largest blocks that are live at the peak, with the call stack of each allocation.",
-        peak_breakdown.blocks_table,
-        "No block is live at the peak.",
+        columns=2,
     ),
     Section(
         "wasted",

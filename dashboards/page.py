@@ -16,6 +16,7 @@ from memtrace.dashboards.contents import DEVICE_SECTIONS, GLOSSARY
 from memtrace.dashboards.palette import CATEGORY_COLORS, THEMES, plotly_template
 from memtrace.dashboards.payload import Payload, build_payload
 from memtrace.dashboards.sections import Section, Table
+from memtrace.dashboards.source_lines import SourceOptions
 from memtrace.dashboards.text import name_text
 
 from memtrace import __version__
@@ -39,15 +40,25 @@ SCRIPTS: Final = (
     "format.js",
     "store.js",
     "axis.js",
+    "block_columns.js",
     "source.js",
+    "block_fields.js",
+    "block_query.js",
+    "block_selection.js",
+    "colors.js",
     "pixels.js",
-    "coloring.js",
+    "track_layers.js",
     "track_curve.js",
     "track_lanes.js",
     "track_addresses.js",
     "track_elements.js",
     "navigation.js",
     "tracks.js",
+    "block_tree.js",
+    "flame.js",
+    "block_table.js",
+    "block_detail.js",
+    "block_filters.js",
     "explorer.js",
     "report.js",
 )
@@ -85,13 +96,21 @@ class Panel:
         return self.figure is not None or self.table is not None or bool(self.widget)
 
 
-def report(trace: Trace, output: str | Path, *, prediction: PipelinePrediction | None = None) -> Path:
+def report(
+    trace: Trace,
+    output: str | Path,
+    *,
+    prediction: PipelinePrediction | None = None,
+    sources: SourceOptions | None = None,
+) -> Path:
     """Write the page of a trace.
 
     Args:
         trace: A trace of one or several ranks.
         output: Path of the HTML file.
         prediction: Predicted pipeline to show next to the recorded one.
+        sources: Which source files the page may contain lines of; None: those that the trace names, if this machine
+            recorded it.
 
     Returns:
         The path of the HTML file.
@@ -101,12 +120,12 @@ def report(trace: Trace, output: str | Path, *, prediction: PipelinePrediction |
     """
     target = Path(output)
     temporary = target.with_name(f".{target.name}.tmp")
-    temporary.write_text(render(trace, prediction=prediction), encoding="utf-8")
+    temporary.write_text(render(trace, prediction=prediction, sources=sources), encoding="utf-8")
     temporary.replace(target)
     return target
 
 
-def render(trace: Trace, *, prediction: PipelinePrediction | None = None) -> str:
+def render(trace: Trace, *, prediction: PipelinePrediction | None = None, sources: SourceOptions | None = None) -> str:
     """Return the page as HTML; the arguments are those of ``report``."""
     first = choose_rank(trace)
     ranks = sorted(trace.ranks, key=lambda rank: rank != first)
@@ -119,7 +138,15 @@ def render(trace: Trace, *, prediction: PipelinePrediction | None = None) -> str
     num_used = sum(len(repr(panel).encode()) for panel in panels)
     max_chars = max(0, MAX_PAGE_BYTES - _MARKUP_BYTES - num_used) // max(1, len(drawn))
     views = [
-        _render_view(trace.rank(rank), rank, device, len(trace.ranks), sections, max_chars)
+        _render_view(
+            trace.rank(rank),
+            rank,
+            device,
+            len(trace.ranks),
+            sections,
+            max_chars=max_chars,
+            sources=sources or SourceOptions(),
+        )
         for (rank, device), sections in zip(pairs, drawn, strict=False)
     ]
     environment = Environment(loader=PackageLoader("memtrace.dashboards"), autoescape=True, trim_blocks=True)
@@ -128,7 +155,7 @@ def render(trace: Trace, *, prediction: PipelinePrediction | None = None) -> str
         title=name_text(trace.path.name if trace.path else "trace"),
         version=__version__,
         views=views,
-        views_note=_left_out_note(len(pairs) - len(views)),
+        views_note=_left_out_note(len(pairs) - len(drawn)),
         job_panels=[panel for panel in job_panels if panel.has_content],
         glossary=GLOSSARY,
         category_meanings=CATEGORY_MEANINGS,
@@ -154,9 +181,16 @@ def _render_sections(trace: Trace, device: str) -> list[Panel | None]:
 
 
 def _render_view(
-    trace: Trace, rank: int, device: str, num_ranks: int, sections: list[Panel | None], max_chars: int
+    trace: Trace,
+    rank: int,
+    device: str,
+    num_ranks: int,
+    sections: list[Panel | None],
+    *,
+    max_chars: int,
+    sources: SourceOptions,
 ) -> dict[str, Any]:
-    payload = build_payload(trace, device, max_chars)
+    payload = build_payload(trace, device, max_chars, sources=sources)
     panels = [
         _render_widget(section, payload) if panel is None else panel
         for section, panel in zip(DEVICE_SECTIONS, sections, strict=True)

@@ -42,6 +42,25 @@ STACK_ORDER: Final = (
 )
 """Categories of a stacked figure, bottom to top: those that stay live across steps are the base of the others."""
 
+SERIES_COLORS: Final = (
+    BLUE,
+    ORANGE,
+    GREEN,
+    PURPLE,
+    SKY,
+    VERMILION,
+    "#8272d1",
+    "#aaa43c",
+    "#aa4499",
+    "#35b8a8",
+    "#c9616f",
+    "#9c6b3e",
+)
+"""Colors of texts such as allocation sites: those of Okabe and Ito and of Paul Tol's "muted" scheme, none so dark or
+light that it disappears in one of the themes."""
+SIZE_COLORS: Final = ("#6b6fb5", "#3f86b5", "#2a9c96", "#4db36e", "#97c33f", "#e6d22e")
+"""Colors of classes of sizes, smallest first: a scale of rising lightness, as in viridis."""
+
 THEMES: Final[dict[str, dict[str, str]]] = {
     "light": {
         "page": "#f4f6f8",

@@ -228,8 +228,16 @@ class Trace:
 
     def frames(self, stack: int) -> list[Frame]:
         """Return the frames of a stack, innermost first; empty for -1 and for a stack that was never written."""
+        return [self.frame(identity) for identity in self.frame_ids(stack)]
+
+    def frame(self, identity: int) -> Frame:
+        """Return a frame by its id in the table names; KeyError where it was never written."""
+        return Frame.from_text(self._names[0][identity])
+
+    def frame_ids(self, stack: int) -> list[int]:
+        """Return the frames of a stack, innermost first, as ids of the table names."""
         texts, stacks = self._names
-        return [Frame.from_text(texts[identity]) for identity in stacks.get(stack, ()) if identity in texts]
+        return [identity for identity in stacks.get(stack, ()) if identity in texts]
 
     @property
     def code_owner(self) -> CodeOwner:

@@ -19,7 +19,7 @@ function createSource() {
     const { packed, plain } = JSON.parse(document.getElementById(`payload-${view}`).textContent);
     const names = Object.keys(packed);
     const columns = await Promise.all(names.map((name) => unpack(packed[name])));
-    return describeData({ ...plain, ...Object.fromEntries(names.map((name, i) => [name, columns[i]])) });
+    return describeData(describeBlocks({ ...plain, ...Object.fromEntries(names.map((name, i) => [name, columns[i]])) }));
   }
 
   return {

@@ -3,14 +3,17 @@
 //
 //   view    the visible view (rank and device)          from, to  the visible time range in µs; null: all
 //   at      event row of the chosen instant; null: none  block     id of the chosen block; null: none
-//   show    blocks to list: instant, range, kept         group     module, site, stack, category, operator
+//   show    blocks to list: instant, range, churn, kept  group     module, site, stack, category, operator
 //   search  words that blocks must contain               step, module  blocks must belong to them; null: any
 //   color   what the colors mean                         section   section to scroll to
-//   brush   selected time range in µs; null: none        axis      time or event; null: as the data suggest
-//   hide    numbers of the areas of the curve that are   fit       whether the height fits the visible range
-//           hidden, with commas
-const NUMBERS = ["from", "to", "at", "block", "step"], TEXTS = ["view", "show", "group", "search", "module", "color", "section",
-  "axis", "hide", "fit"];
+//   zoom    chosen box of the icicle; null: all          frames    of call stacks: own, all
+//   measure width of its boxes: bytes, count             graph     icicle, flame
+//   highlight  text that boxes contain                   brush     selected time range in µs; null: none
+//   axis    time or event; null: as the data suggest     fit       whether the height fits the visible range
+//   hide    numbers of the areas of the curve that are hidden, with commas
+const NUMBERS = ["from", "to", "at", "block", "step", "zoom"];
+const TEXTS = ["view", "show", "group", "search", "module", "color", "section", "frames", "measure", "graph", "highlight", "axis",
+  "hide", "fit"];
 const RANGES = ["brush"]; // written as start..end
 const WRITE_DELAY_MS = 250; // browsers refuse many changes of the address in a short time
 

@@ -3,7 +3,7 @@
 
 function createAddressTrack({ data, store, axis, colors, layout, coloring, matching }) {
   const HEIGHT = 280, canvas = make("canvas"), { blocks, segments } = data, offset = data.addresses.offset;
-  const byAxis = {}, local = { low: 0, high: 1 }; // visible addresses as shares of all
+  const fields = blockFields(data), byAxis = {}, local = { low: 0, high: 1 }; // visible addresses as shares of all
   const known = offset.some((value) => value >= 0);
   let span = 1;
   for (let i = 0; i < offset.length; i++) if (offset[i] >= 0) span = Math.max(span, offset[i] + blocks.size[i]);
@@ -98,10 +98,11 @@ function createAddressTrack({ data, store, axis, colors, layout, coloring, match
     if (i >= 0) {
       const { groups, codes } = coloring();
       rows.push([`block ${blocks.block[i]}`, formatBytes(blocks.size[i]), groups[codes[i]].color], ["category", data.categories[blocks.category[i]].label, null]);
-      for (const [term, texts, key] of [["tensor", data.names, "name"], ["module", data.modules, "module"], ["operator", data.operators, "operator"], ["allocation site", data.sites, "site"]]) {
-        if (texts?.[blocks[key]?.[i]]) rows.push([term, texts[blocks[key][i]], null]);
+      for (const field of ["name", "module", "operator", "site"].map((key) => fields[key])) {
+        const text = field.ofKind(blocks.kind[i]);
+        if (text) rows.push([field.label, text, null]);
       }
-      if (blocks.begin_us[i] >= 0 && blocks.end_us[i] >= 0) rows.push(["live for", formatTime(blocks.end_us[i] - blocks.begin_us[i]), null]);
+      if (lifetimeOf(blocks, i) >= 0) rows.push(["live for", formatTime(lifetimeOf(blocks, i)), null]);
     }
     if (segment >= 0) rows.push([data.segment_kinds[segments.kind[segment]], formatBytes(segments.size[segment]), null]);
     return rows;

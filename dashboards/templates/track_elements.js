@@ -22,7 +22,7 @@ function makeElements(root, tracks, { data, store }) {
   const hasSteps = data.steps.index.length > 0;
   elements.axisChoice = makeChoice("Axis", [["time", "time"], ["event", "events"]], "time", (axis) => store.set({ axis }, { push: true }));
   elements.axisChoice.hidden = !data.has_times;
-  const colorings = COLORINGS.filter(([key]) => key === "category" || key === "size" || (key === "stream" ? data.blocks.stream : data[`${key}s`]?.some(Boolean)));
+  const colorings = COLORINGS.filter(([key]) => key === "category" || key === "size" || data.kinds.size.some((_, kind) => blockFields(data)[key].ofKind(kind)));
   elements.colorChoice = makeChoice("Color", colorings, "category", (color) => store.set({ color, hide: null }, { push: true }));
   elements.addTools = ({ navigation, select, clear, requestDraw }) => {
     elements.fit = makeButton("Fit height", () => store.set({ fit: store.get().fit === null ? "1" : null }), "Scale the height to the visible range");

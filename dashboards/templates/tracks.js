@@ -4,11 +4,10 @@
 // Fills root with the tracks of the data of a view. Returns a function that draws them again, for another theme.
 function mountTracks(root, data, store, colors) {
   const axis = createAxis(data, store), layout = createLayout(axis);
-  const blockColors = rememberLast(() => store.get().color ?? data.default_color, (mode) => colorBlocks(data, mode));
+  const blockColors = () => coloringOf(data);
   const matching = rememberLast(() => `${store.get().step} ${store.get().module}`, () => matchingBlocks(data, store.get()));
-  data.default_color ??= defaultColoring(data);
-  const layers = rememberLast(() => `${store.get().color} ${store.get().step} ${store.get().module}`,
-    () => curveLayers(data, store.get().color ?? data.default_color, blockColors(), matching()));
+  const layers = rememberLast(() => `${chosenColoring(data)} ${store.get().step} ${store.get().module}`,
+    () => curveLayers(data, chosenColoring(data), blockColors(), matching()));
   const parts = { data, store, axis, colors, layout, layers, coloring: blockColors, matching };
   const curve = createCurveTrack(parts), lanes = createLanesTrack(parts), addresses = createAddressTrack(parts);
   const tracks = [["Memory", curve], ["Steps, modules and operators", lanes], ["Blocks and segments by address", addresses]].filter(([, track]) => !track.isEmpty);
@@ -46,11 +45,11 @@ function mountTracks(root, data, store, colors) {
   const clear = () => store.set({ brush: null, step: null, module: null, block: null, show: null }, { push: true });
 
   function updateTools() {
-    const { brush: chosen, step, module, axis: kind, fit, color } = store.get();
+    const { brush: chosen, step, module, axis: kind, fit } = store.get();
     elements.fit.setAttribute("aria-pressed", String(fit !== null));
     elements.pan.setAttribute("aria-pressed", String(elements.isPanning));
     elements.axisChoice.querySelector("select").value = kind ?? (data.has_times ? "time" : "event");
-    elements.colorChoice.querySelector("select").value = color ?? data.default_color;
+    elements.colorChoice.querySelector("select").value = chosenColoring(data);
     elements.selection.hidden = !chosen && step === null && !module;
     elements.selectionText.textContent = [chosen && describeRange(data, chosen), step !== null && `Step ${step}.`, module && `Module ${module}.`].filter(Boolean).join(" ");
   }

@@ -1,4 +1,5 @@
-// Runs in a worker: unpacks columns, the inverse of memtrace.dashboards.delta_encoding.encode_columns.
+// Runs in a worker: unpacks columns and texts, the inverse of memtrace.dashboards.delta_encoding.encode_columns and of
+// memtrace.dashboards.text_encoding.encode_json.
 function bytesOfBase64(text) {
   if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
   const binary = atob(text), bytes = new Uint8Array(binary.length);
@@ -6,9 +7,8 @@ function bytesOfBase64(text) {
   return bytes;
 }
 
-async function inflate(text) {
-  const stream = new Blob([bytesOfBase64(text)]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return new Uint8Array(await new Response(stream).arrayBuffer());
+function inflate(text) {
+  return new Response(new Blob([bytesOfBase64(text)]).stream().pipeThrough(new DecompressionStream("deflate")));
 }
 
 // Sums up the differences of one column. Values of up to 32 bits need no 64-bit numbers, which are slower.
@@ -33,7 +33,7 @@ function unpackColumn(planes, start, length, width, factor, fits) {
 }
 
 async function unpackColumns({ length, columns, data }) {
-  const planes = await inflate(data), unpacked = {};
+  const planes = new Uint8Array(await inflate(data).arrayBuffer()), unpacked = {};
   let start = 0;
   for (const [name, width, factor, fits] of columns) {
     unpacked[name] = unpackColumn(planes, start, length, width, factor, fits);
@@ -44,9 +44,10 @@ async function unpackColumns({ length, columns, data }) {
 
 self.onmessage = async ({ data: { id, packed } }) => {
   try {
+    if (packed.json) return self.postMessage({ id, columns: await inflate(packed.json).json() });
     const columns = await unpackColumns(packed);
-    self.postMessage({ id, columns }, Object.values(columns).map((values) => values.buffer));
+    return self.postMessage({ id, columns }, Object.values(columns).map((values) => values.buffer));
   } catch (error) {
-    self.postMessage({ id, error: String(error) });
+    return self.postMessage({ id, error: String(error) });
   }
 };
