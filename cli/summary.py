@@ -90,7 +90,7 @@ def _print_summary(out: Console, name: str, summary: JudgedSummary) -> None:
     for device in summary.devices:
         _print_device(out, device)
     for failure in summary.out_of_memory:
-        print_failure(out, failure, name)
+        print_failure(out, failure, with_advice=not summary.verdict.fixes)
     out.print()
     table = fact_table()
     for label, text in (*_step_facts(summary.steps), *_pattern_facts(summary.patterns)):
