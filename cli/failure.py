@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memtrace.cli.output import console, escape, plain_table
+from memtrace.cli.output import console, escape, plain_table, print_next_command
 from memtrace.cli.verdict import print_verdict
 
 from memtrace.analysis.outside_memory import describe_outside_memory
@@ -101,4 +102,4 @@ def _print_last_failure(folder: Path) -> None:
         out.print()
         print_verdict(out, verdict)
         print_failure(out, failures[-1], with_advice=not verdict.fixes)
-        out.print(f"Next: memtrace report {escape(str(folder))} -o report.html", style="dim", soft_wrap=True)
+        print_next_command(out, f"memtrace report {shlex.quote(str(folder))} -o report.html")
