@@ -10,6 +10,8 @@ in ``memtrace.analysis``.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
+logger = logging.getLogger("memtrace")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -258,7 +261,9 @@ class Trace:
         """
         key = (function, args, tuple(sorted(kwargs.items())))
         if key not in self._results:
+            begin_s = time.perf_counter()
             self._results[key] = function(self, *args, **kwargs)
+            logger.debug("%s in %s: %.3f s", function.__name__, function.__module__, time.perf_counter() - begin_s)
         result: T = self._results[key]
         return result
 
