@@ -43,7 +43,7 @@ def command(
     Examples:
       memtrace serve run.memtrace
       memtrace serve run.memtrace --live --capacity 24GiB
-      memtrace serve run.memtrace --no-open --port 8000     (then, elsewhere: ssh -L 8000:localhost:8000 machine)
+      memtrace serve run.memtrace --no-open --port 8000
     """
     require_server_packages()
     from memtrace.dashboards.server.run import run_server
