@@ -130,8 +130,8 @@ function linkRange(root, view, store) {
 function createRows({ served, served_rows: map, num_rows: length }) {
   if (!map) {
     return {
-      toWhole: (row) => row + served.row_offset,
-      toOwn: (row) => Math.min(Math.max(row - served.row_offset, -1), length - 1),
+      toWhole: (row) => Math.max(row, served.first_row - 1) + served.row_offset, // older blocks: the row before the window
+      toOwn: (row) => (row - served.row_offset < served.first_row ? -1 : Math.min(row - served.row_offset, length - 1)),
     };
   }
   return {

@@ -29,11 +29,13 @@ from memtrace.analysis.part_summary import summarize_part
 from memtrace.analysis.peak import live_after, requested_bytes
 from memtrace.analysis.trace_index import TraceIndex
 from memtrace.format.manifest import read_manifest, write_manifest
+from memtrace.format.schema import EVENT_KINDS
 from memtrace.trace import Trace, load
 from tests.dashboards.unpacking import unpack_columns
 from tests.format.random_traces import RandomTrace, on_disk
 
 TOKEN = "secret-token"
+HEAD_KINDS = [EVENT_KINDS.index("live")]
 WAIT_SECONDS = 60.0
 
 
@@ -173,7 +175,7 @@ def live_ids(data: dict[str, Any], row: int) -> set[int]:
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 10**6), st.integers(10, 80), st.data())
-def test_an_exact_window_has_the_live_sets_and_the_curve_of_the_whole_trace(
+def test_an_exact_window_has_the_live_sets_the_curve_and_the_rows_of_the_analysis(
     tmp_path_factory: pytest.TempPathFactory, seed: int, part_rows: int, data: st.DataObject
 ) -> None:
     rows = RandomTrace(seed, num_steps=5).rows
@@ -181,22 +183,29 @@ def test_an_exact_window_has_the_live_sets_and_the_curve_of_the_whole_trace(
     trace = on_disk(rows, folder, list(range(0, len(rows["events"]), part_rows)))
     whole, time_ns = indexed(trace), trace.columns("events", "time_ns")["time_ns"]
     first_ns, last_ns = sorted(data.draw(st.integers(-1, int(time_ns.max()) + 2)) for _ in range(2))
-    table, ids = blocks(trace), trace.block_ids
-    for code, device in enumerate(trace.devices):
+    window = trace.window(start_ns=first_ns, end_ns=last_ns)
+    table, ids = blocks(window), window.block_ids
+    num_head = int(np.isin(window.columns("events", "kind")["kind"], HEAD_KINDS).sum())
+    for device in window.devices:
         payload = build_window_payload(whole, device, first_ns, last_ns)
         if payload is None:
             continue
-        assert payload.plain["served"]["is_exact"]
+        served_rows = payload.plain["served"]
+        assert served_rows["is_exact"]
         unpacked = {name: unpack_columns(packed) for name, packed in payload.packed.items() if "columns" in packed}
-        offset, live = payload.plain["served"]["row_offset"], requested_bytes(trace, device)
+        live = requested_bytes(window, device)
         for place, row in enumerate(unpacked["curve"]["event"].astype(int).tolist()):
-            whole_row = row + offset
             total = sum(int(unpacked["curve"][name][place]) for name in whole_names(payload.plain))
-            level = np.concatenate([[live.start], live.bytes])[np.searchsorted(live.rows, whole_row, side="right")]
-            assert total == level
-            expected = live_after(table, code, whole_row)
+            assert total == np.concatenate([[live.start], live.bytes])[np.searchsorted(live.rows, row, side="right")]
+            expected = live_after(table, window.devices.index(device), row)
             expected = expected[table.size[expected] > 0]
             assert live_ids(unpacked, row) == set((expected if ids is None else ids[expected]).tolist())
+        # A row of the window is that of the same event in the whole trace.
+        own = np.arange(served_rows["first_row"], window.num_rows("events"))
+        assert served_rows["first_row"] >= num_head or not len(own)
+        for name in ("time_ns", "kind", "op_id"):
+            ours, theirs = (each.columns("events", name)[name] for each in (window, trace))
+            assert np.array_equal(ours[own], theirs[own + served_rows["row_offset"]])
 
 
 def whole_names(plain: dict[str, Any]) -> list[str]:
