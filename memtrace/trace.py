@@ -10,9 +10,11 @@ in ``memtrace.analysis``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -33,8 +35,12 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
+logger = logging.getLogger("memtrace")
 P = ParamSpec("P")
 T = TypeVar("T")
+
+MAX_KEPT_RANKS: Final = 16
+"""Largest number of ranks of which ``each_rank`` keeps what was read and computed."""
 
 _DEVICE_TABLES = tuple(name for name, columns in TABLES.items() if any(column.name == "device" for column in columns))
 
@@ -51,6 +57,7 @@ class Trace:
         self._sources = dict(sources)
         self._columns: dict[tuple[str, str], Array] = {}
         self._block_ids: Array | None = None
+        self._frames: dict[int, Frame] = {}
         self._results: dict[Hashable, Any] = {}
         self._has_marks = True
 
@@ -74,6 +81,15 @@ class Trace:
         if len(self._sources) == 1:
             return self
         return self.cached(Trace._only_rank, number)
+
+    def each_rank(self) -> Iterator[Trace]:
+        """Yield the trace of each rank in order.
+
+        Of a job with more than ``MAX_KEPT_RANKS`` ranks, nothing is kept of a rank once the caller has dropped it:
+        results of a thousand ranks fit in memory, their events do not.
+        """
+        for number in self.ranks:
+            yield self._only_rank(number) if len(self.ranks) > MAX_KEPT_RANKS else self.rank(number)
 
     def window(
         self,
@@ -255,7 +271,9 @@ class Trace:
         """
         key = (function, args, tuple(sorted(kwargs.items())))
         if key not in self._results:
+            begin_s = time.perf_counter()
             self._results[key] = function(self, *args, **kwargs)
+            logger.debug("%s in %s: %.3f s", function.__name__, function.__module__, time.perf_counter() - begin_s)
         result: T = self._results[key]
         return result
 
@@ -274,7 +292,9 @@ class Trace:
 
     def frame(self, identity: int) -> Frame:
         """Return a frame by its id in the table names; KeyError where it was never written."""
-        return Frame.from_text(self._names[0][identity])
+        if identity not in self._frames:
+            self._frames[identity] = Frame.from_text(self._names[0][identity])
+        return self._frames[identity]
 
     def frame_ids(self, stack: int) -> list[int]:
         """Return the frames of a stack, innermost first, as ids of the table names."""
