@@ -37,7 +37,7 @@ def command(
     """Show the page of TRACE from a local server, at any size and while it is being recorded.
 
     A page of memtrace report is one file, and leaves out details of a trace with millions of events. The server loads
-    what the visible range needs. The printed address ends with a random token; only requests that carry it are answered.
+    what the visible range needs. The printed address ends with a random token, which every request needs.
 
     \b
     Examples:
