@@ -33,6 +33,7 @@ function mountTracks(root, data, store, colors) {
     drawLegend(elements.legend, parts, curve);
     updateTools();
     root.dataset.drawMs = (performance.now() - begin).toFixed(1);
+    root.dataset.range = store.get().from === null ? "" : `${store.get().from}..${store.get().to}`;
     root.dataset.draws = String(Number(root.dataset.draws ?? 0) + 1);
   }
   function placeMarks() {
