@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.output import print_line, working
+from memtrace.cli.output import print_confirmation, working
 
 from memtrace.errors import MemtraceError
 from memtrace.units import format_bytes
@@ -52,7 +52,7 @@ def command(selection: Selection, output: str, predict: str | None, no_source: b
             page = report(trace, output, prediction=prediction, sources=sources)
     except OSError as error:
         raise MemtraceError(f"{output}: cannot write the page: {error.strerror or error}") from error
-    print_line(f"Wrote {page} ({format_bytes(page.stat().st_size)}).")
+    print_confirmation(f"Wrote {page} ({format_bytes(page.stat().st_size)}).")
 
 
 def _predict_pipeline(trace: Trace, single_process_path: str) -> PipelinePrediction:

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Final
 import click
 from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.failure import print_failure
-from memtrace.cli.output import console, escape, fact_table, plain_table, print_json, site_with_modules, working
+from memtrace.cli.output import (
+    console,
+    escape,
+    fact_table,
+    plain_table,
+    print_json,
+    print_next_command,
+    site_with_modules,
+    working,
+)
 from memtrace.cli.verdict import print_verdict
 
 from memtrace.analysis.device_clock import CLOCK_LABELS
@@ -65,9 +74,7 @@ def command(selection: Selection, as_json: bool) -> None:
     if len(job.ranks) > 1:
         _print_ranks(out, job)
     _print_summary(out, selection.name, main)
-    out.print(
-        f"\nNext: memtrace report {escape(shlex.join(selection.paths))} -o report.html", style="dim", soft_wrap=True
-    )
+    print_next_command(out, f"memtrace report {shlex.join(selection.paths)} -o report.html")
 
 
 def _print_ranks(out: Console, job: JudgedJob) -> None:
@@ -90,7 +97,7 @@ def _print_summary(out: Console, name: str, summary: JudgedSummary) -> None:
     for device in summary.devices:
         _print_device(out, device)
     for failure in summary.out_of_memory:
-        print_failure(out, failure, name)
+        print_failure(out, failure, with_advice=not summary.verdict.fixes)
     out.print()
     table = fact_table()
     for label, text in (*_step_facts(summary.steps), *_pattern_facts(summary.patterns)):

@@ -14,7 +14,8 @@ from memtrace.analysis.growth import measure_growth
 from memtrace.analysis.peak import Peak, find_peak, peak_by_category, peak_by_module, peak_by_site
 from memtrace.analysis.steps import step_columns
 from memtrace.categories import CATEGORY_LABELS
-from memtrace.planning.verdict import Fix, describe_saving, find_verdict
+from memtrace.planning.fixes import Fix, describe_saving
+from memtrace.planning.verdict import find_verdict
 from memtrace.units import UNKNOWN, format_bytes, format_count, format_duration, format_share
 
 if TYPE_CHECKING:

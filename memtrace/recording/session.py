@@ -310,6 +310,30 @@ class Recording:
             yield item
             self.step()
 
+    def serve(self, *, port: int = 0, host: str = "127.0.0.1", capacity_bytes: int | None = None) -> str | None:
+        """Show this recording in the browser while it runs, from a server in a process of its own.
+
+        The server needs ``pip install "memtrace[serve]"`` and ends with this process.
+
+        Args:
+            port: Port to listen on. Default 0: a free one.
+            host: Address to listen on. Default "127.0.0.1": only this machine can open the page.
+            capacity_bytes: Memory of every device, for the time to out-of-memory. Default None: as recorded.
+
+        Returns:
+            The address of the page, which ends with a secret token; None, after a warning, if there is no server.
+        """
+        if self._recorder is None or not self.is_recording:
+            logger.warning("memtrace: nothing is served: the recording is not running")
+            return None
+        try:
+            from memtrace.recording.serving import start_server
+
+            return start_server(self._recorder.trace_path, host=host, port=port, capacity_bytes=capacity_bytes)
+        except (MemtraceError, OSError, ImportError, OverflowError, ValueError, TypeError) as error:
+            logger.warning("memtrace: nothing is served, training continues: %s", error)
+            return None
+
     @contextmanager
     def stage(self, number: int, *, pipeline: int = 0) -> Iterator[None]:
         """Assign the micro-batches inside the ``with`` block to a stage of a hand-written pipeline.
