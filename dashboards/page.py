@@ -240,7 +240,7 @@ def view_id(rank: int, device: str) -> str:
 
 def _render_widget(section: Section, payload: Payload | None) -> Panel:
     widget = section.build if isinstance(section.build, str) and payload is not None else ""
-    return _make_panel(section, widget=widget, note=payload.note if payload is not None else "")
+    return _make_panel(section, widget=widget, note=payload.notes[widget] if payload is not None else "")
 
 
 def render_panel(section: Section, *arguments: Any) -> Panel:

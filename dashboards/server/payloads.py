@@ -68,7 +68,7 @@ def build_window_payload(
         "row_offset": 0 if window is None else window.row_offset,
         "first_row": 0 if window is None else window.first_row,
     }
-    packed, note = dict(payload.packed), payload.note
+    packed, note = dict(payload.packed), " ".join(filter(None, payload.notes.values()))
     if overview is not None:
         packed["curve"] = _encode_curve(overview)
         packed["served_rows"] = encode_columns({"row": overview.whole_row})

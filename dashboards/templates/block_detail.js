@@ -104,12 +104,21 @@ function mountDetail(root, data, act) {
   function makeStack(i) {
     const frames = framesOfStack(data, blocks.stack[i]);
     if (!frames.length) return make("p", { className: "note", textContent: `No call stack: ${data.no_stack_reasons[kinds.no_stack_reason[blocks.kind[i]]] ?? "the trace has none"}.` });
-    return make("ol", { className: "stack" }, ...frames.map((frame) => {
-      const isOwn = isOwnFrame(data, frame), excerpt = makeExcerpt(frame);
-      const line = make("code", { textContent: shortFrameText(data, frame), title: frameText(data, frame) });
-      if (!excerpt.length) return make("li", { className: isOwn ? "own" : "" }, line);
-      return make("li", { className: isOwn ? "own" : "" }, make("details", { open: isOwn }, make("summary", {}, line), ...excerpt));
-    }));
+    const stack = make("ol", { className: "stack" }), hasOwn = frames.some((frame) => isOwnFrame(data, frame));
+    for (let first = 0, end; first < frames.length; first = end) {
+      end = first + 1;
+      while (end < frames.length && !isOwnFrame(data, frames[first]) && !isOwnFrame(data, frames[end])) end++;
+      const items = frames.slice(first, end).map(makeFrame);
+      if (items.length < 4 || !hasOwn) stack.append(...items);
+      else stack.append(make("li", {}, make("details", {}, make("summary", { textContent: `${items.length} frames of libraries` }), make("ul", {}, ...items))));
+    }
+    return stack;
+  }
+  function makeFrame(frame) {
+    const isOwn = isOwnFrame(data, frame), excerpt = makeExcerpt(frame);
+    const line = make("code", { textContent: shortFrameText(data, frame), title: frameText(data, frame) });
+    const content = excerpt.length ? make("details", { open: isOwn }, make("summary", {}, line), ...excerpt) : line;
+    return make("li", { className: isOwn ? "own" : "" }, content);
   }
 
   function makeAccesses(i) {

@@ -204,6 +204,17 @@ def test_a_page_in_a_folder_that_does_not_exist_is_an_error_message_and_exit_cod
     assert not (tmp_path / "missing").exists()
 
 
+def test_a_page_has_source_lines_unless_they_are_left_out(recorded_trace: Path, tmp_path: Path) -> None:
+    pages = []
+    for options in ((), ("--no-source",)):
+        result = run_memtrace("report", recorded_trace, "-o", tmp_path / "page.html", *options)
+        assert result.returncode == 0, result.stderr
+        pages.append("The page contains source lines of" in (tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert pages == [True, False]
+    result = run_memtrace("report", recorded_trace, "--source-root", tmp_path / "missing")
+    assert result.returncode == 2 and "does not exist" in result.stderr
+
+
 def test_files_and_folders_that_are_not_traces_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("hello")
     for path, message in ((tmp_path, "is not a memtrace trace"), (tmp_path / "file", "unrecognised file format")):
