@@ -16,6 +16,7 @@ from memtrace.dashboards.sections import Explorer, Section, Table
 from memtrace.dashboards.text import name_text
 
 from memtrace import __version__
+from memtrace.analysis.options import DEFAULT_OPTIONS, AnalysisOptions
 from memtrace.categories import CATEGORY_LABELS, CATEGORY_MEANINGS
 from memtrace.planning.verdict import choose_rank, order_devices
 from memtrace.units import format_count, format_share
@@ -56,13 +57,20 @@ class Panel:
         return self.figure is not None or self.table is not None or self.explorer is not None
 
 
-def report(trace: Trace, output: str | Path, *, prediction: PipelinePrediction | None = None) -> Path:
+def report(
+    trace: Trace,
+    output: str | Path,
+    *,
+    prediction: PipelinePrediction | None = None,
+    options: AnalysisOptions = DEFAULT_OPTIONS,
+) -> Path:
     """Write the page of a trace.
 
     Args:
         trace: A trace of one or several ranks.
         output: Path of the HTML file.
         prediction: Predicted pipeline to show next to the recorded one.
+        options: What the user states about the machine, and thresholds.
 
     Returns:
         The path of the HTML file.
@@ -72,17 +80,20 @@ def report(trace: Trace, output: str | Path, *, prediction: PipelinePrediction |
     """
     target = Path(output)
     temporary = target.with_name(f".{target.name}.tmp")
-    temporary.write_text(render(trace, prediction=prediction), encoding="utf-8")
+    temporary.write_text(render(trace, prediction=prediction, options=options), encoding="utf-8")
     temporary.replace(target)
     return target
 
 
-def render(trace: Trace, *, prediction: PipelinePrediction | None = None) -> str:
+def render(
+    trace: Trace, *, prediction: PipelinePrediction | None = None, options: AnalysisOptions = DEFAULT_OPTIONS
+) -> str:
     """Return the page as HTML; the arguments are those of ``report``."""
     first = choose_rank(trace)
     ranks = sorted(trace.ranks, key=lambda rank: rank != first)
     pairs = [(rank, device) for rank in ranks for device in order_devices(trace.rank(rank))]
-    views = [_render_view(trace.rank(rank), rank, device, len(trace.ranks)) for rank, device in pairs[:MAX_VIEWS]]
+    num_ranks = len(trace.ranks)
+    views = [_render_view(trace.rank(rank), rank, device, num_ranks, options) for rank, device in pairs[:MAX_VIEWS]]
     job_panels = [_render_panel(section, trace) for section in pipeline.SECTIONS]
     if prediction is not None:
         job_panels += [_render_panel(section, prediction) for section in pipeline.PREDICTION_SECTIONS]
@@ -110,14 +121,17 @@ def _left_out_note(num_left_out: int) -> str:
     return f"This page leaves out {views}. Write a page for one rank with memtrace report --rank N."
 
 
-def _render_view(trace: Trace, rank: int, device: str, num_ranks: int) -> dict[str, Any]:
-    panels = [_render_panel(section, trace, device) for section in DEVICE_SECTIONS]
+def _render_view(trace: Trace, rank: int, device: str, num_ranks: int, options: AnalysisOptions) -> dict[str, Any]:
+    panels = [
+        _render_panel(section, trace, device, *([options] if section.takes_options else []))
+        for section in DEVICE_SECTIONS
+    ]
     return {
         "id": f"{rank}-{device.replace(':', '-')}",
         "label": f"rank {rank}, {device}" if num_ranks > 1 else device,
         "group": f"rank {rank}",
         "panels": [panel for panel in panels if panel.has_content or panel.absent],
-        **vars(overview.build_overview(trace, device)),
+        **vars(overview.build_overview(trace, device, options)),
     }
 
 
