@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from memtrace.dashboards.contents import DEVICE_SECTIONS
 from memtrace.dashboards.overview import Card, CoverageBox, Overview
-from memtrace.dashboards.page import fill_template, make_widget_panel, render, render_panel, view_id
+from memtrace.dashboards.page import fill_template, make_widget_panel, render, render_device_panel, view_id
 from memtrace.dashboards.server.served import ServedRank, ServedTrace
 from memtrace.dashboards.text import name_text
 
@@ -65,7 +65,7 @@ def _peak_panel(indexed: IndexedTrace, device: str, section: Any) -> Any:
     part = indexed.peak_part(device) if section.anchor in PEAK_SECTIONS else None
     if part is None or device not in part.devices:
         return None
-    panel = render_panel(section, part, device)
+    panel = render_device_panel(section, part, device)
     return panel if panel.has_content else None
 
 
