@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from memtrace.analysis.stability import AllocationFit, Stability, fit_allocations, measure_stability
     from memtrace.analysis.stalls import DataStalls, StallBreakdown, StepWait, measure_stalls
     from memtrace.analysis.step_analysis import StepAnalysis, analyze_steps
+    from memtrace.analysis.step_memory import DeviceStepMemory, StepMemory, measure_step_memory
     from memtrace.analysis.steps import StepColumns, step_columns, steps_table
     from memtrace.analysis.summary import JobSummary, Summary, describe_peak, summarize, summarize_job
     from memtrace.analysis.swap import SwapCandidate, find_swap_candidates
@@ -82,6 +83,7 @@ __all__ = [
     "DataSource",
     "DataStalls",
     "DetectedSteps",
+    "DeviceStepMemory",
     "DeviceWaste",
     "Finding",
     "Fragmentation",
@@ -105,6 +107,7 @@ __all__ = [
     "StallBreakdown",
     "StepAnalysis",
     "StepColumns",
+    "StepMemory",
     "StepPeaks",
     "StepWait",
     "Summary",
@@ -145,6 +148,7 @@ __all__ = [
     "measure_growth",
     "measure_stability",
     "measure_stalls",
+    "measure_step_memory",
     "peak_by_category",
     "peak_by_module",
     "peak_by_site",
@@ -177,6 +181,7 @@ _HOMES = {
     "DataSource": "memtrace.analysis.cache_share",
     "DataStalls": "memtrace.analysis.stalls",
     "DetectedSteps": "memtrace.analysis.detection",
+    "DeviceStepMemory": "memtrace.analysis.step_memory",
     "DeviceWaste": "memtrace.analysis.findings",
     "Finding": "memtrace.analysis.findings",
     "Fragmentation": "memtrace.analysis.fragmentation",
@@ -200,6 +205,7 @@ _HOMES = {
     "StallBreakdown": "memtrace.analysis.stalls",
     "StepAnalysis": "memtrace.analysis.step_analysis",
     "StepColumns": "memtrace.analysis.steps",
+    "StepMemory": "memtrace.analysis.step_memory",
     "StepPeaks": "memtrace.analysis.diff",
     "StepWait": "memtrace.analysis.stalls",
     "Summary": "memtrace.analysis.summary",
@@ -240,6 +246,7 @@ _HOMES = {
     "measure_growth": "memtrace.analysis.growth",
     "measure_stability": "memtrace.analysis.stability",
     "measure_stalls": "memtrace.analysis.stalls",
+    "measure_step_memory": "memtrace.analysis.step_memory",
     "peak_by_category": "memtrace.analysis.peak",
     "peak_by_module": "memtrace.analysis.peak",
     "peak_by_site": "memtrace.analysis.peak",
