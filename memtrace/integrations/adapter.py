@@ -54,9 +54,10 @@ class RecorderAdapter:
         self._recording: Recording | None = None
         self._stream: ScalarStream | None = None
         self._ranges: dict[str, AbstractContextManager[None]] = {}
+        self._close_at_exit: Callable[[], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_recording": None, "_stream": None, "_ranges": {}}
+        return self.__dict__ | {"_recording": None, "_stream": None, "_ranges": {}, "_close_at_exit": None}
 
     @property
     def is_disabled(self) -> bool:
@@ -140,11 +141,11 @@ class RecorderAdapter:
         Args:
             error: the exception that ends the training; an out-of-memory error is explained on stderr.
         """
-        recording = self._recording
-        if recording is None or not hasattr(self, "_close_at_exit"):
+        recording, close_at_exit = self._recording, self._close_at_exit
+        if recording is None or close_at_exit is None:
             return
-        atexit.unregister(self._close_at_exit)
-        del self._close_at_exit
+        self._close_at_exit = None
+        atexit.unregister(close_at_exit)
         with ExitStack() as always:
             always.callback(
                 recording.__exit__, None if error is None else type(error), error,

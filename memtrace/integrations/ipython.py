@@ -17,7 +17,7 @@ from typing import Any
 from memtrace.analysis.growth import measure_growth
 from memtrace.analysis.steps import step_columns
 from memtrace.integrations.adapter import RecorderAdapter
-from memtrace.integrations.peak_text import describe_peak_holders
+from memtrace.integrations.peak_text import added_peak_bytes, describe_peak_holders
 from memtrace.trace import Trace, load
 from memtrace.units import format_bytes, format_count
 
@@ -99,11 +99,15 @@ def _show(adapter: RecorderAdapter, arguments: Any, shell: Any, folder: Any) -> 
 
 def summary_lines(trace: Trace) -> list[str]:
     """Return what a cell shows: for each device the peak and what held it, then the steps and their growth."""
-    lines = [line for device in trace.devices for line in describe_peak_holders(trace, device)]
+    lines = []
+    for device in trace.devices:
+        if added := added_peak_bytes(trace, device):
+            lines += describe_peak_holders(trace, device)
+            lines.append(f"  the cell adds {format_bytes(added)} to what was live when it began")
     if not lines:
-        return ["No memory of PyTorch was used."]
+        return ["The cell allocated no memory in PyTorch."]
     num_steps, growth = len(step_columns(trace)), measure_growth(trace)
     if num_steps:
-        kept = "unknown" if growth is None else format_bytes(max(growth.bytes_per_step, 0))
+        kept = "unknown, too few steps" if growth is None else format_bytes(max(growth.bytes_per_step, 0))
         lines.append(f"{format_count(num_steps, 'step')}; growth per step: {kept}")
     return lines

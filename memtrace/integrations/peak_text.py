@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Final
 
+from memtrace.analysis.peak import find_peak
 from memtrace.analysis.summary import describe_peak, summarize_peak
 from memtrace.categories import CATEGORY_LABELS
 from memtrace.trace import Trace
 from memtrace.units import format_bytes, format_share
 
 MAX_SITES: Final = 5
+
+
+def added_peak_bytes(trace: Trace, device: str) -> int:
+    """Return how far the live bytes of a device rise above those that were live when the recording began."""
+    peak = find_peak(trace, device)
+    return peak.requested.bytes - peak.baseline_bytes
 
 
 def describe_peak_holders(trace: Trace, device: str) -> list[str]:

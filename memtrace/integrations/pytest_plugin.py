@@ -18,10 +18,6 @@ MARKER: Final = "limit_memory"
 OWN_MARKER: Final = "memtrace_limit"
 MEMRAY_PLUGIN: Final = "memray"
 """Name of pytest-memray, whose marker ``limit_memory`` it acts on with or without ``--memray``."""
-PEAK: Final = "memtrace_peak_bytes"
-"""Property of a test: its peak above what was live when it began, on the device where that is highest."""
-DEVICE: Final = "memtrace_peak_device"
-HOLDER: Final = "memtrace_peak_held_by"
 DEFAULT_TOP: Final = 10
 _USAGE: Final = (
     '(peak, *, max_growth=None): fail the test if its peak memory rises by more than peak, such as "100 MiB", above what '
@@ -42,35 +38,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers, and what records where that is enabled."""
-    config.addinivalue_line("markers", f"{OWN_MARKER}{_USAGE}")
-    if not _memray_is_active(config):
-        config.addinivalue_line("markers", f"{MARKER}{_USAGE}")
-    if config.getoption("memtrace") or config.getini("memtrace"):
+    names = (OWN_MARKER,) if config.pluginmanager.hasplugin(MEMRAY_PLUGIN) else (OWN_MARKER, MARKER)
+    for name in names:
+        config.addinivalue_line("markers", f"{name}{_USAGE}")
+    if _is_enabled(config):
         from memtrace.integrations.pytest_recorder import ItemRecorder
 
-        names = (OWN_MARKER,) if _memray_is_active(config) else (OWN_MARKER, MARKER)
         config.pluginmanager.register(ItemRecorder(names, config.getoption("memtrace_dir")), "memtrace-recorder")
 
 
-def _memray_is_active(config: pytest.Config) -> bool:
-    return config.pluginmanager.hasplugin(MEMRAY_PLUGIN)
+def _is_enabled(config: pytest.Config) -> bool:
+    return bool(config.getoption("memtrace") or config.getini("memtrace"))
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter, config: pytest.Config) -> None:
     """Report the tests with the highest peaks, those of all workers of pytest-xdist together."""
-    rows = sorted(_measured_tests(terminalreporter), key=lambda row: (-row[0], row[3]))[: config.getoption("memtrace_top")]
-    if not rows:
+    if not _is_enabled(config):
         return
-    terminalreporter.section("memtrace: tests with the highest peak memory")
-    for peak_bytes, device, held_by, test in rows:
-        terminalreporter.write_line(f"{format_bytes(peak_bytes):>10}  {device:7} {test}  ({held_by})")
+    from memtrace.integrations.pytest_recorder import MeasuredTest
 
-
-def _measured_tests(reporter: TerminalReporter) -> list[tuple[int, str, str, str]]:
-    tests = []
-    for reports in reporter.stats.values():
-        for report in reports:
-            properties = dict(getattr(report, "user_properties", ()))
-            if getattr(report, "when", None) == "call" and PEAK in properties:
-                tests.append((properties[PEAK], properties[DEVICE], properties[HOLDER], report.nodeid))
-    return tests
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    measured = [test for report in reports if (test := MeasuredTest.of_report(report)) is not None]
+    highest = sorted(measured, key=lambda test: (-test.peak_bytes, test.name))[: config.getoption("memtrace_top")]
+    if highest:
+        terminalreporter.section("memtrace: tests with the highest peak memory")
+    for test in highest:
+        peak = format_bytes(test.peak_bytes)
+        terminalreporter.write_line(f"{peak:>10}  {test.device:7} {test.name}  ({test.held_by})")

@@ -6,27 +6,27 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
 from memtrace.analysis.growth import measure_growth
-from memtrace.analysis.peak import find_peak
 from memtrace.analysis.steps import step_columns
 from memtrace.analysis.summary import summarize_peak
 from memtrace.categories import describe_category_share
 from memtrace.errors import MemtraceError
 from memtrace.integrations.adapter import RecorderAdapter
-from memtrace.integrations.peak_text import describe_peak_holders
-from memtrace.integrations.pytest_plugin import DEVICE, HOLDER, PEAK
+from memtrace.integrations.peak_text import added_peak_bytes, describe_peak_holders
 from memtrace.recording.out_of_memory import is_out_of_memory
 from memtrace.trace import Trace, load
 from memtrace.units import format_bytes, format_count, format_share, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Generator
+
+PROPERTY_PREFIX: Final = "memtrace_"
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,29 @@ class MarkerLimits:
 
     peak_bytes: int | None
     growth_bytes_per_step: int | None
+
+
+@dataclass(frozen=True)
+class MeasuredTest:
+    """The memory of a test, which goes with the properties of its report (and into JUnit files)."""
+
+    name: str
+    peak_bytes: int
+    """The peak above what was live when the test began, on the device where that is highest."""
+    device: str
+    held_by: str
+    """The category that holds most of that device's peak."""
+
+    @classmethod
+    def of_report(cls, report: object) -> MeasuredTest | None:
+        """Return the memory of the test of a report; None for other reports and where nothing was recorded."""
+        if not isinstance(report, pytest.TestReport) or report.when != "call":
+            return None
+        properties = dict(report.user_properties)
+        values = {field.name: properties.get(f"{PROPERTY_PREFIX}{field.name}") for field in fields(cls)}
+        if values["peak_bytes"] is None:
+            return None
+        return cls(**values | {"name": report.nodeid})  # type: ignore[arg-type]
 
 
 def read_marker(marker: pytest.Mark) -> MarkerLimits:
@@ -175,12 +198,6 @@ def _growth_failures(trace: Trace, limit_bytes: int | None) -> Iterator[str]:
         yield from (f"  {format_bytes(source.bytes_per_step)} per step at {source.site}" for source in growth.sources)
 
 
-def added_peak_bytes(trace: Trace, device: str) -> int:
-    """Return how far the live bytes of a device rise above those that were live when the recording began."""
-    peak = find_peak(trace, device)
-    return peak.requested.bytes - peak.baseline_bytes
-
-
 def _peak_lines(trace: Trace) -> list[str]:
     return [line for device in trace.devices for line in describe_peak_holders(trace, device)]
 
@@ -199,9 +216,9 @@ def _add_properties(item: pytest.Item, trace: Trace | None) -> None:
     if trace is None or not trace.devices:
         return
     device = max(trace.devices, key=lambda name: added_peak_bytes(trace, name))
-    item.user_properties += [
-        (PEAK, added_peak_bytes(trace, device)), (DEVICE, device), (HOLDER, _largest_category(trace, device)),
-    ]  # fmt: skip
+    measured = MeasuredTest(item.nodeid, added_peak_bytes(trace, device), device, _largest_category(trace, device))
+    properties = {name: value for name, value in asdict(measured).items() if name != "name"}
+    item.user_properties += [(f"{PROPERTY_PREFIX}{name}", value) for name, value in properties.items()]
 
 
 def _largest_category(trace: Trace, device: str) -> str:

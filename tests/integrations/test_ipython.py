@@ -32,6 +32,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     config = Config()
     config.HistoryManager.enabled = False
+    config.InteractiveShell.colors = "nocolor"
     shell = InteractiveShell.instance(config=config)
     shell.run_line_magic("load_ext", "memtrace")
     yield shell
@@ -78,4 +79,4 @@ def test_a_cell_with_an_assignment_or_nothing_has_no_result(shell: Any, capsys: 
     assert shell.run_cell("%%memtrace\nx = 1").result is None
     assert shell.run_cell("%%memtrace\nx;").result is None
     assert shell.run_cell("%%memtrace\n# nothing").success
-    assert "No memory of PyTorch was used." in capsys.readouterr().out
+    assert "The cell allocated no memory in PyTorch." in capsys.readouterr().out

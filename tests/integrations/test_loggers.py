@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,19 +143,32 @@ def wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def history(folder: Path) -> list[dict[str, Any]]:
     """The rows of the history in the file of an offline run."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     (path,) = folder.rglob("run-*.wandb")
-    store = DataStore()
-    store.open_for_scan(str(path))
     rows = []
-    while (data := store.scan_data()) is not None:
+    for data in log_records(path.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
             rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
     return [{name: value for name, value in row.items() if not name.startswith("_")} for row in rows]
+
+
+def log_records(content: bytes) -> Iterator[bytes]:
+    """The records in a file in the log format of LevelDB, after the header of 7 bytes that wandb writes."""
+    position, record, block_bytes, header_bytes = 7, b"", 1 << 15, 7
+    while position + header_bytes <= len(content):
+        left = block_bytes - position % block_bytes
+        if left < header_bytes:
+            position += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, position)
+        position += header_bytes + length
+        record += content[position - length : position]
+        if kind in (1, 4):  # a whole record, or the end of one
+            yield record
+            record = b""
 
 
 def test_wandb_has_a_row_for_every_step_if_asked(tmp_path: Path, wandb_run: Any) -> None:
