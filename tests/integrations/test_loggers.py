@@ -141,18 +141,25 @@ def wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    """The rows of the history in the file of an offline run."""
+    """The rows of the history in the file of an offline run that has finished."""
+    (path,) = folder.rglob("run-*.wandb")
+    wait_until(lambda: any(record.WhichOneof("record_type") == "exit" for record in run_records(path)))
+    rows = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in run_records(path)
+        if record.WhichOneof("record_type") == "history"
+    ]
+    return [{name: value for name, value in row.items() if not name.startswith("_")} for row in rows]
+
+
+def run_records(path: Path) -> Iterator[Any]:
+    """The records in the file of an offline run, which another process writes."""
     from wandb.proto import wandb_internal_pb2
 
-    (path,) = folder.rglob("run-*.wandb")
-    rows = []
     for data in log_records(path.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
-    return [{name: value for name, value in row.items() if not name.startswith("_")} for row in rows]
+        yield record
 
 
 def log_records(content: bytes) -> Iterator[bytes]:
@@ -165,6 +172,8 @@ def log_records(content: bytes) -> Iterator[bytes]:
             continue
         _, length, kind = struct.unpack_from("<IHB", content, position)
         position += header_bytes + length
+        if position > len(content):
+            return  # it is being written
         record += content[position - length : position]
         if kind in (1, 4):  # a whole record, or the end of one
             yield record
