@@ -22,8 +22,18 @@ if TYPE_CHECKING:
     from memtrace.trace import Trace, load
 
 __version__ = "0.1.0"
-__all__ = ["MemtraceError", "Plan", "Trace", "TraceError", "apply", "load", "load_ipython_extension", "read_plan", "record",
-           "write_plan"]
+__all__ = [
+    "MemtraceError",
+    "Plan",
+    "Trace",
+    "TraceError",
+    "apply",
+    "load",
+    "load_ipython_extension",
+    "read_plan",
+    "record",
+    "write_plan",
+]
 
 _HOMES = {
     "MemtraceError": "memtrace.errors",

@@ -1,4 +1,4 @@
-"""Memory of each step on each device: its peak, what held it, what is reserved, and how much more is live at its end."""
+"""Memory of each step on each device: its peak, what held it, what was reserved, and the growth until its end."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Hugging Face Accelerate: records a training loop that its ``Accelerator`` prepares.
 
-    from memtrace.integrations.accelerate import record
+from memtrace.integrations.accelerate import record
 
-    with record(accelerator, "run.memtrace") as recording:
-        for batch in loader:
-            with accelerator.accumulate(model):
-                ...
-            recording.step()
+with record(accelerator, "run.memtrace") as recording:
+    for batch in loader:
+        with accelerator.accumulate(model):
+            ...
+        recording.step()
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def record(
     accelerator: Any, path: str | PathLike[str] = "run.memtrace", *, model: Any = None, log_scalars: bool = False,
     **options: Any,
 ) -> AcceleratedRecording:  # fmt: skip
-    """Record a training loop; a training step ends where ``accelerator.sync_gradients`` says that gradients are complete.
+    """Record a training loop, in which a step ends where ``accelerator.sync_gradients`` is true.
 
     Each process records into its own part of the trace.
 
@@ -65,7 +65,9 @@ class AcceleratedRecording:
         accelerator = self._accelerator
         model = None if self._model is None else accelerator.unwrap_model(self._model)
         logs = self._log_scalars and accelerator.is_main_process
-        self.adapter.start(model=model, sinks=[_tracker_sink(tracker) for tracker in accelerator.trackers] if logs else [])
+        self.adapter.start(
+            model=model, sinks=[_tracker_sink(tracker) for tracker in accelerator.trackers] if logs else []
+        )
         self.adapter.begin_step()
 
     @protected

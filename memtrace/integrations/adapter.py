@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial, wraps
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from memtrace.integrations.scalars import ScalarStream, Sink
 
@@ -24,8 +24,7 @@ logger = logging.getLogger("memtrace")
 
 VALIDATION: Final = "validation"
 """Name of the range of a validation loop in every trace."""
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+_Hook = TypeVar("_Hook", bound=Callable[..., None])
 
 
 class RecorderAdapter:
@@ -167,32 +166,25 @@ class RecorderAdapter:
             self.end()
 
 
-class HasAdapter(Protocol):
-    """A callback of a framework."""
-
-    adapter: RecorderAdapter
-
-
-_Callback = TypeVar("_Callback", bound=HasAdapter)
-
-
-def protected(
-    hook: Callable[Concatenate[_Callback, _P], None],
-) -> Callable[Concatenate[_Callback, _P], None]:
+def protected(hook: _Hook) -> _Hook:
     """Return a hook of a callback that never raises an error of its own into the training.
 
     Only exceptions are caught: a KeyboardInterrupt that arrives while a hook runs belongs to the program.
+
+    Args:
+        hook: a method without a result, of a class with the attribute ``adapter``.
     """
 
     @wraps(hook)
-    def call(callback: _Callback, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        if not callback.adapter.is_disabled:
+    def call(callback: Any, /, *args: Any, **kwargs: Any) -> None:
+        adapter: RecorderAdapter = callback.adapter
+        if not adapter.is_disabled:
             try:
                 hook(callback, *args, **kwargs)
             except Exception as error:
-                callback.adapter.disable(error)
+                adapter.disable(error)
 
-    return call
+    return cast("_Hook", call)
 
 
 def _end_at_exit(reference: weakref.ref[RecorderAdapter]) -> None:

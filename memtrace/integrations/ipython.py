@@ -1,9 +1,9 @@
 """IPython and Jupyter: ``%%memtrace`` records a cell and shows what held its peak.
 
-    %load_ext memtrace
+%load_ext memtrace
 
-    %%memtrace --trace trace
-    train(model, loader)
+%%memtrace --trace trace
+train(model, loader)
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def load_ipython_extension(shell: Any) -> None:
         @argument("--no-stacks", action="store_true", help="do not record call stacks")
         @argument("--no-accesses", action="store_true", help="do not record reads and writes")
         @argument("-q", "--quiet", action="store_true", help="do not show the summary")
-        @cell_magic  # type: ignore[untyped-decorator]
+        @cell_magic
         def memtrace(self, line: str, cell: str) -> Any:
             """Record the memory of the cell, and show what held its peak."""
             arguments = parse_argstring(self.memtrace, line)

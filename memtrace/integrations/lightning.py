@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from os import PathLike
+from types import new_class
 from typing import Any, Final
 
 from memtrace.integrations.adapter import VALIDATION, RecorderAdapter, protected
@@ -40,7 +41,9 @@ class MemtraceCallback:
 
     def __new__(cls, *_: Any, **__: Any) -> MemtraceCallback:
         """Create an instance that is a callback of the packages that the program has imported."""
-        return object.__new__(_with_framework_bases(cls, tuple(_imported_packages())))
+        framework_class: Any = _with_framework_bases(cls, tuple(_imported_packages()))
+        callback: MemtraceCallback = object.__new__(framework_class)
+        return callback
 
     def __init__(
         self,
@@ -112,25 +115,25 @@ class MemtraceCallback:
 
 def _imported_packages() -> list[str]:
     """Return the packages that the program has imported; the first that is installed where it has imported none."""
-    imported = [package for package in _PACKAGES if package in sys.modules]
+    imported: list[str] = [package for package in _PACKAGES if package in sys.modules]
     if imported:
         return imported
     for package in _PACKAGES:
         try:
             import_module(package)
-        except ModuleNotFoundError:  # noqa: PERF203
+        except ModuleNotFoundError:
             continue
         return [package]
     raise ModuleNotFoundError("MemtraceCallback needs Lightning: pip install 'memtrace[lightning]'")
 
 
-@cache
-def _with_framework_bases(cls: type, packages: tuple[str, ...]) -> type:
-    bases = tuple(import_module(package).Callback for package in packages)
+def _with_framework_bases(cls: Any, packages: tuple[str, ...]) -> Any:
+    """Return a subclass of ``cls`` that is a callback of the packages; ``cls`` itself if it is one."""
+    bases: tuple[type, ...] = tuple(import_module(package).Callback for package in packages)
     if all(issubclass(cls, base) for base in bases):
         return cls
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls, *bases), body | {"_memtrace_bases": bases})
+    body = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")} | {"_memtrace_bases": bases}
+    return new_class(cls.__name__, (cls, *bases), exec_body=lambda namespace: namespace.update(body))
 
 
 def _restore(cls: type, state: dict[str, Any]) -> Any:

@@ -20,8 +20,8 @@ MEMRAY_PLUGIN: Final = "memray"
 """Name of pytest-memray, whose marker ``limit_memory`` it acts on with or without ``--memray``."""
 DEFAULT_TOP: Final = 10
 _USAGE: Final = (
-    '(peak, *, max_growth=None): fail the test if its peak memory rises by more than peak, such as "100 MiB", above what '
-    "is live when it begins, or if it grows by more than max_growth per training step. Checked with --memtrace."
+    "(peak, *, max_growth=None): with --memtrace, fail the test if its memory rises by more than peak, such as "
+    '"100 MiB", above what is live when it begins, or if it grows by more than max_growth per training step.'
 )
 
 

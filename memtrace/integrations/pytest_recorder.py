@@ -1,4 +1,4 @@
-"""Records each test of a pytest run and checks the limits of its marker; see ``memtrace.integrations.pytest_plugin``."""
+"""Records each test of a pytest run and checks its limits; see ``memtrace.integrations.pytest_plugin``."""
 
 from __future__ import annotations
 
@@ -186,9 +186,10 @@ def _growth_failures(trace: Trace, limit_bytes: int | None) -> Iterator[str]:
         return
     growth = measure_growth(trace)
     if growth is None:
+        num_steps = format_count(len(step_columns(trace)), "training step")
         yield (
-            f"memory growth unknown: the test has {format_count(len(step_columns(trace)), 'training step')}, too few to "
-            "measure growth per step; train for more steps or remove max_growth"
+            f"memory growth unknown: the test has {num_steps}, too few to measure growth per step; train for more "
+            "steps or remove max_growth"
         )
     elif growth.bytes_per_step > limit_bytes:
         yield (

@@ -1,8 +1,8 @@
 """The memory of each step as scalars, for the loggers of frameworks while the recording runs.
 
-The numbers are those of ``memtrace.analysis.measure_step_memory``, read from the parts of the trace that have been written.
-A step is therefore logged some seconds after its end (``flush_seconds`` of ``memtrace.record``), and the last ones when the
-recording ends.
+The numbers are those of ``memtrace.analysis.measure_step_memory``, read from the parts of the trace that have been
+written. A step is therefore logged some seconds after its end (``flush_seconds`` of ``memtrace.record``), and the last
+ones when the recording ends.
 """
 
 from __future__ import annotations

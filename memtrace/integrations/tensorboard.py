@@ -1,10 +1,10 @@
 """TensorBoard: the memory of each training step as scalars.
 
-    from memtrace.integrations.tensorboard import log_scalars
+from memtrace.integrations.tensorboard import log_scalars
 
-    with SummaryWriter() as writer, memtrace.record("run.memtrace") as recording:
-        log_scalars(recording, writer)
-        train()
+with SummaryWriter() as writer, memtrace.record("run.memtrace") as recording:
+    log_scalars(recording, writer)
+    train()
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Hugging Face Transformers: a callback that records ``Trainer.train``.
 
-    from memtrace.integrations.transformers import MemtraceCallback
+from memtrace.integrations.transformers import MemtraceCallback
 
-    Trainer(..., callbacks=[MemtraceCallback("run.memtrace")]).train()
+Trainer(..., callbacks=[MemtraceCallback("run.memtrace")]).train()
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Weights & Biases: the memory of each training step as metrics of a run.
 
-    from memtrace.integrations.wandb import log_scalars
+from memtrace.integrations.wandb import log_scalars
 
-    with wandb.init() as run, memtrace.record("run.memtrace") as recording:
-        log_scalars(recording, run)
-        train()
+with wandb.init() as run, memtrace.record("run.memtrace") as recording:
+    log_scalars(recording, run)
+    train()
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ def log_scalars(recording: Recording, run: Any, *, own_rows: bool = False) -> No
     Args:
         recording: The running recording.
         run: The run that ``wandb.init`` returned.
-        own_rows: Log one row of the run's history per training step. Not for programs that pass ``step=`` to ``run.log``:
-            Weights & Biases drops a row whose step is lower than that of the row before it, and rows of memtrace count
-            as steps. Default False: the highest values since the program's last row become part of its next row.
+        own_rows: Log one row of the run's history per training step. Not for programs that pass ``step=`` to
+            ``run.log``: Weights & Biases drops a row whose step is lower than that of the row before it, and rows of
+            memtrace count as steps. Default False: the highest values since the program's last row become part of its
+            next row.
     """
     ScalarStream(recording, [run_sink(run, own_rows=own_rows)])
 

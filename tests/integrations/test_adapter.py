@@ -106,7 +106,9 @@ def test_the_end_of_the_process_closes_a_recording_with_the_error_that_ended_it(
         "raise ValueError('bad batch')\n"
     )
     path = tmp_path / "run.memtrace"
-    result = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", code, path], capture_output=True, text=True, check=False, timeout=120
+    )
     assert "ValueError: bad batch" in result.stderr
     manifest = memtrace.load(path).manifest
     assert manifest.finished
@@ -169,8 +171,8 @@ def test_a_subscriber_that_fails_is_reported_once_and_training_goes_on(
 
 
 def test_a_range_of_an_inner_recording_is_in_both_traces(tmp_path: Path) -> None:
-    with memtrace.record(tmp_path / "outer.memtrace"), memtrace.record(tmp_path / "inner.memtrace") as inner:
-        with inner.range("warm-up"):
-            torch.ones(10)
+    inner = memtrace.record(tmp_path / "inner.memtrace")
+    with memtrace.record(tmp_path / "outer.memtrace"), inner, inner.range("warm-up"):
+        torch.ones(10)
     for name in ("outer", "inner"):
         assert "warm-up" in range_names(memtrace.load(tmp_path / f"{name}.memtrace"))

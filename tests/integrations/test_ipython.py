@@ -65,9 +65,7 @@ def test_the_trace_is_kept_in_a_variable_and_a_folder_on_request(
     assert "memtrace report" in capsys.readouterr().out
 
 
-def test_an_error_of_the_cell_is_shown_once_and_its_peak_too(
-    shell: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_the_cell_is_shown_once_and_its_peak_too(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
     result = shell.run_cell("%%memtrace\nimport torch\nkept = torch.ones(1 << 18)\n1 / 0")
     assert isinstance(result.error_in_exec, ZeroDivisionError)
     output = capsys.readouterr().out

@@ -96,9 +96,7 @@ def test_marks_of_the_program_replace_the_steps_of_its_optimizer(tmp_path: Path)
     assert len(got) == 4
 
 
-def test_a_failing_sink_is_reported_once_and_the_others_go_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_sink_is_reported_once_and_the_others_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fail(step: int, scalars: dict[str, float]) -> None:
         scalars.clear()
         raise OSError("disk full")
