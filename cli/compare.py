@@ -154,10 +154,7 @@ def _print_groups(out: Console, result: RunComparison, groups: Sequence[GroupCom
         return
     first, last = result.runs[0].label, result.runs[-1].label
     title = _GROUPING_TITLES[groups[0].grouping]
-    out.print(
-        f"\n[bold]Differences by {title}[/] at the peak, {escape(first)} to "
-        f"{escape(last)}"
-    )
+    out.print(f"\n[bold]Differences by {title}[/] at the peak, {escape(first)} to {escape(last)}")
     table = plain_table("difference", "before", "after", title)
     for group in groups[:MAX_ROWS]:
         name = CATEGORY_LABELS.get(group.name or "", group.name or "unknown")
