@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from memtrace.dashboards.page import report
+from memtrace.dashboards.source_lines import SourceOptions
 
-__all__ = ["report"]
+__all__ = ["SourceOptions", "report"]

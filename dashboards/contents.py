@@ -10,7 +10,6 @@ from memtrace.dashboards import (
     allocator_state,
     findings,
     growth,
-    lifetimes,
     peak_breakdown,
     stability,
     steps,
@@ -39,27 +38,18 @@ DEVICE_SECTIONS: Final = (
     Section(
         "timeline",
         "Memory over time",
-        "Live bytes, stacked by category, above the steps and their phases. Scroll or drag to zoom; click an instant "
-        "to see its blocks.",
+        "Live bytes as stacked areas, with lines for what the allocator and the device count; below, on the same axis, "
+        "steps, phases, modules and operators, and the blocks by address in their segments.",
         "tracks",
         "The trace has no allocations on this device.",
     ),
     Section(
         "live",
         "Blocks at any instant",
-        "Blocks that are live at one instant: click the figure above to choose it. Group them, search them, and click "
-        "one to see its call stack, or list what was allocated in the visible range of the figure.",
+        "Blocks that are live at one instant: click the figure above to choose it. Or blocks that are allocated, "
+        "freed or kept in a range of time. Group them by module or call stack, filter them, and click one to see its "
+        "call stack, source lines, accesses and free.",
         "explorer",
-    ),
-    Section(
-        "modules",
-        "Peak memory by module",
-        "Blocks that are live at the peak, below the module that allocated them. Parameters, gradients and optimizer "
-        "state are below the module that owns the parameter. Height shows bytes, color the largest category.",
-        peak_breakdown.modules_figure,
-        "The trace has no modules.",
-        columns=2,
-        height=470,
     ),
     Section(
         "categories",
@@ -76,13 +66,7 @@ DEVICE_SECTIONS: Final = (
         "backward allocates count for the line of the forward operator.",
         peak_breakdown.sites_table,
         "The trace has no call stacks.",
-    ),
-    Section(
-        "blocks",
-        "Largest blocks at the peak",
-        "The largest blocks that are live at the peak, with the call stack of each allocation.",
-        peak_breakdown.blocks_table,
-        "No block is live at the peak.",
+        columns=2,
     ),
     Section(
         "wasted",
@@ -91,6 +75,7 @@ DEVICE_SECTIONS: Final = (
         "replaying the recorded timeline without the wasted intervals.",
         findings.findings_table,
         "No wasted memory detected.",
+        takes_options=True,
     ),
     Section(
         "fragmentation",
@@ -98,13 +83,6 @@ DEVICE_SECTIONS: Final = (
         "Memory that the allocator reserved and no block uses. The allocator can release only whole segments: one "
         "live block keeps the rest of its segment reserved.",
         allocator_state.fragmentation_table,
-    ),
-    Section(
-        "segments",
-        "Segments over time",
-        "Each bar is a segment, from its reservation to its release. Bar height shows the size of the segment.",
-        allocator.segments_section,
-        height=420,
     ),
     Section(
         "holes",
@@ -120,6 +98,7 @@ DEVICE_SECTIONS: Final = (
         "the allocator.",
         allocator.sweep_section,
         height=540,
+        takes_options=True,
     ),
     Section(
         "steps",
@@ -156,18 +135,11 @@ DEVICE_SECTIONS: Final = (
         "swap",
         "Swap candidates",
         "Below the line, a block can be copied to the host and back before its next access. A dot is a block that can "
-        "be in host memory at the peak together with all other dots, because the copies share the bus. Run memtrace "
-        "access with the measured bandwidths of your machine for exact results.",
+        "be in host memory at the peak together with all other dots, because the copies share the bus. Pass the "
+        "measured bandwidths of your machine to memtrace report for exact results.",
         access.swap_figure,
         height=440,
-    ),
-    Section(
-        "lifetimes",
-        "Block lifetimes",
-        "Each rectangle is a block, from its allocation to its free, at its address. Height shows its size.",
-        lifetimes.lifetimes_figure,
-        "The trace has no addresses.",
-        height=520,
+        takes_options=True,
     ),
 )
 """Sections of one rank and device; those of a whole job are in ``memtrace.dashboards.pipeline``."""

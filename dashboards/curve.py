@@ -1,4 +1,7 @@
-"""The curve of live bytes and the spans of steps and phases, packed for the page (``templates/tracks.js``)."""
+"""The memory curve of a device, its out-of-memory errors and the memory that the driver reports, packed for the page.
+
+Drawn by ``templates/track_curve.js``.
+"""
 
 from __future__ import annotations
 
@@ -6,91 +9,84 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from memtrace.dashboards.delta_encoding import encode_columns
+from memtrace.dashboards.delta_encoding import MAX_VALUE, encode_columns, encode_to_fit
 
-from memtrace.analysis import steps_table
-from memtrace.analysis.timeline import compute_timeline
-from memtrace.format.schema import CATEGORIES, PHASES, SPAN_KINDS
+from memtrace.analysis.blocks import blocks
+from memtrace.analysis.timeline import MemoryCurve, compute_memory_curve
+from memtrace.format.schema import COUNTERS, EVENT_KINDS
 
 if TYPE_CHECKING:
-    import pandas as pd
-
-    from memtrace.format.arrays import Array
     from memtrace.trace import Trace
 
-MAX_POINTS: Final = 200_000
-"""Most instants of the curve."""
-MAX_BYTES: Final = 2_500_000
-"""Most characters of base64 of the curve; it has fewer instants where they do not fit."""
-MAX_SPANS: Final = 30_000
-"""Most steps, and most phases, in their lanes."""
-DRAWN_PHASES: Final = ("forward", "backward", "optimizer")
+MAX_POINTS: Final = 700_000
+"""Most instants of the curve: those of a full CUDA history of 1,000,000 entries."""
+MAX_FAILURES: Final = 1000
+MAX_READINGS: Final = 20_000
 
 
 @dataclass(frozen=True)
 class EncodedCurve:
-    """The finest curve that fits ``MAX_BYTES``."""
+    """The finest curve that fits."""
 
     packed: dict[str, Any]
-    """Result of ``encode_columns``: time_us, event and a column of bytes per category and line."""
+    """Columns time_us and event, a column of bytes for each category, and allocated and reserved where they are
+    known."""
     num_points: int
-    is_complete: bool
-    """Whether the curve has every change of the recording."""
+    num_changes: int
 
     @property
     def note(self) -> str:
         """What the curve leaves out."""
-        if self.is_complete:
-            return f"Zoom in to see each of the {self.num_points:,} changes."
+        if self.num_points >= self.num_changes:
+            return f"The curve has each of the {self.num_changes:,} changes."
         return (
-            f"The curve has {self.num_points:,} instants of a longer recording: it shows the highest value between two "
-            "instants, but not every change."
+            f"The curve has {self.num_points:,} of {self.num_changes:,} changes: the highest value of every interval "
+            "between two of them is among them."
         )
 
 
-def encode_curve(trace: Trace, device: str) -> EncodedCurve | None:
-    """Return the curve of a device; None where it has no allocations."""
-    max_points = MAX_POINTS
-    while True:
-        table = compute_timeline(trace, device, max_points=max_points)
-        if table.empty:
-            return None
-        columns = {"time_us": _integers(table["time_ns"]) // 1000, "event": _integers(table["event"])}
-        for name in (*CATEGORIES, "allocated", "reserved"):
-            if not table[name].isna().any():
-                columns[name] = _integers(table[name])
-        packed = encode_columns(columns)
-        if len(packed["data"]) <= MAX_BYTES:
-            return EncodedCurve(packed, len(table), is_complete=len(table) < max_points)
-        max_points //= 2
+def encode_curve(trace: Trace, device: str, max_chars: int) -> EncodedCurve | None:
+    """Return the curve of a device in at most ``max_chars`` characters; None where it has no allocations."""
+    table = blocks(trace)
+    if not ((table.device == trace.devices.index(device)) & (table.size > 0)).any():
+        return None
+
+    num_changes = 0
+
+    def encode(max_points: int) -> dict[str, Any]:
+        nonlocal num_changes
+        curve = compute_memory_curve(trace, device, max_points)
+        num_changes = curve.num_changes
+        return _encode_points(curve)
+
+    packed, _ = encode_to_fit(encode, MAX_POINTS, max_chars)
+    return EncodedCurve(packed, packed["length"], num_changes)
 
 
-def encode_spans(trace: Trace) -> dict[str, Any]:
-    """Return ``steps`` and ``phases`` as packed columns start_us, end_us, index.
+def _encode_points(curve: MemoryCurve) -> dict[str, Any]:
+    lines = {"allocated": curve.allocated, "reserved": curve.reserved}
+    known = {name: level for name, level in lines.items() if level is not None}
+    return encode_columns({"time_us": curve.time_ns // 1000, "event": curve.row, **curve.by_category, **known})
 
-    ``index`` is the number of a step, and for a phase its index in ``schema.PHASES``.
+
+def encode_failures(trace: Trace, device: str) -> dict[str, Any]:
+    """Return the allocations of a device that failed as columns time_us, event and bytes (-1: unknown)."""
+    events = trace.columns("events", "kind", "device", "time_ns", "size")
+    failed = (events["kind"] == EVENT_KINDS.index("oom")) & (events["device"] == trace.devices.index(device))
+    rows = np.flatnonzero(failed)[:MAX_FAILURES]
+    sizes = np.minimum(events["size"][rows], MAX_VALUE)
+    return encode_columns({"time_us": events["time_ns"][rows] // 1000, "event": rows, "bytes": sizes})
+
+
+def encode_device_used(trace: Trace, device: str) -> dict[str, Any]:
+    """Return the memory in use on a device by all processes, at each reading of the driver: columns time_us and bytes.
+
+    Of too many readings it has the highest of equal numbers of neighbors. Empty where the trace has none.
     """
-    steps = steps_table(trace)
-    step_start = _integers(steps["start_ns"])
-    spans = trace.columns("spans", "kind", "name", "start_ns", "duration_ns")
-    names = {name: trace.name(name) for name in np.unique(spans["name"]).tolist()}
-    codes = {name: PHASES.index(text) for name, text in names.items() if text in DRAWN_PHASES}
-    is_phase = (spans["kind"] == SPAN_KINDS.index("phase")) & np.isin(spans["name"], list(codes))
-    phase = np.array([codes[name] for name in spans["name"][is_phase].tolist()], dtype=np.int64)
-    start, duration = spans["start_ns"][is_phase], spans["duration_ns"][is_phase]
-    return {
-        "steps": _encode_span_rows(step_start, step_start + _integers(steps["duration_ns"]), _integers(steps["step"])),
-        "phases": _encode_span_rows(start, start + np.maximum(duration, 0), phase),
-    }
-
-
-def _encode_span_rows(start_ns: Array, end_ns: Array, index: Array) -> dict[str, Any]:
-    """Encode spans in the order of their starts; of more than ``MAX_SPANS``, the longest."""
-    longest = np.argsort(start_ns - end_ns, kind="stable")[:MAX_SPANS]
-    order = longest[np.argsort(start_ns[longest], kind="stable")]
-    return encode_columns({"start_us": start_ns[order] // 1000, "end_us": end_ns[order] // 1000, "index": index[order]})
-
-
-def _integers(column: pd.Series[Any]) -> Array:
-    """Return a column without NA as int64."""
-    return column.to_numpy(dtype=np.int64)
+    counters = trace.columns("counters", "time_ns", "device", "name", "value")
+    selected = (counters["device"] == trace.devices.index(device)) & (counters["name"] == COUNTERS.index("device_used"))
+    time_ns, value = counters["time_ns"][selected], counters["value"][selected]
+    order = np.argsort(time_ns, kind="stable")
+    starts = np.arange(0, len(order), max(1, -(-len(order) // MAX_READINGS)))
+    highest = np.maximum.reduceat(value[order], starts) if len(starts) else value
+    return encode_columns({"time_us": time_ns[order][starts] // 1000, "bytes": highest})

@@ -42,9 +42,26 @@ STACK_ORDER: Final = (
 )
 """Categories of a stacked figure, bottom to top: those that stay live across steps are the base of the others."""
 
-SERIES_COLORS: Final = LINE_COLORS[:-1]
-"""Colors of runs, ranks and workers, which repeat with other dashes where there are more."""
+SERIES_COLORS: Final = (
+    BLUE,
+    ORANGE,
+    GREEN,
+    PURPLE,
+    SKY,
+    VERMILION,
+    "#8272d1",
+    "#aaa43c",
+    "#aa4499",
+    "#35b8a8",
+    "#c9616f",
+    "#9c6b3e",
+)
+"""Colors of texts such as allocation sites, of runs, ranks and workers: those of Okabe and Ito and of Paul Tol's
+"muted" scheme, none so dark or light that it disappears in one of the themes."""
+SIZE_COLORS: Final = ("#6b6fb5", "#3f86b5", "#2a9c96", "#4db36e", "#97c33f", "#e6d22e")
+"""Colors of classes of sizes, smallest first: a scale of rising lightness, as in viridis."""
 SERIES_DASHES: Final = ("solid", "dash", "dot", "dashdot")
+"""Dashes of lines whose colors repeat."""
 NEUTRAL_COLOR: Final = GRAY
 """Color of what has no category, on either background."""
 GROWTH_COLOR: Final = VERMILION

@@ -1,307 +1,158 @@
-// The explorer: finds, groups, searches and sorts the blocks of an instant or of a range, and shows one in full.
-// Rows are rows of the events table. Text from a trace enters the document only through textContent and fillText.
-
-// Indices of the blocks that are live after a row.
-function liveAt(blocks, row) {
-  const live = [];
-  for (let i = 0; i < blocks.size.length && blocks.begin_row[i] <= row; i++) if (blocks.end_row[i] > row) live.push(i);
-  return live;
-}
-
-// Indices of the blocks that are allocated after the row `first` until the row `last`, all or those still live after it.
-function allocatedIn(blocks, first, last, onlyLive) {
-  const found = [];
-  for (let i = 0; i < blocks.size.length && blocks.begin_row[i] <= last; i++) {
-    if (blocks.begin_row[i] > first && (!onlyLive || blocks.end_row[i] > last)) found.push(i);
-  }
-  return found;
-}
-
-// The tree of groups of some blocks: each node has a key, its bytes (also by category), its number of blocks, and
-// children by key.
-function groupBlocks(indices, blocks, pathOf) {
-  const newNode = (key) => ({ key, bytes: 0, count: 0, byCategory: [], children: new Map() });
-  const root = newNode("");
-  for (const i of indices) {
-    const size = blocks.size[i], category = blocks.category[i];
-    const add = (node) => {
-      node.bytes += size;
-      node.byCategory[category] = (node.byCategory[category] ?? 0) + size;
-      node.count++;
-    };
-    let node = root;
-    add(node);
-    for (const key of pathOf(i)) {
-      if (!node.children.has(key)) node.children.set(key, newNode(key));
-      node = node.children.get(key);
-      add(node);
-    }
-  }
-  return root;
-}
+// The explorer: the blocks of an instant or of a range, filtered, as an icicle or flame graph and as a table, and one block in
+// full. Everything that is chosen is in the store.
+const EXPLORER_CHOICES = ["show", "at", "step", "module", "search", "brush"]; // change which blocks are listed
+const PICTURE_CHOICES = ["group", "zoom", "frames", "measure", "graph", "highlight", "color"];
 
 // Fills root with the explorer of the data of a view. Returns a function that draws it again, for another theme.
 function mountExplorer(root, data, store, colors) {
-  const ROW = 22, PAGE = 100, MAX_DEPTH = 40;
-  const { blocks } = data;
-  const text = {
-    name: (i) => data.names[blocks.name[i]] || data.modules[blocks.module[i]],
-    category: (i) => data.categories[blocks.category[i]].label,
-    operator: (i) => data.operators[blocks.operator[i]],
-    module: (i) => data.modules[blocks.module[i]],
-    site: (i) => data.sites[blocks.site[i]],
+  const { blocks } = data, fields = blockFields(data), select = createSelector(data);
+  const firstGroup = data.modules.some(Boolean) ? "module" : data.stacks.node.some(Boolean) ? "stack" : "operator";
+  const hasOwnFrames = data.frames.owner.some((owner) => owner === OWN);
+  const local = { selection: null, indices: [], sums: null };
+  const goTo = (at) => store.set({ show: null, at, zoom: null }, { push: true });
+  const open = (i) => store.set({ block: blocks.block[i] }, { push: true });
+  const choices = () => {
+    const { group, frames, measure, graph, highlight, zoom } = store.get();
+    return { group: GROUPS.some(([name]) => name === group) ? group : firstGroup, onlyOwn: frames ? frames === "own" : hasOwnFrames,
+      measure: measure === "count" ? "count" : "bytes", isFlame: graph === "flame", highlight: (highlight ?? "").trim().toLowerCase(), zoom: zoom ?? 0 };
   };
-  const stackPath = new Map(); // outermost frame first
-  for (const [stack, frames] of Object.entries(data.stacks)) {
-    stackPath.set(Number(stack), frames.map((frame) => data.frames[frame].text).reverse());
-  }
-  const paths = {
-    module: (i) => (text.module(i) || "(no module)").split("."),
-    stack: (i) => stackPath.get(blocks.stack[i]) ?? ["(no call stack on this page)"],
-    site: (i) => [text.site(i) || "(no call stack)"],
-    category: (i) => [text.category(i)],
-    operator: (i) => [text.operator(i) || "(no operator)"],
-  };
-  const COLUMNS = [ // title, value to sort by, text of the cell, class
-    ["size", (i) => blocks.size[i], (i) => formatBytes(blocks.size[i]), "number"],
-    ["category", text.category, text.category, "category"],
-    ["tensor or module", text.name, text.name, "code"],
-    ["operator", text.operator, text.operator, "code"],
-    ["allocation site", text.site, text.site, "code"],
-    ["step", (i) => blocks.step[i], (i) => (blocks.step[i] < 0 ? "" : String(blocks.step[i])), "number"],
-    ["allocated", (i) => blocks.begin_row[i], (i) => formatTime(blocks.begin_us[i]), "number"],
-    ["live for", (i) => lifetime(i), (i) => formatTime(lifetime(i)), "number"],
-  ];
-  const DEFAULT_GROUP = data.modules.some(Boolean) ? "module" : "site";
-  const local = { sort: 0, descending: true, zoom: [], shown: PAGE };
-  // What the state of the page means here.
-  function chosen() {
-    const { show, at, group, search, block } = store.get();
-    return { mode: show ?? "instant", row: clampRow(at ?? data.peak.row), group: paths[group] ? group : DEFAULT_GROUP,
-      query: (search ?? "").trim(), block: block ?? -1 };
-  }
-  const clampRow = (row) => Math.min(Math.max(Math.round(row), -1), data.num_rows - 1);
 
-  // The last parts of the path are enough to recognise a file; the title of the line has all of it.
-  const shortFrame = (frame) => frame.replace(/^\S*\/((?:[^/\s]+\/){2}[^/\s]+:\d+ )/, "…/$1");
-  function lifetime(i) {
-    return blocks.end_us[i] < 0 || blocks.begin_us[i] < 0 ? -1 : blocks.end_us[i] - blocks.begin_us[i];
-  }
   // Elements.
-  const search = make("input", { type: "search", placeholder: "Search names, operators, lines", size: 30 });
-  search.setAttribute("aria-label", "Search blocks");
-  const modeChoice = makeChoice("Show", [["instant", "blocks live at the instant"], ["range", "allocated in the visible range"],
-    ["kept", "allocated in the visible range and live at its end"]], chosen().mode, (show) => store.set({ show }, { push: true }));
-  const groupChoice = makeChoice("Group by", [["module", "module"], ["site", "allocation site"], ["stack", "call stack"],
-    ["category", "category"], ["operator", "operator"]], chosen().group, (group) => store.set({ group }, { push: true }));
-  const tools = make("div", { className: "tools" }, modeChoice, groupChoice, search,
-    makeButton("Peak", () => showInstant(data.peak.row)), makeButton("◀ event", () => showInstant(neighbour(-1))),
-    makeButton("event ▶", () => showInstant(neighbour(1))));
+  const filters = mountFilters(data, store, goTo);
+  const filterBy = (field, i) => {
+    const { ofKind, ofBlock } = fields[field];
+    if (field === "step") store.set({ step: blocks.step[i] }, { push: true });
+    else if (field === "module") store.set({ module: fields.module.ofKind(blocks.kind[i]) }, { push: true });
+    else filters.addTerm(field, String(ofKind ? ofKind(blocks.kind[i]) : ofBlock(i)));
+  };
   const headline = make("p", { className: "headline" });
   headline.setAttribute("aria-live", "polite");
-  const crumbs = make("p", { className: "crumbs" });
-  const canvas = make("canvas", { tabIndex: 0 });
-  canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", "Groups of blocks; width shows bytes. Click a group to zoom in.");
-  const tip = make("p", { className: "note tip" });
-  const table = make("table"), more = makeButton("Show more", () => { local.shown += PAGE; drawTable(selection()); });
-  const detail = make("div", { className: "detail" });
-  root.replaceChildren(tools, headline, crumbs, canvas, tip, make("div", { className: "split" },
-    make("div", { className: "scroll" }, table, more), detail));
+  const choose = (label, key, options) => makeChoice(label, options, "", (value) => store.set({ [key]: value, ...(key === "group" || key === "frames" ? { zoom: null } : {}) }, { push: true }));
+  const selects = { group: choose("Group by", "group", GROUPS), frames: choose("Frames", "frames", [["own", "own code"], ["all", "all"]]),
+    measure: choose("Width", "measure", [["bytes", "bytes"], ["count", "blocks"]]),
+    graph: choose("Draw as", "graph", [["icicle", "icicle"], ["flame", "flame graph"]]), color: choose("Color", "color", COLORINGS) };
+  const highlight = make("input", { type: "search", placeholder: "Highlight", size: 16 });
+  highlight.setAttribute("aria-label", "Highlight boxes that contain a text");
+  highlight.addEventListener("input", () => store.set({ highlight: highlight.value || null }));
+  const crumbs = make("p", { className: "crumbs" }), picture = make("div", { className: "flame" }), legend = make("ul", { className: "legend" });
+  const list = make("div", { className: "list" }), detail = make("div", { className: "detail" });
+  const tableTools = make("div", { className: "tools" }, makeButton("Save as CSV", saveTable, "Save the listed blocks"));
+  const split = make("div", { className: "split" }, make("div", {}, list, tableTools), detail);
+  root.replaceChildren(filters.element, headline, make("div", { className: "tools" }, ...Object.values(selects), highlight), crumbs, picture, legend, split);
 
-  // Selection.
-  function range() { // rows of the visible range
-    const { from, to } = store.get();
-    return from === null ? [-1, data.num_rows] : [data.rowAt(from), data.rowAt(to)];
-  }
-  let matchedQuery = null, matches = null;
-  function matcher(query) { // a function that tells whether a block contains all words
-    if (!query) return () => true;
-    if (matchedQuery !== query) {
-      matchedQuery = query;
-      const words = query.toLowerCase().split(/\s+/).filter(Boolean);
-      const match = (texts) => texts.map((value) => { const low = value.toLowerCase(); return words.map((word) => low.includes(word)); });
-      const tables = { name: match(data.names), module: match(data.modules), operator: match(data.operators),
-        site: match(data.sites), category: match(data.categories.map((category) => category.label)) };
-      matches = (block) => words.every((_, w) => Object.keys(tables).some((key) => tables[key][blocks[key][block]][w]));
-    }
-    return matches;
-  }
-  function selection() {
-    const { mode, row, group, query } = chosen(), isMatch = matcher(query), pathOf = paths[group];
-    const indices = mode === "instant" ? liveAt(blocks, row) : allocatedIn(blocks, ...range(), mode === "kept");
-    const inZoom = (i) => { const path = local.zoom.length ? pathOf(i) : []; return local.zoom.every((key, depth) => path[depth] === key); };
-    return indices.filter((i) => isMatch(i) && inZoom(i));
-  }
-  function neighbour(direction) {
-    const { row: current } = chosen();
-    let best = direction > 0 ? data.num_rows - 1 : -1;
-    for (const column of [blocks.begin_row, blocks.end_row]) {
-      for (const row of column) if (direction > 0 ? row > current && row < best : row < current && row > best) best = row;
-    }
-    return best;
-  }
+  const flame = mountFlame(picture, colors, { zoom: zoomTo });
+  const showBlock = mountDetail(detail, data, { open, goTo, filter: filterBy, close: () => store.set({ block: null }, { push: true }) });
+  const column = (key, title, kind, text, field = fields[key], filter = null) => ({ key, title, kind, text, field, filter });
+  const ofKind = (key) => (i) => fields[key].ofKind(blocks.kind[i]);
+  const hasValues = (key) => { // snapshots know neither tensors nor steps
+    if (key === "name") return data.names.some(Boolean) || data.modules.some(Boolean);
+    return key === "step" ? data.steps.index.length > 0 : key === "operator" ? data.operators.some(Boolean) : true;
+  };
+  const tensor = { ofKind: (k) => fields.name.ofKind(k) || fields.module.ofKind(k) };
+  const table = mountTable(list, data, [
+    column("size", "size", "number", (i) => formatBytes(blocks.size[i])),
+    column("category", "category", "category", ofKind("category"), fields.category, "category"),
+    column("name", "tensor or module", "code", (i) => tensor.ofKind(blocks.kind[i]), tensor),
+    column("operator", "operator", "code", ofKind("operator"), fields.operator, "operator"),
+    column("site", "allocation site", "code", ofKind("site"), fields.site, "site"),
+    column("step", "step", "number", (i) => (blocks.step[i] < 0 ? "" : String(blocks.step[i])), fields.step, "step"),
+    column("time", "allocated", "number", (i) => formatTime(blocks.begin_us[i]), { ofBlock: (i) => blocks.begin_row[i] }),
+    column("lifetime", "live for", "number", (i) => formatTime(lifetimeOf(blocks, i)), fields.lifetime),
+  ].filter(({ key }) => hasValues(key)), { open, filter: filterBy, swatch: (i) => colorOf(data, i) });
 
   // Drawing.
-  let boxes = [];
-  function drawIcicle(indices) {
-    const tree = groupBlocks(indices, blocks, paths[chosen().group]);
-    let node = tree;
-    for (const key of local.zoom) node = node?.children.get(key);
-    boxes = [];
-    const place = (entry, path, depth, start, share) => {
-      boxes.push({ path, depth, start, share, entry });
-      if (depth >= MAX_DEPTH) return;
-      let at = start;
-      for (const child of [...entry.children.values()].sort((a, b) => b.bytes - a.bytes)) {
-        const width = share * (child.bytes / (entry.bytes || 1));
-        if (width * canvas.clientWidth >= 1) place(child, [...path, child.key], depth + 1, at, width);
-        at += width;
-      }
-    };
-    if (node?.bytes) place(node, [...local.zoom], 0, 0, 1);
-    const depth = Math.max(1, ...boxes.map((box) => box.depth + 1)), ratio = devicePixelRatio || 1, width = canvas.clientWidth;
-    canvas.style.height = `${depth * ROW}px`;
-    canvas.width = width * ratio;
-    canvas.height = depth * ROW * ratio;
-    const pen = canvas.getContext("2d");
-    pen.scale(ratio, ratio);
-    pen.font = "12px system-ui, sans-serif";
-    pen.textBaseline = "middle";
-    for (const box of boxes) {
-      const x = box.start * width, w = box.share * width, y = box.depth * ROW;
-      pen.fillStyle = box.depth % 2 ? colors().band : colors().rule;
-      pen.fillRect(x, y, Math.max(w - 1, 0.5), ROW - 1);
-      drawShares(pen, box.entry, x, y + ROW - 4, Math.max(w - 1, 0.5));
-      if (w < 40) continue;
-      const label = `${box.path[box.path.length - 1] ?? "all"}  ${formatBytes(box.entry.bytes)}`;
-      pen.save();
-      pen.beginPath();
-      pen.rect(x, y, w - 4, ROW);
-      pen.clip();
-      pen.fillStyle = colors().ink;
-      pen.fillText(label, x + 5, y + ROW / 2);
-      pen.restore();
-    }
-    crumbs.replaceChildren();
-    if (local.zoom.length) {
-      crumbs.append(makeButton("all", () => zoomTo([])));
-      local.zoom.forEach((key, depth) => crumbs.append(" › ", makeButton(key, () => zoomTo(local.zoom.slice(0, depth + 1)))));
-    }
-  }
-  function drawShares(pen, entry, x, y, width) { // a line in the colors of the categories
-    let at = x;
-    data.categories.forEach(({ color }, category) => {
-      const part = (width * (entry.byCategory[category] ?? 0)) / entry.bytes;
-      pen.fillStyle = color;
-      pen.fillRect(at, y, part, 3);
-      at += part;
-    });
-  }
-  const boxAt = (event) => {
-    const x = event.offsetX / canvas.clientWidth, depth = Math.floor(event.offsetY / ROW);
-    return boxes.find((box) => box.depth === depth && box.start <= x && x < box.start + box.share);
-  };
-  function zoomTo(path) { local.zoom = path; local.shown = PAGE; update(); }
-
-  function drawTable(indices) {
-    const value = COLUMNS[local.sort][1], sign = local.descending ? -1 : 1;
-    const ordered = [...indices].sort((a, b) => {
-      const one = value(a), other = value(b);
-      return (one < other ? -sign : one > other ? sign : 0) || a - b;
-    });
-    const head = make("tr", {}, ...COLUMNS.map(([title, , , kind], column) => {
-      const cell = make("th", { scope: "col", className: kind }, makeButton(title, () => {
-        local.descending = local.sort === column ? !local.descending : kind === "number";
-        local.sort = column;
-        drawTable(indices);
-      }));
-      cell.ariaSort = local.sort !== column ? "none" : local.descending ? "descending" : "ascending";
-      return cell;
-    }));
-    const rows = ordered.slice(0, local.shown).map((i) => {
-      const row = make("tr", { tabIndex: 0 }, ...COLUMNS.map(([, , show, kind]) => {
-        const shown = show(i) || "–";
-        const cell = make("td", { className: kind });
-        if (kind === "category") cell.append(swatch(i), shown);
-        else cell.append(kind === "code" ? make("code", { textContent: shown }) : shown);
-        return cell;
-      }));
-      row.dataset.block = String(blocks.block[i]);
-      row.addEventListener("click", () => store.set({ block: blocks.block[i] }, { push: true }));
-      row.addEventListener("keydown", (event) => { if (event.key === "Enter") store.set({ block: blocks.block[i] }, { push: true }); });
-      if (blocks.block[i] === chosen().block) row.classList.add("chosen");
-      return row;
-    });
-    table.replaceChildren(make("thead", {}, head), make("tbody", {}, ...rows));
-    more.hidden = ordered.length <= local.shown;
-    more.textContent = `Show more (${(ordered.length - local.shown).toLocaleString("en-US")} left)`;
-  }
-  function swatch(i) {
-    const made = make("span", { className: "swatch" });
-    made.style.background = data.categories[blocks.category[i]].color;
-    return made;
-  }
-
-  function drawBlock() {
-    const i = blocks.block.indexOf(chosen().block);
-    detail.hidden = i < 0;
-    if (i < 0) return;
-    const facts = [["size", `${formatBytes(blocks.size[i])} (${blocks.size[i].toLocaleString("en-US")} bytes)`],
-      ["category", text.category(i)], ["tensor", data.names[blocks.name[i]]], ["module", text.module(i)], ["operator", text.operator(i)],
-      ["phase", data.phases[blocks.phase[i]]], ["step", blocks.step[i] < 0 ? "" : String(blocks.step[i])],
-      ["allocated", blocks.begin_row[i] < 0 ? "before the trace" : `event ${blocks.begin_row[i]}, ${formatTime(blocks.begin_us[i])}`],
-      ["freed", blocks.end_row[i] >= data.num_rows ? "not in the trace" : `event ${blocks.end_row[i]}, ${formatTime(blocks.end_us[i])}`],
-      ["accesses", !data.has_accesses ? "not recorded" : `${formatCount(blocks.num_reads[i], "read")}, ${formatCount(blocks.num_writes[i], "write")}`]];
-    const frames = (data.stacks[blocks.stack[i]] ?? []).map((frame) => data.frames[frame]);
-    detail.replaceChildren(make("h3", { textContent: `Block ${blocks.block[i]}` }),
-      make("dl", {}, ...facts.filter(([, value]) => value).map(([term, value]) =>
-        make("div", {}, make("dt", { textContent: term }), make("dd", { textContent: value })))),
-      frames.length ? make("ol", {}, ...frames.map((frame) =>
-        make("li", { className: frame.own ? "own" : "", title: frame.text }, make("code", { textContent: shortFrame(frame.text) }))))
-        : make("p", { className: "note", textContent: "The page has no call stack of this block." }));
-  }
-
-  function describe(indices) {
+  function updateBlocks() {
+    local.selection = describeSelection(data, store.get());
+    local.indices = select(local.selection);
+    const kindCounts = new Float64Array(data.kinds.size.length);
     let bytes = 0;
-    for (const i of indices) bytes += blocks.size[i];
-    const what = `${formatBytes(bytes)} in ${formatCount(indices.length, "block")}`;
-    const { mode, row } = chosen();
-    if (mode !== "instant") {
-      return mode === "range" ? `Allocated in the visible range: ${what}.` : `Allocated in the visible range and live at its end: ${what}.`;
-    }
-    return row < 0 ? `Live at the start: ${what}.` : `Live after event ${row.toLocaleString("en-US")} (${formatTime(data.timeOfRow(row))}): ${what}.`;
+    for (const i of local.indices) { kindCounts[blocks.kind[i]]++; bytes += blocks.size[i]; }
+    filters.update(local.selection, kindCounts);
+    headline.textContent = sentence(bytes, local.indices.length);
+    Object.assign(root.dataset, { bytes: String(bytes), count: String(local.indices.length), row: String(local.selection.row) });
+    table.show(local.indices);
+    updatePicture();
   }
 
-  function update() {
-    const { mode, group, query } = chosen(), indices = selection();
-    modeChoice.querySelector("select").value = mode;
-    groupChoice.querySelector("select").value = group;
-    if (search !== document.activeElement) search.value = query;
-    headline.textContent = describe(indices);
-    root.dataset.bytes = String(indices.reduce((sum, i) => sum + blocks.size[i], 0));
-    root.dataset.count = String(indices.length);
-    drawIcicle(indices);
-    drawTable(indices);
-    drawBlock();
+  function updatePicture() {
+    const { group, onlyOwn, measure, isFlame, highlight: part, zoom } = choices();
+    const hierarchy = hierarchyOf(data, group, onlyOwn), coloring = coloringOf(data);
+    const sums = sumTree(data, hierarchy, local.indices, coloring);
+    const values = { group, frames: onlyOwn ? "own" : "all", measure, graph: isFlame ? "flame" : "icicle", color: chosenColoring(data) };
+    for (const [key, label] of Object.entries(selects)) label.querySelector("select").value = values[key];
+    selects.frames.hidden = group !== "stack" && group !== "callee";
+    if (highlight !== document.activeElement) highlight.value = store.get().highlight ?? "";
+    const chosen = group === "module" && local.selection.module !== null ? hierarchy.title.indexOf(local.selection.module) : zoom;
+    const node = chosen > 0 && chosen < hierarchy.parent.length && sums.count[chosen] ? chosen : 0;
+    const rest = leftOutOf(data, local.selection) ?? { bytes: 0, count: 0 };
+    flame.draw({ hierarchy, sums, coloring, zoom: node, measure, isFlame, highlight: part, rest, name: SHOWN.find(([name]) => name === local.selection.show)[1] });
+    drawCrumbs(hierarchy, node);
+    drawLegend(coloring, sums.byColor[0] ?? new Map());
   }
-  const showInstant = (at) => store.set({ show: null, at: clampRow(at) }, { push: true });
 
-  canvas.addEventListener("click", (event) => { const box = boxAt(event); if (box) zoomTo(box.path); });
-  canvas.addEventListener("mousemove", (event) => {
-    const box = boxAt(event);
-    tip.textContent = box
-      ? `${box.path.join(" › ") || "all"}: ${formatBytes(box.entry.bytes)} in ${formatCount(box.entry.count, "block")}` : "";
-  });
-  search.addEventListener("input", () => store.set({ search: search.value.trim() || null }));
-  new ResizeObserver(() => drawIcicle(selection())).observe(root);
+  function zoomTo(node) {
+    const { group, onlyOwn } = choices(), hierarchy = hierarchyOf(data, group, onlyOwn);
+    // The module is a filter of the whole page; other groups only zoom the picture.
+    const isModule = group === "module" && hierarchy.title[node] !== OUTSIDE_MODULES;
+    store.set(isModule ? { module: node ? hierarchy.title[node] : null, zoom: null } : { zoom: node || null }, { push: true });
+  }
+  function drawCrumbs({ parent, label, title }, node) {
+    const path = [];
+    for (let at = node; at > 0; at = parent[at]) path.unshift(at);
+    crumbs.replaceChildren();
+    if (path.length) crumbs.append(makeButton("all", () => zoomTo(0)), ...path.flatMap((at) => [" › ", makeButton(label[at], () => zoomTo(at), title[at])]));
+  }
+  function drawLegend({ groups }, bytesByColor) {
+    const used = [...bytesByColor].sort((a, b) => b[1] - a[1]);
+    legend.replaceChildren(...used.map(([code, bytes]) => {
+      const { label, color, term } = groups[code], swatch = make("span", { className: "swatch" });
+      swatch.style.background = color;
+      const text = [swatch, make("span", { textContent: `${label}: ${formatBytes(bytes)}` })];
+      if (!term) return make("li", {}, ...text);
+      const button = makeButton("", () => filters.addTerm(...term), `Show only blocks with this ${fields[term[0]].label}`);
+      button.replaceChildren(...text);
+      return make("li", {}, button);
+    }));
+  }
+
+  function sentence(bytes, count) {
+    const { show, row, range } = local.selection, isFiltered = local.selection.terms.length || local.selection.step !== null || local.selection.module !== null;
+    const what = `${formatBytes(bytes)} in ${formatCount(count, "block")}${isFiltered ? (count === 1 ? " that matches" : " that match") + " the filters" : ""}`;
+    const rest = leftOutOf(data, local.selection), numLeftOut = data.num_blocks - blocks.size.length;
+    const more = !numLeftOut ? "" : rest ? `, and ${rest.isExact ? "" : "about "}${formatBytes(rest.bytes)} in ${formatCount(rest.count, "smaller block")} that this page leaves out`
+      : `, without ${formatCount(numLeftOut, "smaller block")} of the recording that this page leaves out`;
+    if (show === "instant") return row < 0 ? `Live at the start: ${what}${more}.` : `Live after ${data.eventText(row)} (${formatTime(data.timeOfRow(row))}): ${what}${more}.`;
+    const where = range[0] === -Infinity ? "the recording" : `the range from ${formatTime(range[0])} to ${formatTime(range[1])}`;
+    return `${{ range: "Allocated in", churn: "Allocated and freed within", kept: "Allocated and not freed in" }[show]} ${where}: ${what}${more}.`;
+  }
+  function showChosenBlock() {
+    const i = indexOfBlock(blocks, store.get().block);
+    split.classList.toggle("with-detail", i >= 0);
+    table.mark(i);
+    showBlock(i);
+  }
+  function saveTable() {
+    const rows = Array.from(table.ordered(), (i) => [blocks.block[i], blocks.size[i], ...["category", "name", "module", "operator", "site", "phase"].map((key) => ofKind(key)(i)),
+      blocks.step[i] < 0 ? "" : blocks.step[i], blocks.begin_us[i] < 0 ? "" : blocks.begin_us[i], blocks.end_us[i] < 0 ? "" : blocks.end_us[i]]);
+    saveCsv("blocks.csv", ["block", "size_bytes", "category", "tensor", "module", "operator", "site", "phase", "step", "allocated_us", "freed_us"], rows);
+  }
+
+  let isWaiting = false; // zooming changes the range many times a second
+  function updateSoon() {
+    if (isWaiting) return;
+    isWaiting = true;
+    requestAnimationFrame(() => { isWaiting = false; updateBlocks(); });
+  }
+  new ResizeObserver(() => { updatePicture(); table.redraw(); }).observe(root);
   store.subscribe((state, changed) => {
-    if (changed.includes("group") || changed.includes("show")) local.zoom = [];
-    if (changed.includes("section") || changed.includes("view")) return;
-    if (chosen().mode === "instant" && changed.every((key) => key === "from" || key === "to")) return;
-    if (!changed.includes("block")) local.shown = PAGE;
-    update();
+    if (changed.includes("view")) return;
+    const isRange = local.selection.show !== "instant";
+    if (changed.some((key) => EXPLORER_CHOICES.includes(key))) updateBlocks();
+    else if (isRange && changed.some((key) => key === "from" || key === "to")) updateSoon();
+    else if (changed.some((key) => PICTURE_CHOICES.includes(key))) { updatePicture(); table.redraw(); }
+    if (changed.includes("block")) showChosenBlock();
   });
-  update();
-  return update;
+  updateBlocks();
+  showChosenBlock();
+  return () => { updatePicture(); table.redraw(); };
 }

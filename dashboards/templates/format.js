@@ -18,7 +18,21 @@ function formatTime(us) { // empty: unknown
   return `${(us / divisor).toLocaleString("en-US", { maximumSignificantDigits: 4 })} ${unit}`;
 }
 
-const formatCount = (number, noun) => `${number.toLocaleString("en-US")} ${noun}${number === 1 ? "" : "s"}`;
+const formatCount = (number, noun, plural = `${noun}s`) => `${number.toLocaleString("en-US")} ${number === 1 ? noun : plural}`;
+
+function formatPercent(share) {
+  const percent = 100 * share;
+  return percent > 0 && percent < 0.1 ? "< 0.1 %" : `${percent.toLocaleString("en-US", { maximumFractionDigits: percent < 10 ? 1 : 0 })} %`;
+}
+
+// Offers a table as a file. Text that a spreadsheet would run as a formula gets a quotation mark in front.
+function saveCsv(name, head, rows) {
+  const cell = (value) => (typeof value === "number" ? String(value) : `"${value.replace(/^[=+\-@\t]/, "'$&").replaceAll('"', '""')}"`);
+  const text = [head, ...rows].map((row) => row.map(cell).join(",")).join("\r\n");
+  const link = make("a", { href: URL.createObjectURL(new Blob([text], { type: "text/csv" })), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}
 
 function make(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);

@@ -1,30 +1,53 @@
-// Runs in a worker: unpacks columns, the inverse of memtrace.dashboards.delta_encoding.encode_columns.
-async function unpackColumns({ length, columns, data }) {
-  const deflated = Uint8Array.from(atob(data), (character) => character.charCodeAt(0));
-  const stream = new Blob([deflated]).stream().pipeThrough(new DecompressionStream("deflate"));
-  const planes = new Uint8Array(await new Response(stream).arrayBuffer());
-  const unpacked = {};
-  let start = 0;
-  for (const [name, width] of columns) {
-    const values = new Float64Array(length);
-    for (let plane = 0, weight = 1; plane < width; plane++, weight *= 256, start += length) {
-      for (let i = 0; i < length; i++) values[i] += planes[start + i] * weight;
-    }
+// Runs in a worker: unpacks columns and texts, the inverse of memtrace.dashboards.delta_encoding.encode_columns and of
+// memtrace.dashboards.text_encoding.encode_json.
+function bytesOfBase64(text) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
+  const binary = atob(text), bytes = new Uint8Array(binary.length);
+  for (let i = 0; i < binary.length; i++) bytes[i] = binary.charCodeAt(i);
+  return bytes;
+}
+
+function inflate(text) {
+  return new Response(new Blob([bytesOfBase64(text)]).stream().pipeThrough(new DecompressionStream("deflate")));
+}
+
+// Sums up the differences of one column. Values of up to 32 bits need no 64-bit numbers, which are slower.
+function unpackColumn(planes, start, length, width, factor, fits) {
+  const values = fits ? new Int32Array(length) : new Float64Array(length);
+  if (width <= 4) {
     for (let i = 0, sum = 0; i < length; i++) {
-      const coded = values[i];
-      sum += coded % 2 ? -(coded + 1) / 2 : coded / 2;
-      values[i] = sum;
+      let coded = planes[start + i];
+      for (let plane = 1, at = start + length + i; plane < width; plane++, at += length) coded |= planes[at] << (8 * plane);
+      sum += (coded >>> 1) ^ -(coded & 1);
+      values[i] = sum * factor;
     }
-    unpacked[name] = values;
+    return values;
+  }
+  for (let i = 0, sum = 0; i < length; i++) {
+    let coded = 0;
+    for (let plane = width - 1; plane >= 0; plane--) coded = coded * 256 + planes[start + plane * length + i];
+    sum += coded % 2 ? -(coded + 1) / 2 : coded / 2;
+    values[i] = sum * factor;
+  }
+  return values;
+}
+
+async function unpackColumns({ length, columns, data }) {
+  const planes = new Uint8Array(await inflate(data).arrayBuffer()), unpacked = {};
+  let start = 0;
+  for (const [name, width, factor, fits] of columns) {
+    unpacked[name] = unpackColumn(planes, start, length, width, factor, fits);
+    start += width * length;
   }
   return unpacked;
 }
 
-self.onmessage = async ({ data: { id, packed } }) => {
+globalThis.onmessage = async ({ data: { id, packed } }) => {
   try {
+    if (packed.json) return globalThis.postMessage({ id, columns: await inflate(packed.json).json() });
     const columns = await unpackColumns(packed);
-    self.postMessage({ id, columns }, Object.values(columns).map((values) => values.buffer));
+    return globalThis.postMessage({ id, columns }, Object.values(columns).map((values) => values.buffer));
   } catch (error) {
-    self.postMessage({ id, error: String(error) });
+    return globalThis.postMessage({ id, error: String(error) });
   }
 };

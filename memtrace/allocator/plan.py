@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
+from memtrace.allocator.exact_replay import reproduce_exactly
 from memtrace.allocator.history import OOM, AllocatorHistory
 from memtrace.allocator.infer_rules import reproduce_history
 from memtrace.allocator.plan_advice import SuggestedSetting, format_advice, suggest_setting
@@ -82,24 +83,34 @@ def plan_allocator(
     settings: Sequence[AllocatorSettings] | None = None,
     *,
     capacity: int | None = None,
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[], None] | None = None,
 ) -> AllocatorPlan:
-    """Replay every device of a trace and predict what other settings would reserve.
+    """Replay every device of a trace and predict what other settings would reserve (a sweep is cached).
 
     Args:
         trace: a trace of one rank.
         settings: the settings to simulate besides the recorded ones; None: a sweep.
         capacity: bytes that each device gives; None: what the history reveals.
-        progress: called after each prediction.
+        progress: called after each prediction; None: nothing is called.
 
     Raises:
         SettingError: a setting requires the size of the device, which is unknown.
     """
+    if settings is None and progress is None:
+        sweeps = [trace.cached(_sweep_device, device, capacity) for device in devices_to_plan(trace)]
+        return AllocatorPlan(devices=tuple(sweeps))
     devices = []
     for device in devices_to_plan(trace):
         source = read_device_history(trace, device)
-        devices.append(plan_device(source, settings, capacity=capacity, progress=progress))
+        devices.append(plan_device(source, settings, capacity=capacity, progress=progress or (lambda: None)))
     return AllocatorPlan(devices=tuple(devices))
+
+
+def _sweep_device(trace: Trace, device: str, capacity: int | None) -> DeviceAllocatorPlan:
+    reproduced = reproduce_exactly(trace, device)
+    if reproduced is not None:
+        return plan_reproduced(*reproduced, capacity=capacity)
+    return plan_device(read_device_history(trace, device), capacity=capacity)
 
 
 def plan_device(

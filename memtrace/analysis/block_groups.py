@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -165,50 +164,3 @@ def _sum_by_key(keys: Array, sizes: Array) -> list[tuple[int, int, int]]:
     num_blocks = np.bincount(inverse, minlength=len(values))
     order = np.argsort(-num_bytes, kind="stable")
     return [(int(values[i]), int(num_bytes[i]), int(num_blocks[i])) for i in order]
-
-
-@dataclass(frozen=True)
-class ModuleTreeNode:
-    """A node of the tree of modules: a module with everything inside it, or one category of a module's own blocks."""
-
-    path: tuple[str, ...]
-    """Names from the outermost module inwards; () is the root. A node of a category ends in the category."""
-    category: str | None
-    """None for the root and for modules."""
-    largest_category: str
-    """The category that holds most of the bytes."""
-    bytes: int
-    """Sum of the sizes of the blocks of the node and of the nodes below it."""
-
-
-@dataclass(frozen=True)
-class ModuleTree:
-    """Bytes of blocks in the tree of module names."""
-
-    nodes: tuple[ModuleTreeNode, ...]
-    """Every parent precedes its children."""
-    num_groups: int
-    """Number of pairs of module and category."""
-    num_left_out: int
-    """Number of the smallest pairs that the tree leaves out."""
-
-
-def build_module_tree(trace: Trace, block_ids: Array, *, outside: str, max_groups: int) -> ModuleTree:
-    """Sum up blocks in the tree of the modules that own them.
-
-    Args:
-        trace: A single-rank trace.
-        block_ids: The blocks.
-        outside: Name of the node for blocks that no module owns.
-        max_groups: Most pairs of module and category; the largest are kept.
-    """
-    groups = group_by_module_and_category(trace, block_ids)
-    modules: dict[tuple[str, ...], Counter[str]] = {}
-    leaves = []
-    for group in groups[:max_groups]:
-        path = tuple(group.module.split(".")) if group.module else (outside,)
-        for depth in range(len(path) + 1):
-            modules.setdefault(path[:depth], Counter())[group.category] += group.bytes
-        leaves.append(ModuleTreeNode((*path, group.category), group.category, group.category, group.bytes))
-    inner = [ModuleTreeNode(path, None, held.most_common(1)[0][0], held.total()) for path, held in modules.items()]
-    return ModuleTree((*inner, *leaves), len(groups), max(0, len(groups) - max_groups))

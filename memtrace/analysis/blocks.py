@@ -9,7 +9,7 @@ import numpy as np
 
 from memtrace.allocator.exact_replay import replayed_block_sizes
 from memtrace.analysis.attribution import KIND, PHASE, op_column, phase_rows, step_rows
-from memtrace.analysis.interrupted import waits_for_backward
+from memtrace.analysis.interrupted import optimizer_state_in_creation, waits_for_backward
 from memtrace.format.arrays import Array
 from memtrace.format.keyframes import find_sorted, strongest_labels
 from memtrace.format.schema import CATEGORIES, PHASES
@@ -52,6 +52,8 @@ class Blocks:
     num_reads: Array
     num_writes: Array
     category: Array
+    category_is_labeled: Array
+    """Whether the category is a label of the program; otherwise it is inferred."""
     name: Array
     """Name that the program gives the tensor."""
     module: Array
@@ -63,7 +65,7 @@ class Blocks:
     step: Array
     """Step of the allocation; -1 outside all steps and for a block that is live from the start."""
     waits_for_backward: Array
-    """Whether memory ran out before the backward that would read the block (``analysis.interrupted``)."""
+    """Whether memory ran out before backward could read the block (``analysis.interrupted``)."""
 
     def __len__(self) -> int:
         return len(self.size)
@@ -75,7 +77,8 @@ def blocks(trace: Trace) -> Blocks:
     A block's category is its strongest label, if the program gave it one. Otherwise it follows from the accesses, by
     the first rule that fits: *workspace*: allocated and freed within one operator call. *activation*: allocated in
     forward (or by a recomputed forward operator) and read in backward; without recorded accesses, freed in backward; of
-    a forward in which an allocation fails, live then (``waits_for_backward``).
+    a step in which an allocation fails, live then and not read yet (``waits_for_backward``).
+    *optimizer_state*: filled by an optimizer in a call in which an allocation fails, and live then.
     *input*: allocated outside the phases and read in forward. *temporary*: freed in the phase and step that allocated
     it. Everything else is *unknown*.
 
@@ -122,6 +125,7 @@ def _compute_blocks(trace: Trace) -> Blocks:
         num_reads=np.bincount(block[reads], minlength=count).astype(np.int32),
         num_writes=np.bincount(block[writes], minlength=count).astype(np.int32),
         category=origins.category,
+        category_is_labeled=origins.category_is_labeled,
         name=origins.name,
         module=origins.module,
         stack=origins.stack,
@@ -188,6 +192,7 @@ class _Origins:
     """What blocks are for and where they come from, indexed by block; see ``Blocks``."""
 
     category: Array
+    category_is_labeled: Array
     name: Array
     module: Array
     stack: Array
@@ -256,8 +261,10 @@ def _origins_by_use(trace: Trace) -> _Origins:
     step = _alloc_steps(trace, rows.alloc, keyframe)
     waits = waits_for_backward(trace, op, phase, rows.alloc, rows.free)
     by_use = _categories_by_use(trace, rows, op, phase, step, waits, keyframe)
+    by_use[optimizer_state_in_creation(trace, op, phase, rows.alloc, rows.free)] = CATEGORY["optimizer_state"]
     return _Origins(
         category=np.where(category >= 0, category, by_use),
+        category_is_labeled=category >= 0,
         name=name,
         module=op_column(trace, op, "module"),
         stack=op_column(trace, op, "stack"),
@@ -290,7 +297,7 @@ def _alloc_steps(trace: Trace, alloc_event: Array, keyframe: _Keyframe) -> Array
 
 def _alloc_phases(trace: Trace, op: Array, alloc_event: Array, keyframe: _Keyframe) -> Array:
     """Return the phase of each allocation by its operator, else by the spans of kind phase."""
-    phase = _phases_of_rows(trace, op, alloc_event)
+    phase = phases_at(trace, op, alloc_event)
     phase = np.where((phase < 0) & keyframe.is_live, keyframe.span_phase, phase)
     is_open = keyframe.is_live & (phase < 0)
     spans = phase_rows(trace)
@@ -299,8 +306,14 @@ def _alloc_phases(trace: Trace, op: Array, alloc_event: Array, keyframe: _Keyfra
     return phase
 
 
-def _phases_of_rows(trace: Trace, op: Array, rows: Array) -> Array:
-    """Return the phase of each operator call, else of its row of events by the spans; -1 where neither says."""
+def phases_at(trace: Trace, op: Array, rows: Array) -> Array:
+    """Return the phase of each operator call, else of its row of events by the spans; -1 where neither is known.
+
+    Args:
+        trace: a single-rank trace.
+        op: ids of operator calls; -1: none.
+        rows: rows of events; -1: none.
+    """
     phase = op_column(trace, op, "phase")
     spans = phase_rows(trace)
     missing = (phase < 0) & (rows >= 0)
@@ -314,7 +327,7 @@ def _categories_by_use(
     trace: Trace, rows: _Rows, op: Array, phase: Array, step: Array, waits: Array, keyframe: _Keyframe
 ) -> Array:
     free_op = np.where(rows.free >= 0, trace.columns("events", "op_id")["op_id"][rows.free], -1)
-    freed_phase = np.where(rows.free >= 0, _phases_of_rows(trace, free_op, rows.free), np.int8(-1))
+    freed_phase = phases_at(trace, free_op, rows.free)
     freed_step = np.where(rows.free >= 0, step_rows(trace).of_rows(np.maximum(rows.free, 0)), -2)
     reads = _read_phases(trace, keyframe)
     in_forward, in_backward = reads if reads else (np.zeros(len(op), bool), freed_phase == PHASE["backward"])

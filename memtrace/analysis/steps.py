@@ -62,9 +62,7 @@ def device_step_peaks(trace: Trace, device: str) -> Array:
     """Return for each step of ``step_columns`` the peak of the requested bytes of one device."""
     steps, live = step_rows(trace), requested_bytes(trace, device)
     level = np.concatenate([[live.start], live.bytes])
-    return _window_maxima(
-        level, np.searchsorted(live.rows, steps.first_row), np.searchsorted(live.rows, steps.end_row)
-    )
+    return _window_maxima(level, np.searchsorted(live.rows, steps.first_row), np.searchsorted(live.rows, steps.end_row))
 
 
 def records_data_waits(trace: Trace) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import shutil
 import subprocess
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +69,7 @@ def test_the_page_fetches_nothing_and_contains_no_markup_of_a_trace(page: str) -
 
 
 def test_the_page_leaves_out_sections_without_content(page: str) -> None:
-    assert "Largest blocks at the peak" in page
+    assert "Peak memory by category" in page
     assert "Reserved but unused" not in page and "Out-of-memory errors" not in page
 
 
@@ -98,18 +96,6 @@ def test_the_size_of_the_page_is_bounded_and_the_file_is_replaced_whole(tmp_path
     small, large = (report(hostile_trace(count), tmp_path / f"{count}.html").stat().st_size for count in (60, 20_000))
     assert large - small < 4_000_000
     assert not list(tmp_path.glob(".*"))
-
-
-def test_encoded_columns_are_decoded_by_running_sums() -> None:
-    columns = {"a": np.array([5, 3, 2**40, -7]), "b": np.array([0, 0, 1, 1])}
-    encoded = encode_columns(columns)
-    planes = np.frombuffer(zlib.decompress(base64.b64decode(encoded["data"])), np.uint8).astype(object)
-    start = 0
-    for name, width in encoded["columns"]:
-        coded = sum(planes[start + 4 * plane : start + 4 * plane + 4] * 256**plane for plane in range(width))
-        start += 4 * width
-        differences = [value // 2 if value % 2 == 0 else -(value + 1) // 2 for value in coded]
-        assert np.cumsum(differences).tolist() == columns[name].tolist()
 
 
 def test_columns_of_different_lengths_cannot_be_encoded() -> None:
@@ -181,7 +167,9 @@ def test_the_page_has_no_accessibility_violation(browser: Any, tmp_path: Path, s
 def test_printing_finds_every_figure_drawn_in_the_light_theme(browser: Any, tmp_path: Path) -> None:
     with opened(browser, report(hostile_trace(), tmp_path / "page.html"), color_scheme="dark") as page:
         page.wait_for_function("() => [...document.querySelectorAll('.figure, .widget')].every(e => e.dataset.drawn)")
-        assert page.evaluate("scrollY") < 700, "nobody scrolled to the last figure"
+        assert page.evaluate("scrollY < document.documentElement.scrollHeight / 2"), (
+            "nobody scrolled to the last figure"
+        )
         page.evaluate("dispatchEvent(new Event('beforeprint'))")
         assert page.evaluate("document.documentElement.dataset.theme") == "light"
         page.evaluate("dispatchEvent(new Event('afterprint'))")
