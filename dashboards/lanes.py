@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from memtrace.dashboards.delta_encoding import encode_columns, encode_to_fit
+from memtrace.dashboards.palette import BLUE, GRAY, ORANGE, PURPLE, VERMILION
 from memtrace.dashboards.text import name_text
 
 from memtrace.analysis.attribution import step_rows
@@ -24,11 +25,13 @@ MAX_ROWS: Final = 8
 """Most rows of a lane of nested spans; deeper ones are left out."""
 DRAWN_PHASES: Final = ("forward", "backward", "optimizer")
 _LANES: Final = (
-    ("action", "Pipeline actions"),
-    ("data_wait", "Waits for data"),
-    ("range", "Annotations"),
-    ("module", "Modules"),
+    ("action", "pipeline"),
+    ("data_wait", "data waits"),
+    ("range", "ranges"),
+    ("module", "modules"),
 )
+_ACTION_COLORS: Final = {"F": BLUE, "B": ORANGE, "I": VERMILION, "W": PURPLE}
+"""Colors of forward, backward, input backward and weight backward, as in the figures of pipelines."""
 _SHARE_OF_STEPS: Final = 0.1
 _NUM_LANES: Final = len(_LANES) + 1
 
@@ -55,7 +58,8 @@ class EncodedLanes:
     ``schema.PHASES``), and ``lane_<kind>`` with start_us, end_us, text (index of ``texts``) and row, ordered by row and
     start."""
     lanes: list[dict[str, Any]]
-    """For every ``lane_<kind>`` that has spans: name, title, texts, num_rows and note."""
+    """For every ``lane_<kind>`` that has spans: name, title, texts and note; of actions also the
+    ``colors`` of the texts."""
 
 
 def encode_lanes(trace: Trace, max_chars: int) -> EncodedLanes:
@@ -63,11 +67,14 @@ def encode_lanes(trace: Trace, max_chars: int) -> EncodedLanes:
     packed = _encode_steps(trace, int(_SHARE_OF_STEPS * max_chars))
     lanes = []
     share = int((1 - 2 * _SHARE_OF_STEPS) * max_chars / _NUM_LANES)
-    for kind, title in (*_LANES, ("operator", "Operators")):
+    for kind, title in (*_LANES, ("operator", "operators")):
         spans = _operator_calls(trace) if kind == "operator" else _recorded_spans(trace, kind)
         if len(spans.start_ns):
             packed[f"lane_{kind}"], described = _encode_lane(trace, spans, share // 2)
             lanes.append({"name": f"lane_{kind}", "title": title, **described})
+            if kind == "action":
+                texts = described["texts"].items()
+                lanes[-1]["colors"] = {name: _ACTION_COLORS.get(text[:1], GRAY) for name, text in texts}
     return EncodedLanes(packed, lanes)
 
 
