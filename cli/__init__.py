@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -12,6 +14,8 @@ from pathlib import Path
 from typing import ClassVar, Final, NoReturn
 
 import click
+from click.shell_completion import CompletionItem
+from memtrace.cli.feedback import FEEDBACK, add_verbosity_options
 
 from memtrace import __version__
 from memtrace.errors import MemtraceError
@@ -23,11 +27,14 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "record": ("memtrace.cli.record", "Record an unmodified training script."),
     "summary": ("memtrace.cli.summary", "Summarize a trace on one screen."),
     "report": ("memtrace.cli.report", "Write an HTML page with all results; it works offline."),
+    "serve": ("memtrace.cli.serve", "Show a trace of any size, or a running recording, in the browser."),
+    "live": ("memtrace.cli.live", "Watch a running recording in the terminal."),
     "findings": ("memtrace.cli.findings", "Find wasted memory and estimate what each fix would save."),
     "steps": ("memtrace.cli.steps", "Detect training steps and measure how much they vary."),
     "access": ("memtrace.cli.access", "Show access intervals and swap candidates."),
     "leaks": ("memtrace.cli.leaks", "Find memory that grows from step to step."),
     "diff": ("memtrace.cli.diff", "Compare two traces."),
+    "compare": ("memtrace.cli.compare", "Compare any number of runs side by side."),
     "check": ("memtrace.cli.check", "Check a trace against memory limits, for CI."),
     "stalls": ("memtrace.cli.stalls", "Show how long the steps wait for data."),
     "ranks": ("memtrace.cli.ranks", "Compare the ranks of a distributed job."),
@@ -36,6 +43,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "export": ("memtrace.cli.export", "Write a trace for Perfetto, pprof, speedscope, memory_viz or as CSV."),
     "import": ("memtrace.cli.import_", "Convert memory files of other tools to a trace."),
     "doctor": ("memtrace.cli.doctor", "Check the installation and list what is missing."),
+    "completion": ("memtrace.cli.completion", "Print the completion script of a shell."),
 }
 """Module and one-line help of each command."""
 
@@ -56,7 +64,16 @@ class LazyGroup(click.Group):
             return None
         command = import_module(self.table[cmd_name][0]).command
         assert isinstance(command, click.Command)
+        add_verbosity_options(command)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the commands and options that begin with a text, without importing the commands."""
+        if incomplete.startswith("-"):
+            return click.Command.shell_complete(self, ctx, incomplete)
+        return [
+            CompletionItem(name, help=text) for name, (_, text) in self.table.items() if name.startswith(incomplete)
+        ]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -88,6 +105,12 @@ def cli() -> None:
     """
 
 
+add_verbosity_options(cli)
+
+
+PROGRAM: Final = "memtrace"
+MIN_COLUMNS: Final = 40
+"""Least width to which errors are wrapped."""
 INTERNAL_ERROR: Final = "This may be a bug in memtrace"
 """Part of the message for an exception that no module expected."""
 
@@ -99,9 +122,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: the arguments of the command; None: those of the process.
     """
     try:
-        cli(arguments, prog_name="memtrace")
+        exit_code = cli.main(arguments, prog_name=PROGRAM, standalone_mode=False)
     except MemtraceError as error:
         _fail(str(error))
+    except click.ClickException as error:
+        _fail_usage(error)
+    except click.Abort:
+        _fail("interrupted", exit_code=1)
     except BrokenPipeError:
         # The reader of stdout (head, less) has exited. Python must not fail again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -115,6 +142,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"the command failed unexpectedly ({_describe(error)}). {INTERNAL_ERROR}: set MEMTRACE_DEBUG=1 to see the "
             f"traceback, and report it with the input at {ISSUES_URL}."
         )
+    finally:
+        FEEDBACK.end()
+    FEEDBACK.finish()
+    if isinstance(exit_code, int) and exit_code:
+        sys.exit(exit_code)
+
+
+def _fail_usage(error: click.ClickException) -> NoReturn:
+    """Print what is wrong with the arguments below the usage of the command; without arguments, its help."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        sys.exit(error.exit_code)
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    if context is not None:
+        click.echo(f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n", err=True)
+    _fail(error.format_message(), exit_code=error.exit_code)
 
 
 def _describe(error: Exception) -> str:
@@ -123,6 +166,12 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno}"
 
 
-def _fail(message: str) -> NoReturn:
-    click.echo(f"memtrace: {to_printable(message)}", err=True)
-    sys.exit(2)
+def _fail(message: str, *, exit_code: int = 2) -> NoReturn:
+    """Print an error on stderr, in a terminal in lines that fit, and exit."""
+    FEEDBACK.end()
+    text = to_printable(f"memtrace: {message}")
+    if sys.stderr.isatty() or os.environ.get("COLUMNS", "").isdigit():
+        columns = max(shutil.get_terminal_size().columns, MIN_COLUMNS)
+        text = textwrap.fill(text, columns, break_long_words=False, break_on_hyphens=False)
+    click.echo(text, err=True)
+    sys.exit(exit_code)

@@ -8,7 +8,8 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-from memtrace.cli.output import open_traces, print_line
+from memtrace.cli.feedback import FEEDBACK
+from memtrace.cli.output import open_traces
 
 if TYPE_CHECKING:
     from memtrace.trace import Trace
@@ -47,9 +48,7 @@ class Selection:
         """Open the selected rank, or the first one with a note on stderr where there are several."""
         trace = open_traces(self.paths)
         if self.rank is None and len(trace.ranks) > 1:
-            print_line(
-                f"memtrace: showing rank {trace.ranks[0]} of {len(trace.ranks)}; select another with --rank", err=True
-            )
+            FEEDBACK.note(f"showing rank {trace.ranks[0]} of {len(trace.ranks)}; select another with --rank")
         return self._window(trace.rank(trace.ranks[0] if self.rank is None else self.rank))
 
     def _window(self, trace: Trace) -> Trace:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 import click
 from memtrace.cli.arguments import RANK, WINDOW, Selection
+from memtrace.cli.compare import open_runs, write_page
 from memtrace.cli.output import console, escape, plain_table, print_json
+from memtrace.cli.pages import check_output_folder
 from memtrace.cli.tabular import print_csv
 
 from memtrace.analysis.diff import GROUPINGS, MEASURES, MemoryChange, TraceComparison, TraceTotals
@@ -29,13 +31,22 @@ _GROUPING_TITLES: Final = {"category": "category", "module": "module", "site": "
 @click.command("diff")
 @click.argument("before", type=click.Path())
 @click.argument("after", type=click.Path())
+@click.option("-o", "--output", type=click.Path(dir_okay=False),
+              help="Also write an HTML page with both traces on one axis; it works offline.")  # fmt: skip
 @RANK
 @WINDOW[0]
 @WINDOW[1]
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print one CSV row per change.")
 def command(
-    before: str, after: str, rank: int | None, from_step: int | None, to_step: int | None, as_json: bool, as_csv: bool
+    before: str,
+    after: str,
+    output: str | None,
+    rank: int | None,
+    from_step: int | None,
+    to_step: int | None,
+    as_json: bool,
+    as_csv: bool,
 ) -> None:
     """Compare two traces.
 
@@ -44,13 +55,17 @@ def command(
     ignored.
 
     \b
-    Example:
+    Examples:
       memtrace diff before.memtrace after.memtrace
+      memtrace diff before.memtrace after.memtrace -o diff.html
     """
     from memtrace.analysis.diff import compare_traces
 
     if from_step is not None and to_step is not None and from_step > to_step:
         raise click.UsageError(f"--from-step {from_step} is after --to-step {to_step}")
+    if output is not None:
+        check_output_folder(output)
+        write_page(open_runs((before, after), (), rank, None, from_step, to_step), None, output)
     old, new = (Selection((path,), rank, from_step, to_step).open_rank() for path in (before, after))
     result = compare_traces(old, new)
     if as_json:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.output import print_line, working
+from memtrace.cli.feedback import FEEDBACK
+from memtrace.cli.output import print_confirmation, working
 
 from memtrace.exporters import FORMATS, MEASURES
 from memtrace.exporters.options import JOB_FORMATS, STACK_FORMATS
@@ -61,12 +62,12 @@ def command(selection: Selection, format_: str, output: Path, measures: tuple[st
     with working(f"writing {output}"):
         export_trace(trace, output, format=format_, measures=measures or MEASURES, overwrite=overwrite)
     if output.is_dir():
-        print_line(f"Wrote {', '.join(sorted(path.name for path in output.glob('*.csv')))} to {output}.")
+        print_confirmation(f"Wrote {', '.join(sorted(path.name for path in output.glob('*.csv')))} to {output}.")
         return
     num_bytes = output.stat().st_size
-    print_line(f"Wrote {output} ({format_bytes(num_bytes)}). {_READERS[format_].format(output=output)}")
+    print_confirmation(f"Wrote {output} ({format_bytes(num_bytes)}). {_READERS[format_].format(output=output)}")
     for note in _notes(trace, format_, num_bytes, is_window=selection.from_step is not None):
-        print_line(f"memtrace: {note}", err=True)
+        FEEDBACK.note(note)
 
 
 def _notes(trace: Trace, format_: str, num_bytes: int, *, is_window: bool) -> list[str]:

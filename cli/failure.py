@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from memtrace.cli.output import console, escape, plain_table
+from memtrace.cli.output import console, escape, plain_table, print_next_command
+from memtrace.cli.verdict import print_verdict
 
 from memtrace.analysis.outside_memory import describe_outside_memory
 from memtrace.units import format_bytes, format_count, format_duration
@@ -22,13 +24,14 @@ if TYPE_CHECKING:
     from memtrace.analysis.oom import OutOfMemory, RequestRoom
 
 
-def moment(found: dict[str, Any]) -> str:
-    """Format the time of a row of the summary; its event where the trace has no times."""
-    return _format_moment(found["event"], found["time_ns"])
+def print_failure(out: Console, failure: OutOfMemory, *, with_advice: bool) -> None:
+    """Print an out-of-memory error: the request, the memory it could not use, and what held the rest.
 
-
-def print_failure(out: Console, failure: OutOfMemory, name: str) -> None:
-    """Print an out-of-memory error of the trace ``name``: the request, the memory it could not use, and what to try."""
+    Args:
+        out: Where to print.
+        failure: The error.
+        with_advice: Whether to print what to try; a verdict with fixes makes that superfluous.
+    """
     where = f"at {escape(failure.site)}" if failure.site else "(no stack was recorded)"
     out.print(
         f"\n[bold]Out of memory on {failure.device} {_format_moment(failure.event, failure.time_ns)}[/]: request for "
@@ -46,13 +49,9 @@ def print_failure(out: Console, failure: OutOfMemory, name: str) -> None:
     for holder in failure.holders[:MAX_HOLDERS]:
         table.add_row(format_bytes(holder.requested_bytes), f"{holder.num_blocks:,}", escape(holder.site or NO_STACK))
     out.print(table)
-    out.print("What to try:")
-    out.print(_bullet_list(failure.advice))
-    if failure.room is not None:
-        out.print(
-            f"Next: memtrace plan allocator {escape(name)} shows which allocator settings would have fitted.",
-            style="dim",
-        )
+    if with_advice:
+        out.print("What to try:")
+        out.print(_bullet_list(failure.advice))
 
 
 def _room_sentence(room: RequestRoom) -> str:
@@ -93,10 +92,14 @@ def main() -> None:
 
 def _print_last_failure(folder: Path) -> None:
     from memtrace.analysis.oom import explain_out_of_memory
+    from memtrace.planning.verdict import find_verdict
     from memtrace.trace import load
 
-    failures = explain_out_of_memory(load(folder))
+    trace = load(folder)
+    failures = explain_out_of_memory(trace)
     if failures:
-        out = console(stderr=True)
-        print_failure(out, failures[-1], str(folder))
-        out.print(f"Next: memtrace report {escape(str(folder))} -o report.html", style="dim")
+        out, verdict = console(stderr=True), find_verdict(trace, failures[-1].device)
+        out.print()
+        print_verdict(out, verdict)
+        print_failure(out, failures[-1], with_advice=not verdict.fixes)
+        print_next_command(out, f"memtrace report {shlex.quote(str(folder))} -o report.html")

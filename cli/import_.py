@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from memtrace.cli.output import print_line
+from memtrace.cli.output import print_confirmation
 
 
 @click.command("import")
@@ -31,5 +31,5 @@ def command(files: tuple[Path, ...], output: Path, overwrite: bool) -> None:
     write_trace(ranks, output, overwrite=overwrite)
     for rank in ranks:
         events = format_count(rank.tables["events"].num_rows, "event")
-        print_line(f"Rank {rank.manifest.rank}: {rank.manifest.source.file}, {events}")
-    print_line(f"Wrote {output}.")
+        print_confirmation(f"Rank {rank.manifest.rank}: {rank.manifest.source.file}, {events}")
+    print_confirmation(f"Wrote {output}.")

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+from memtrace.cli.feedback import FEEDBACK, Verbosity
 
-from memtrace.code_owner import SITE_SEPARATOR
 from memtrace.format.schema import NO_BLOCKS
 from memtrace.text import to_printable
+from memtrace.units import UNKNOWN
 
 if TYPE_CHECKING:
+    from memtrace.cli.tables import PlainTable
     from rich.console import Console
     from rich.table import Table
 
@@ -24,8 +26,12 @@ if TYPE_CHECKING:
 
 PIPE_WIDTH: Final = 110
 """Columns of the output in a pipe; on a terminal the output has the terminal's width."""
+SCHEMA_VERSION: Final = 1
+"""Version of the JSON that commands print. It grows when a member is removed, renamed or changes its meaning, and not
+when one is added."""
+SCHEMA_VERSION_KEY: Final = "schema_version"
 SLOW_BYTES: Final = 20 << 20
-"""Files from this size on take over a second to read, so a spinner is shown."""
+"""Files from this size on take over a second to read, so progress is shown."""
 
 
 def escape(text: str) -> str:
@@ -38,56 +44,28 @@ def escape(text: str) -> str:
 
 def print_line(text: str, *, err: bool = False) -> None:
     """Print one line of plain text that can contain names from a trace or paths from the user."""
+    FEEDBACK.end()
     click.echo(to_printable(text), err=err)
 
 
-def shorten(text: str, max_chars: int) -> str:
-    """Return text with its middle replaced by an ellipsis where it is longer than ``max_chars``."""
-    if len(text) <= max_chars:
-        return text
-    num_head = max(0, (max_chars - 1) // 2)
-    return f"{text[:num_head]}…{text[len(text) - (max_chars - 1 - num_head) :]}"
+def print_confirmation(text: str) -> None:
+    """Print one line about what was written, unless the user asked for quiet."""
+    if FEEDBACK.verbosity > Verbosity.QUIET:
+        print_line(text)
 
 
-def shorten_site(site: str, max_chars: int) -> str:
-    """Return an allocation site in at most ``max_chars``; the number of the line always stays whole.
-
-    Args:
-        site: Such as ``package/module.py:12 Class.method``, or two of these with an arrow between them; text of another
-            form is shortened in the middle.
-        max_chars: Width of the column.
-    """
-    user, arrow, library = site.partition(SITE_SEPARATOR)
-    if len(site) > max_chars and arrow:
-        # The user's line and that of the package share the width; a short one leaves its part to the other.
-        room = max_chars - len(arrow)
-        user = shorten_site(user, max(room // 2, room - len(library)))
-        return f"{user}{arrow}{shorten_site(library, room - len(user))}"
-    path, colon, rest = site.rpartition(":")
-    line, _, function = rest.partition(" ")
-    if len(site) <= max_chars or not (colon and line.isdigit()):
-        return shorten(site, max_chars)
-    # The path and the function share what the number leaves; a short one leaves its part to the other.
-    room = max_chars - len(line) - 2
-    path_chars = max(room // 2, room - len(function))
-    path = shorten(path, path_chars)
-    return f"{path}:{line} {shorten(function, room - len(path))}"
+def print_next_command(out: Console, command: str) -> None:
+    """Print a command to run next, on one line to copy, unless the user asked for quiet."""
+    if FEEDBACK.verbosity > Verbosity.QUIET:
+        out.print(f"\nNext: {escape(command)}", style="dim", soft_wrap=True)
 
 
-def site_with_modules(site: str, modules: Sequence[str], max_chars: int) -> str:
-    """Return an allocation site and the module that owns most of its blocks in at most ``max_chars``.
-
-    Args:
-        site: The allocation site, which gets at least half of the width.
-        modules: Modules that own blocks of the site, the largest first.
-        max_chars: Width of the column.
-    """
+def site_with_modules(site: str, modules: Sequence[str]) -> str:
+    """Return an allocation site, the module that owns most of its blocks, and the number of its other modules."""
     if not modules:
-        return shorten_site(site, max_chars)
+        return site
     more = f" +{len(modules) - 1}" if len(modules) > 1 else ""
-    room = max_chars - len(more) - 3
-    module = shorten(modules[0], max(room // 2, room - len(site)))
-    return f"{shorten_site(site, room - len(module))} [{module}{more}]"
+    return f"{site} [{modules[0]}{more}]"
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -99,21 +77,17 @@ def console(*, stderr: bool = False) -> Console:
 
     from memtrace.cli.safe_console import SafeConsole
 
+    FEEDBACK.end()
     file = sys.stderr if stderr else sys.stdout
     width = None if file.isatty() or environ.get("COLUMNS", "").isdigit() else PIPE_WIDTH
     return SafeConsole(file=file, width=width, highlight=False)
 
 
-def plain_table(*headers: str) -> Table:
+def plain_table(*headers: str) -> PlainTable:
     """Return a table without borders: first and last column aligned to the left, the others to the right."""
-    from rich.table import Table
+    from memtrace.cli.tables import PlainTable
 
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for index, header in enumerate(headers):
-        is_last = index == len(headers) - 1
-        justify: Any = "left" if index == 0 or is_last else "right"
-        table.add_column(header, justify=justify, no_wrap=not is_last, overflow="fold")
-    return table
+    return PlainTable(headers)
 
 
 def fact_table() -> Table:
@@ -126,25 +100,36 @@ def fact_table() -> Table:
     return table
 
 
-@contextmanager
-def working(task: str) -> Iterator[None]:
-    """Show a spinner with the name of a task on stderr; show nothing where stderr is not a terminal."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(escape(task)):
-        yield
+def working(task: str) -> AbstractContextManager[None]:
+    """Show the name of a task as progress on a terminal, if it takes long."""
+    return FEEDBACK.working(task)
 
 
 def open_traces(traces: Sequence[str]) -> Trace:
-    """Open a trace folder, or files (several are the ranks of one job), with a spinner where reading takes long."""
+    """Open a trace folder, or files (several are the ranks of one job); then show progress until the first output."""
     from memtrace.trace import load
 
+    FEEDBACK.end()
+    names = " ".join(traces)
     size_bytes = sum(Path(trace).stat().st_size for trace in traces if Path(trace).is_file())
-    with working(f"reading {' '.join(traces)}") if size_bytes > SLOW_BYTES else nullcontext():
-        return load(*traces)
+    # The reader forks where there is no other thread, such as one for progress.
+    with FEEDBACK.working(f"reading {names}") if size_bytes > SLOW_BYTES else nullcontext():
+        trace = load(*traces)
+    for rank in trace.ranks:
+        FEEDBACK.detail(_describe_rank(trace.rank(rank)))
+    FEEDBACK.begin(f"analyzing {names}")
+    return trace
+
+
+def _describe_rank(trace: Trace) -> str:
+    """Return what was opened, for --verbose."""
+    source = trace.manifest.source
+    origin = source.file or trace.path or "the trace"
+    recorder = f"{source.kind or UNKNOWN}{f', {source.observer} observer' if source.observer else ''}"
+    return (
+        f"rank {trace.manifest.rank}: {origin} ({recorder}), {trace.num_rows('events'):,} events, "
+        f"{trace.num_rows('ops'):,} operator calls"
+    )
 
 
 def missing_blocks_reason(trace: Trace) -> str | None:
@@ -153,8 +138,13 @@ def missing_blocks_reason(trace: Trace) -> str | None:
 
 
 def print_json(result: Any) -> None:
-    """Print a result as one JSON document: dataclasses become objects, tuples lists; NaN and infinity are errors."""
-    click.echo(json.dumps(json_value(result), indent=1, allow_nan=False))
+    """Print a result as one JSON object, the version of its form first; NaN and infinity are errors.
+
+    Args:
+        result: A dataclass or mapping: dataclasses become objects, tuples lists.
+    """
+    FEEDBACK.end()
+    click.echo(json.dumps({SCHEMA_VERSION_KEY: SCHEMA_VERSION, **json_value(result)}, indent=1, allow_nan=False))
 
 
 def json_value(value: Any) -> Any:

@@ -14,8 +14,8 @@ from memtrace.pipeline.prediction import PipelineComparison, PipelineReport, pre
 from memtrace.units import UNKNOWN, format_bytes, format_duration, format_share
 
 if TYPE_CHECKING:
+    from memtrace.cli.tables import PlainTable
     from rich.console import Console
-    from rich.table import Table
 
     from memtrace.pipeline.measured import MeasuredPipeline, MeasuredStage
     from memtrace.pipeline.schedules.schedule import Schedule
@@ -166,7 +166,7 @@ def _print_workers(out: Console, measured: MeasuredPipeline, predicted: Pipeline
         out.print(f"[bold]Missing ranks[/]: {missing} (part of the job, but not analyzed)")
 
 
-def _worker_table(measured: MeasuredPipeline, predicted: PipelineComparison | None) -> Table:
+def _worker_table(measured: MeasuredPipeline, predicted: PipelineComparison | None) -> PlainTable:
     comparisons = {} if predicted is None else {worker.rank: worker for worker in predicted.workers}
     has_capacity = any(worker.headroom_bytes is not None for worker in measured.workers)
     headers = ["rank", "stages", "peak", *(["headroom"] if has_capacity else [])]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+from itertools import count
 from typing import TYPE_CHECKING, Final
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
+from memtrace.cli.feedback import FEEDBACK
 from memtrace.cli.output import console, plain_table, print_json
 from memtrace.cli.quantities import BYTES
 from rich.markup import escape
@@ -15,7 +16,7 @@ from memtrace.allocator.plan import AllocatorPlan
 from memtrace.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from memtrace.cli.tables import PlainTable
 
     from memtrace.allocator.plan import CapacityEstimate, DeviceAllocatorPlan
     from memtrace.allocator.replay import ReplayResult
@@ -86,14 +87,15 @@ def _settings_to_simulate(
 
 
 def _make_plan(trace: Trace, settings: list[AllocatorSettings] | None, capacity: int | None) -> AllocatorPlan:
-    from rich.console import Console
-    from rich.progress import Progress
-
     from memtrace.allocator.plan import plan_allocator
 
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("simulating settings", total=None)
-        return plan_allocator(trace, settings, capacity=capacity, progress=lambda: progress.advance(task))
+    num_simulated = count(1)
+    return plan_allocator(
+        trace,
+        settings,
+        capacity=capacity,
+        progress=lambda: FEEDBACK.begin(f"simulating settings: {next(num_simulated)} done"),
+    )
 
 
 def _print_device(plan: DeviceAllocatorPlan) -> None:
@@ -107,7 +109,10 @@ def _print_device(plan: DeviceAllocatorPlan) -> None:
         out.print(LEGEND, style="dim")
         out.print()
     for sentence in plan.advice:
-        out.print(escape(sentence), soft_wrap=True)  # a setting can be pasted only if it stays on one line
+        out.print(escape(sentence))
+    if plan.suggestion is not None:
+        # A setting can be pasted only if it stays on one line.
+        out.print(f"    {escape(plan.suggestion.environment_setting)}", style="cyan", soft_wrap=True)
     out.print()
 
 
@@ -146,7 +151,7 @@ def _capacity_line(capacity: CapacityEstimate) -> str:
     )
 
 
-def _settings_table(plan: DeviceAllocatorPlan) -> Table:
+def _settings_table(plan: DeviceAllocatorPlan) -> PlainTable:
     """Return the table of predictions, without columns that are zero or unknown in every row: it fits 80 columns."""
     predictions = plan.predictions
     has_spread = any(prediction.spread_bytes for prediction in predictions)
@@ -155,7 +160,7 @@ def _settings_table(plan: DeviceAllocatorPlan) -> Table:
     shown = [True, True, True, has_spread, True, has_fits]
     table = plain_table(*(header for header, is_shown in zip(headers, shown, strict=True) if is_shown))
     for prediction in predictions:
-        name = prediction.setting.replace(",", "\n")
+        name = prediction.setting.replace(",", ",\n")
         if prediction.is_recorded and plan.replay is not None:
             name += " (recorded)"
         cells = [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from memtrace.cli.arguments import Selection
-from memtrace.cli.output import console, escape, plain_table, print_json, print_line, working
+from memtrace.cli.output import console, escape, plain_table, print_confirmation, print_json, working
 
 from memtrace.units import format_bytes, format_count, format_duration, format_share
 
@@ -86,7 +86,7 @@ def show_plan(
         return
     print_plan(plan, proof, print_details)
     if request.output is not None:
-        print_line(f"Wrote {request.output}. Next: memtrace record --apply {request.output} train.py")
+        print_confirmation(f"Wrote {request.output}. Next: memtrace record --apply {request.output} train.py")
 
 
 def _prove(program: tuple[str, ...], make_plan: Callable[[Trace], Plan]) -> Proof:

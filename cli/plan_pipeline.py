@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 from memtrace.cli.arguments import RANK, WINDOW, Selection
-from memtrace.cli.output import console, escape, print_json, working
+from memtrace.cli.output import console, escape, print_json, print_line, working
+from memtrace.cli.pages import check_output_folder, output_errors
 from memtrace.cli.plan_pipeline_tables import (
     print_assumptions,
     print_configurations,
@@ -21,15 +22,18 @@ from memtrace.cli.quantities import BYTES
 from memtrace.errors import MemtraceError
 from memtrace.pipeline.plan_report import PipelinePlanReport, report_plan, report_search
 from memtrace.pipeline.schedules.registry import SCHEDULE_FAMILIES
+from memtrace.units import format_bytes
 
 if TYPE_CHECKING:
     from memtrace.pipeline.layer_costs import MeasuredLayers
     from memtrace.pipeline.memory_rules import MemoryModel
     from memtrace.pipeline.microbatch_costs import MicrobatchCosts
-    from memtrace.pipeline.plan import PlanSettings
+    from memtrace.pipeline.plan import PlanSettings, SchedulePrediction
     from memtrace.pipeline.schedules.registry import ScheduleChoice
 
 RESULT: Final = PipelinePlanReport
+NamedPrediction = tuple[str, "SchedulePrediction"]
+"""Name of a schedule on the page, and its prediction."""
 _COUNT: Final = click.IntRange(min=1)
 _RECOMPUTE: Final = {"off": (False,), "on": (True,), "both": (False, True)}
 
@@ -94,6 +98,9 @@ def _add_hardware_options(function: Callable[..., None]) -> Callable[..., None]:
 @click.option("--rule", type=click.Choice(["fastest", "chimera"]), default="fastest",
               help="With --workers: rank all micro-batch sizes, or for every degree and number of stages only the "
                    "largest that fits (the rule of the Chimera paper); default: fastest.")  # fmt: skip
+@click.option("-o", "--output", type=click.Path(dir_okay=False),
+              help="Also write an HTML page that shows the schedules and the memory of their workers; it works "
+                   "offline.")  # fmt: skip
 @click.option("--show-schedule", is_flag=True, help="Also print the action table of the best schedule.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables; unknown values are null.")
 def command(
@@ -111,6 +118,7 @@ def command(
     sizes: tuple[int, ...],
     measured_sizes: tuple[int, ...],
     rule: str,
+    output: str | None,
     show_schedule: bool,
     as_json: bool,
     **options: Any,
@@ -127,17 +135,21 @@ def command(
     Examples:
       memtrace plan pipeline single.memtrace --stages 4 --microbatches 8
       memtrace plan pipeline single.memtrace --workers 32 --batch 512
+      memtrace plan pipeline single.memtrace --workers 4 --batch 8 -o plan.html
     """
+    if output is not None:
+        check_output_folder(output)
     selections = [Selection((trace,), rank, from_step, to_step) for trace in traces]
     _check_options(workers is not None, stages, microbatches, options["data_parallel"], batch, sizes, rule)
     measured = _measure_layers(selections, costs, layers, measured_sizes)
     settings, recompute = _settings(measured.model, options), _RECOMPUTE[options["recompute"]]
-    table = ""
     if workers is not None:
         with working(f"searching pipelines over {workers} workers"):
-            report = _search(measured, workers, batch, sizes, schedules, recompute, settings, rule)
+            report, planned = _search(measured, workers, batch, sizes, schedules, recompute, settings, rule)
     else:
-        report, table = _plan(measured, stages, microbatches, sizes, schedules, recompute, settings)
+        report, planned = _plan(measured, stages, microbatches, sizes, schedules, recompute, settings)
+    if output is not None:
+        _write_page(planned, output, settings.capacity_bytes, (*report.notes, *report.assumptions))
     if as_json:
         print_json(report)
         return
@@ -151,8 +163,17 @@ def command(
     else:
         print_configurations(out, report)
     print_assumptions(out, report)
-    if show_schedule and table:
-        out.print("\n" + table, soft_wrap=True, markup=False)
+    if show_schedule:
+        out.print(f"\n{planned[0][1].schedule}", soft_wrap=True, markup=False)
+
+
+def _write_page(planned: list[NamedPrediction], output: str, capacity_bytes: int | None, notes: Sequence[str]) -> None:
+    from memtrace.dashboards.planned_pipeline import PlannedSchedule, write_planned_pipeline
+
+    schedules = [PlannedSchedule(name, prediction) for name, prediction in planned]
+    with output_errors(output), working(f"writing {output}"):
+        page = write_planned_pipeline(schedules, output, capacity_bytes=capacity_bytes, notes=notes)
+    print_line(f"Wrote {page} ({format_bytes(page.stat().st_size)}).", err=True)
 
 
 def _check_options(
@@ -269,8 +290,8 @@ def _plan(
     schedules: tuple[str, ...],
     recompute: tuple[bool, ...],
     settings: PlanSettings,
-) -> tuple[PipelinePlanReport, str]:
-    """The report, and the text of the best schedule."""
+) -> tuple[PipelinePlanReport, list[NamedPrediction]]:
+    """The report, and the predictions with their names."""
     from memtrace.pipeline.plan import plan_pipeline
 
     assert stages is not None and microbatches is not None
@@ -294,7 +315,11 @@ def _plan(
         microbatch_size=size if measured.has_sizes else None,
         notes=measured.notes,
     )
-    return report, str(plan.predictions[0].schedule)
+    return report, [(_prediction_name(prediction), prediction) for prediction in plan.predictions]
+
+
+def _prediction_name(prediction: SchedulePrediction) -> str:
+    return f"{prediction.choice}{' with recomputation' if prediction.recompute else ''}"
 
 
 def _search(
@@ -306,7 +331,8 @@ def _search(
     recompute: tuple[bool, ...],
     settings: PlanSettings,
     rule: str,
-) -> PipelinePlanReport:
+) -> tuple[PipelinePlanReport, list[NamedPrediction]]:
+    """The report, and the configurations with their names."""
     from memtrace.pipeline.search import largest_microbatches, search_configurations
 
     assert batch is not None
@@ -323,4 +349,11 @@ def _search(
         configurations = largest_microbatches(configurations)
         if not configurations:
             raise MemtraceError("No configuration fits the capacity. Try --recompute both or more workers.")
-    return report_search(configurations, settings, measured.costs, measured.notes)
+    return report_search(configurations, settings, measured.costs, measured.notes), [
+        (
+            f"{_prediction_name(each.prediction)}, W={each.data_parallel} D={each.pipeline_workers} "
+            f"B={each.microbatch_size}",
+            each.prediction,
+        )
+        for each in configurations
+    ]

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Final
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
-from memtrace.cli.output import console, escape, plain_table, print_json, working
+from memtrace.cli.output import console, escape, plain_table, print_json, print_next_command, working
 
 from memtrace.analysis.ranks import RankComparison, RankSummary, compare_ranks
 from memtrace.units import UNKNOWN, format_bytes, format_duration
 
 if TYPE_CHECKING:
+    from memtrace.cli.tables import PlainTable
     from rich.console import Console
-    from rich.table import Table
 
 RESULT: Final = RankComparison
 _CATEGORIES: Final = ("parameter", "gradient", "optimizer_state", "activation", "temporary")
@@ -55,11 +55,10 @@ def _print_comparison(comparison: RankComparison, trace_name: str) -> None:
     out.print(f"Slowest rank: {slowest}")
     if comparison.rank_to_inspect is not None:
         out.print(f"[bold]Inspect rank {comparison.rank_to_inspect} first[/]: {escape(comparison.reason)}.")
-        next_command = f"memtrace summary {escape(trace_name)} --rank {comparison.rank_to_inspect}"
-        out.print(f"\nNext: {next_command}", style="dim", soft_wrap=True)
+        print_next_command(out, f"memtrace summary {trace_name} --rank {comparison.rank_to_inspect}")
 
 
-def _peak_table(summaries: tuple[RankSummary, ...]) -> Table:
+def _peak_table(summaries: tuple[RankSummary, ...]) -> PlainTable:
     headers = (name.replace("_state", "") for name in _CATEGORIES)
     table = plain_table("rank", "peak", *headers, "other")
     for summary in summaries:
@@ -75,7 +74,7 @@ def _short_bytes(num_bytes: int | None) -> str:
     return format_bytes(num_bytes, unknown="-")
 
 
-def _time_table(summaries: tuple[RankSummary, ...]) -> Table:
+def _time_table(summaries: tuple[RankSummary, ...]) -> PlainTable:
     table = plain_table("rank", "device", "steps", "step", "compute", "phase of peak")
     for summary in summaries:
         table.add_row(

@@ -14,7 +14,7 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import click
-from memtrace.cli.output import print_line
+from memtrace.cli.feedback import FEEDBACK
 
 from memtrace.units import format_bytes
 
@@ -142,4 +142,4 @@ def _print_result(trace: Path, folder: Path) -> None:
     with contextlib.suppress(OSError):
         size = sum(part.stat().st_size for part in (trace / f"rank={rank}").iterdir())
         name = os.path.relpath(trace, folder) if trace.is_relative_to(folder) else trace
-        print_line(f"memtrace: wrote {name} ({format_bytes(size)}). Next: memtrace summary {name}", err=True)
+        FEEDBACK.note(f"wrote {name} ({format_bytes(size)}). Next: memtrace summary {name}")

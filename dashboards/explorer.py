@@ -37,8 +37,6 @@ MAX_CHARS: Final = 6_000_000
 """Most characters that the blocks of a page take; it has fewer of them where they do not fit."""
 _ACCESS_SHARE: Final = 0.25
 """Share of those for the accesses."""
-_TEXT_SHARE: Final = 0.35
-"""Share of those for call stacks and texts, with which a page has the blocks of fewer kinds."""
 _CHARS_PER_LEFT_OUT_POINT: Final = 1500
 """The sums over the blocks that are left out take about a hundredth of the characters."""
 _KIND_COLUMNS: Final = (
@@ -74,47 +72,55 @@ def encode_blocks(
         max_chars: Most characters of the result.
         sources: Which source lines to add; None: none.
     """
-    catalog, packed = _encode_most(trace, device, max_chars)
-    tree = build_frame_tree(trace, catalog.stacks)
-    weight = np.bincount(catalog.stack, weights=catalog.size, minlength=len(catalog.stacks))
-    ordered = _frames_by_weight(trace, catalog, weight)
-    lines = collect_source_lines(trace, ordered, sources or SourceOptions(is_enabled=False))
-    accesses, access_note = _encode_accesses(trace, catalog, int(max_chars * _ACCESS_SHARE))
-    sites, site = _distinct_texts(catalog.stack_sites)
-    packed |= {
-        "accesses": accesses,
-        "left_out": _encode_left_out(trace, device, catalog, max_chars // _CHARS_PER_LEFT_OUT_POINT),
-        "stacks": encode_columns({"node": tree.node_of_stack, "site": site}),
-        "frame_tree": encode_columns({"parent": tree.parent, "frame": tree.frame}),
-        "block_texts": encode_json(
-            {
-                "names": _page_texts(catalog.names),
-                "operators": _page_texts(catalog.operators),
-                "modules": _page_texts(catalog.modules),
-                "sites": _page_texts(sites),
-                "no_stack_reasons": catalog.no_stack_reasons,
-                "phase_names": PHASES,
-                "frames": encode_frames(trace, tree.frames),
-                "sources": _page_sources(lines),
-            }
-        ),
-    }
-    note = " ".join(filter(None, (_left_out_note(catalog), access_note, lines.note)))
+    accesses_chars = int(max_chars * _ACCESS_SHARE) if has_accesses(trace) else 0
+    catalog, packed, sources_note = _encode_most(trace, device, max_chars - accesses_chars, sources)
+    accesses, access_note = _encode_accesses(trace, catalog, accesses_chars)
+    max_points = max_chars // _CHARS_PER_LEFT_OUT_POINT
+    packed |= {"accesses": accesses, "left_out": _encode_left_out(trace, device, catalog, max_points)}
+    note = " ".join(filter(None, (_left_out_note(catalog), access_note, sources_note)))
     plain = {"has_accesses": has_accesses(trace), "num_blocks": catalog.num_blocks}
     return EncodedBlocks(packed, plain, catalog.place, note)
 
 
-def _encode_most(trace: Trace, device: str, max_chars: int) -> tuple[BlockCatalog, dict[str, Any]]:
-    """Return the most blocks, largest first, whose columns fit."""
-    limit = int(max_chars * (1 - _ACCESS_SHARE - _TEXT_SHARE))
+def _encode_most(
+    trace: Trace, device: str, max_chars: int, sources: SourceOptions | None
+) -> tuple[BlockCatalog, dict[str, Any], str]:
+    """Return the most blocks that fit with their texts, largest first, and a note about the source lines."""
     max_blocks = MAX_BLOCKS
     while True:
         catalog = catalog_blocks(trace, device, max_blocks)
-        packed = _encode_columns(catalog)
-        num_chars = sum(len(table["data"]) for table in packed.values())
-        if num_chars <= limit or len(catalog) <= 100:
-            return catalog, packed
-        max_blocks = int(len(catalog) * min(0.8, 0.9 * limit / num_chars))
+        texts, note = _encode_texts(trace, catalog, sources)
+        packed = {**_encode_columns(catalog), **texts}
+        num_chars = sum(len(table.get("data") or table["json"]) for table in packed.values())
+        if num_chars <= max_chars or len(catalog) <= 100:
+            return catalog, packed, note
+        max_blocks = int(len(catalog) * min(0.8, 0.9 * max_chars / num_chars))
+
+
+def _encode_texts(trace: Trace, catalog: BlockCatalog, sources: SourceOptions | None) -> tuple[dict[str, Any], str]:
+    """Return the call stacks and texts of a catalog, and a note about the source lines."""
+    tree = build_frame_tree(trace, catalog.stacks)
+    weight = np.bincount(catalog.stack, weights=catalog.size, minlength=len(catalog.stacks))
+    lines = collect_source_lines(
+        trace, _frames_by_weight(trace, catalog, weight), sources or SourceOptions(is_enabled=False)
+    )
+    sites, site = _distinct_texts(catalog.stack_sites)
+    texts = {
+        "names": _page_texts(catalog.names),
+        "operators": _page_texts(catalog.operators),
+        "modules": _page_texts(catalog.modules),
+        "sites": _page_texts(sites),
+        "no_stack_reasons": catalog.no_stack_reasons,
+        "phase_names": PHASES,
+        "frames": encode_frames(trace, tree.frames),
+        "sources": _page_sources(lines),
+    }
+    packed = {
+        "stacks": encode_columns({"node": tree.node_of_stack, "site": site}),
+        "frame_tree": encode_columns({"parent": tree.parent, "frame": tree.frame}),
+        "block_texts": encode_json(texts),
+    }
+    return packed, lines.note
 
 
 def _encode_columns(catalog: BlockCatalog) -> dict[str, Any]:
@@ -153,9 +159,8 @@ def find_kinds(columns: dict[str, Array]) -> tuple[Array, Array]:
         codes, distinct = pd.factorize(values)
         key = key * len(distinct) + codes
         key = pd.factorize(key)[0].astype(np.int64)
-    first = np.full(int(key.max(initial=-1)) + 1, len(key), np.int64)
-    np.minimum.at(first, key, np.arange(len(key)))
-    return first, key
+    # Kinds are numbered in the order of their first rows.
+    return np.flatnonzero(np.diff(np.maximum.accumulate(key), prepend=-1) > 0), key
 
 
 def _encode_accesses(trace: Trace, catalog: BlockCatalog, max_chars: int) -> tuple[dict[str, Any], str]:
@@ -168,10 +173,10 @@ def _encode_accesses(trace: Trace, catalog: BlockCatalog, max_chars: int) -> tup
         fits = np.cumsum(num_accesses[largest_first]) <= max_accesses
         index = np.sort(largest_first[fits])
         packed = _encode_accesses_of(trace, catalog, index)
-        if len(packed["data"]) <= max_chars or not len(index):
+        num_shown = int(num_accesses[index].sum())
+        if len(packed["data"]) <= max_chars or not num_shown:
             break
-        max_accesses = int(num_accesses[index].sum()) // 2
-    num_shown = int(num_accesses[index].sum())
+        max_accesses = num_shown // 2
     if num_shown == total:
         return packed, ""
     return packed, f"The accesses are those of the largest blocks, {num_shown:,} of {total:,}."

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
-from memtrace.dashboards import overview, pipeline
+from memtrace.dashboards import overview, pipeline, ranks
+from memtrace.dashboards.assets import CONTENT_SECURITY_POLICY, packed_plotly, script_safe, style_sheet
 from memtrace.dashboards.contents import DEVICE_SECTIONS, GLOSSARY
-from memtrace.dashboards.palette import CATEGORY_COLORS, THEMES, plotly_template
+from memtrace.dashboards.palette import THEMES, plotly_template
 from memtrace.dashboards.payload import Payload, build_payload
 from memtrace.dashboards.sections import Section, Table
 from memtrace.dashboards.source_lines import SourceOptions
 from memtrace.dashboards.text import name_text
 
 from memtrace import __version__
+from memtrace.analysis.options import DEFAULT_OPTIONS, AnalysisOptions
+from memtrace.analysis.rank_overview import survey_ranks
 from memtrace.categories import CATEGORY_LABELS, CATEGORY_MEANINGS
 from memtrace.planning.verdict import choose_rank, order_devices
 from memtrace.units import format_count, format_share
@@ -60,17 +62,10 @@ SCRIPTS: Final = (
     "block_detail.js",
     "block_filters.js",
     "explorer.js",
+    "served.js",
     "report.js",
 )
 """Scripts of the page in ``templates/``, in the order in which they use each other; they share one scope."""
-
-PLOTLY: Final = Path(__file__).parent / "vendor" / "plotly-cartesian.min.js"
-
-# Plotly draws with inline styles and creates images as blobs. The page fetches nothing.
-CONTENT_SECURITY_POLICY: Final = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
-    "font-src data:; worker-src blob:"
-)
 
 
 @dataclass(frozen=True)
@@ -101,6 +96,7 @@ def report(
     output: str | Path,
     *,
     prediction: PipelinePrediction | None = None,
+    options: AnalysisOptions = DEFAULT_OPTIONS,
     sources: SourceOptions | None = None,
 ) -> Path:
     """Write the page of a trace.
@@ -109,6 +105,7 @@ def report(
         trace: A trace of one or several ranks.
         output: Path of the HTML file.
         prediction: Predicted pipeline to show next to the recorded one.
+        options: What the user states about the machine, and thresholds.
         sources: Which source files the page may contain lines of; None: those that the trace names, if this machine
             recorded it.
 
@@ -120,20 +117,25 @@ def report(
     """
     target = Path(output)
     temporary = target.with_name(f".{target.name}.tmp")
-    temporary.write_text(render(trace, prediction=prediction, sources=sources), encoding="utf-8")
+    text = render(trace, prediction=prediction, options=options, sources=sources)
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(target)
     return target
 
 
-def render(trace: Trace, *, prediction: PipelinePrediction | None = None, sources: SourceOptions | None = None) -> str:
+def render(
+    trace: Trace,
+    *,
+    prediction: PipelinePrediction | None = None,
+    options: AnalysisOptions = DEFAULT_OPTIONS,
+    sources: SourceOptions | None = None,
+) -> str:
     """Return the page as HTML; the arguments are those of ``report``."""
-    first = choose_rank(trace)
-    ranks = sorted(trace.ranks, key=lambda rank: rank != first)
-    pairs = [(rank, device) for rank in ranks for device in order_devices(trace.rank(rank))]
-    job_panels = [_render_panel(section, trace) for section in pipeline.SECTIONS]
+    pairs, num_left_out = _choose_views(trace)
+    job_panels = [render_panel(section, trace) for section in (*ranks.sections(pairs), *pipeline.SECTIONS)]
     if prediction is not None:
-        job_panels += [_render_panel(section, prediction) for section in pipeline.PREDICTION_SECTIONS]
-    drawn = [_render_sections(trace.rank(rank), device) for rank, device in pairs[:MAX_VIEWS]]
+        job_panels += [render_panel(section, prediction) for section in pipeline.PREDICTION_SECTIONS]
+    drawn = [_render_sections(trace.rank(rank), device, options) for rank, device in pairs]
     panels = [panel for panels in (job_panels, *drawn) for panel in panels if panel is not None]
     num_used = sum(len(repr(panel).encode()) for panel in panels)
     max_chars = max(0, MAX_PAGE_BYTES - _MARKUP_BYTES - num_used) // max(1, len(drawn))
@@ -144,39 +146,77 @@ def render(trace: Trace, *, prediction: PipelinePrediction | None = None, source
             device,
             len(trace.ranks),
             sections,
+            options=options,
             max_chars=max_chars,
             sources=sources or SourceOptions(),
         )
-        for (rank, device), sections in zip(pairs, drawn, strict=False)
+        for (rank, device), sections in zip(pairs, drawn, strict=True)
     ]
+    return fill_template(
+        name_text(trace.path.name if trace.path else "trace"),
+        views,
+        views_note=_left_out_note(num_left_out),
+        job_panels=[panel for panel in job_panels if panel.has_content],
+    )
+
+
+def fill_template(
+    title: str,
+    views: Sequence[dict[str, Any]],
+    *,
+    views_note: str = "",
+    job_panels: Sequence[Panel] = (),
+    served: str | None = None,
+) -> str:
+    """Return the page as HTML.
+
+    Args:
+        title: Name of the trace.
+        views: What the template shows of each rank and device.
+        views_note: Which views are left out.
+        job_panels: Sections of the whole job.
+        served: JSON for the scripts of a page that gets its data from a server; None: the page is a file.
+    """
     environment = Environment(loader=PackageLoader("memtrace.dashboards"), autoescape=True, trim_blocks=True)
     environment.globals.update(zip=zip, format_share=format_share)
     return environment.get_template("report.html").render(
-        title=name_text(trace.path.name if trace.path else "trace"),
+        title=title,
         version=__version__,
         views=views,
-        views_note=_left_out_note(len(pairs) - len(drawn)),
-        job_panels=[panel for panel in job_panels if panel.has_content],
+        views_note=views_note,
+        job_panels=job_panels,
         glossary=GLOSSARY,
         category_meanings=CATEGORY_MEANINGS,
         category_labels=CATEGORY_LABELS,
-        content_security_policy=CONTENT_SECURITY_POLICY,
+        content_security_policy=CONTENT_SECURITY_POLICY + ("; connect-src 'self'" if served is not None else ""),
+        served=None if served is None else script_safe(served),
         themes=_json({name: {"template": plotly_template(name), "colors": THEMES[name]} for name in THEMES}),
         inline=_inline_sources(environment),
     )
 
 
+def _choose_views(trace: Trace) -> tuple[list[tuple[int, str]], int]:
+    """Return the pairs of rank and device that the page shows, and how many ranks or devices it leaves out."""
+    first = choose_rank(trace)
+    outliers = {outlier.rank for outlier in survey_ranks(trace).outliers} if len(trace.ranks) > 1 else set()
+    numbers = sorted(trace.ranks, key=lambda rank: (rank != first, rank not in outliers))
+    # Of many ranks only those that can be shown are opened.
+    pairs = [(rank, device) for rank in numbers[:MAX_VIEWS] for device in order_devices(trace.rank(rank))]
+    return pairs[:MAX_VIEWS], max(len(pairs) - MAX_VIEWS, 0) + max(len(numbers) - MAX_VIEWS, 0)
+
+
 def _left_out_note(num_left_out: int) -> str:
     if num_left_out <= 0:
         return ""
-    views = format_count(num_left_out, "more pair of rank and device", "more pairs of rank and device")
+    views = format_count(num_left_out, "more rank or device", "more ranks or devices")
     return f"This page leaves out {views}. Write a page for one rank with memtrace report --rank N."
 
 
-def _render_sections(trace: Trace, device: str) -> list[Panel | None]:
+def _render_sections(trace: Trace, device: str, options: AnalysisOptions) -> list[Panel | None]:
     """Render the sections of a view except for its widgets, which are None."""
     return [
-        None if isinstance(section.build, str) else _render_panel(section, trace, device) for section in DEVICE_SECTIONS
+        None if isinstance(section.build, str) else render_device_panel(section, trace, device, options)
+        for section in DEVICE_SECTIONS
     ]
 
 
@@ -187,6 +227,7 @@ def _render_view(
     num_ranks: int,
     sections: list[Panel | None],
     *,
+    options: AnalysisOptions,
     max_chars: int,
     sources: SourceOptions,
 ) -> dict[str, Any]:
@@ -201,7 +242,7 @@ def _render_view(
         "group": f"rank {rank}",
         "panels": [panel for panel in panels if panel.has_content or panel.absent],
         "payload": payload and _json({"packed": payload.packed, "plain": payload.plain}),
-        **vars(overview.build_overview(trace, device)),
+        **vars(overview.build_overview(trace, device, options)),
     }
 
 
@@ -212,10 +253,17 @@ def view_id(rank: int, device: str) -> str:
 
 def _render_widget(section: Section, payload: Payload | None) -> Panel:
     widget = section.build if isinstance(section.build, str) and payload is not None else ""
-    return _make_panel(section, widget=widget, note=payload.note if payload is not None else "")
+    return _make_panel(section, widget=widget, note=payload.notes[widget] if payload is not None else "")
 
 
-def _render_panel(section: Section, *arguments: Any) -> Panel:
+def render_device_panel(
+    section: Section, trace: Trace, device: str, options: AnalysisOptions = DEFAULT_OPTIONS
+) -> Panel:
+    """Render a section of one device."""
+    return render_panel(section, trace, device, *([options] if section.takes_options else []))
+
+
+def render_panel(section: Section, *arguments: Any) -> Panel:
     """Render a section with a build function; the arguments are those of the function."""
     assert callable(section.build)
     content = section.build(*arguments)
@@ -223,7 +271,13 @@ def _render_panel(section: Section, *arguments: Any) -> Panel:
         return _make_panel(section, table=content)
     note = (content.layout.meta or {}).get("note", "")
     content.layout.template = None
-    return _make_panel(section, figure=_script_safe(content.to_json()), note=note)
+    return _make_panel(section, figure=script_safe(content.to_json()), note=note)
+
+
+def make_widget_panel(section: Section) -> Panel:
+    """Return the panel of a widget whose data come from a server."""
+    assert isinstance(section.build, str)
+    return _make_panel(section, widget=section.build)
 
 
 def _make_panel(
@@ -234,14 +288,7 @@ def _make_panel(
 
 
 def _json(value: Any) -> Markup:
-    return _script_safe(json.dumps(value, sort_keys=True))
-
-
-def _script_safe(text: str) -> Markup:
-    """Escape JSON so that it cannot end the script element that contains it."""
-    for character in ("<", ">", "&", "\u2028", "\u2029"):
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)
+    return script_safe(json.dumps(value, sort_keys=True))
 
 
 def _inline_sources(environment: Environment) -> dict[str, Markup]:
@@ -251,16 +298,9 @@ def _inline_sources(environment: Environment) -> dict[str, Markup]:
         assert environment.loader is not None
         return environment.loader.get_source(environment, name)[0]
 
-    variables = "".join(
-        f"{selector}{{color-scheme:{name};" + "".join(f"--{key}:{value};" for key, value in THEMES[name].items()) + "}"
-        for selector, name in ((":root", "light"), (':root[data-theme="dark"]', "dark"))
-    )
-    swatches = "".join(
-        f'.swatch[data-category="{name}"]{{background:{color}}}' for name, color in CATEGORY_COLORS.items()
-    )
     return {
-        "style": Markup(variables + swatches + source("report.css")),
+        "style": style_sheet(source("report.css")),
         "worker": Markup(source("worker.js")),
         "script": Markup('(() => {\n"use strict";\n' + "".join(map(source, SCRIPTS)) + "})();"),
-        "plotly": Markup(base64.b64encode(zlib.compress(PLOTLY.read_bytes(), 9)).decode("ascii")),
+        "plotly": packed_plotly(),
     }

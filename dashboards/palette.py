@@ -56,10 +56,22 @@ SERIES_COLORS: Final = (
     "#c9616f",
     "#9c6b3e",
 )
-"""Colors of texts such as allocation sites: those of Okabe and Ito and of Paul Tol's "muted" scheme, none so dark or
-light that it disappears in one of the themes."""
+"""Colors of texts such as allocation sites, of runs, ranks and workers: those of Okabe and Ito and of Paul Tol's
+"muted" scheme, none so dark or light that it disappears in one of the themes."""
 SIZE_COLORS: Final = ("#6b6fb5", "#3f86b5", "#2a9c96", "#4db36e", "#97c33f", "#e6d22e")
 """Colors of classes of sizes, smallest first: a scale of rising lightness, as in viridis."""
+SERIES_DASHES: Final = ("solid", "dash", "dot", "dashdot")
+"""Dashes of lines whose colors repeat."""
+NEUTRAL_COLOR: Final = GRAY
+"""Color of what has no category, on either background."""
+GROWTH_COLOR: Final = VERMILION
+"""More memory than in the run that it is compared with."""
+SHRINKAGE_COLOR: Final = BLUE
+"""Less memory than in the run that it is compared with."""
+DIFFERENCE_SCALE: Final = ((0.0, SHRINKAGE_COLOR), (0.5, "#c9d0d7"), (1.0, GROWTH_COLOR))
+"""Colors from less to more memory; numbers in the cells are readable on each of them."""
+AMOUNT_SCALE: Final = ((0.0, "#dbe6ef"), (0.5, "#6fa8cf"), (1.0, "#00457a"))
+"""Colors from no memory to the largest amount."""
 
 THEMES: Final[dict[str, dict[str, str]]] = {
     "light": {
@@ -97,6 +109,26 @@ THEMES: Final[dict[str, dict[str, str]]] = {
         "phase-optimizer-ink": "#0e1216",
     },
 }
+
+
+PATH_HUES: Final = (BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW, GRAY)
+"""Colors of the paths of a pipeline: directions, or chunks of an interleaved schedule."""
+SYNC_COLOR: Final = VERMILION
+"""Gradient synchronization."""
+BUBBLE_COLOR: Final = "#8c929933"
+"""Where a worker is idle."""
+
+
+def mix_colors(color: str, other: str, share: float) -> str:
+    """Return a color that is ``other`` by ``share`` and ``color`` by the rest; all of them as ``#rrggbb``."""
+    parts = [(int(color[place : place + 2], 16), int(other[place : place + 2], 16)) for place in (1, 3, 5)]
+    return "#" + "".join(f"{round(first + (second - first) * share):02x}" for first, second in parts)
+
+
+def series_line(number: int) -> dict[str, Any]:
+    """Return color and dash of the line of a run, rank or worker; the first 28 differ."""
+    cycle, place = divmod(number, len(SERIES_COLORS))
+    return {"color": SERIES_COLORS[place], "dash": SERIES_DASHES[cycle % len(SERIES_DASHES)]}
 
 
 def plotly_template(theme: str) -> dict[str, Any]:

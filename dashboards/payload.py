@@ -37,8 +37,8 @@ class Payload:
     (:mod:`memtrace.dashboards.address_space`), and those of `EncodedBlocks`."""
     plain: dict[str, Any]
     """Everything else, as JSON: texts, call stacks, the peak, lanes, categories and their colors."""
-    note: str
-    """Which part of the data the payload leaves out."""
+    notes: dict[str, str]
+    """Which part of the data the payload leaves out, by the widget that shows the data."""
 
 
 MAX_CHARS: Final = 8_000_000
@@ -97,5 +97,5 @@ def build_payload(
             "series_colors": SERIES_COLORS,
             "size_colors": SIZE_COLORS,
         },
-        note=" ".join(filter(None, (curve.note, blocks.note))),
+        notes={"tracks": curve.note, "explorer": blocks.note},
     )

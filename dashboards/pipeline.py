@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import plotly.graph_objects as go
 from memtrace.dashboards.palette import CATEGORY_COLORS
+from memtrace.dashboards.schedules import simulation_figure
 from memtrace.dashboards.sections import Section
 
 from memtrace.analysis.timeline import select_plot_points
@@ -126,15 +127,7 @@ def _add_syncs(figure: go.Figure, syncs: list[SyncBar], end_ns: float) -> go.Fig
 
 def simulated_schedule_figure(prediction: PipelinePrediction) -> go.Figure:
     """The actions of every worker in the simulated step."""
-    simulation = prediction.simulation
-    workers = [worker for worker, row in enumerate(simulation.schedule.rows) for _ in row]
-    columns = zip(workers, simulation.schedule.actions(), simulation.start_s, simulation.end_s, strict=True)
-    bars = [
-        ScheduleBar(worker, action, 1e9 * start, 1e9 * end)
-        for worker, action, start, end in columns
-        if worker < MAX_WORKERS
-    ]
-    return _schedule_figure(bars, "worker", num_hidden=simulation.schedule.num_workers - MAX_WORKERS)
+    return simulation_figure(prediction.simulation)
 
 
 def _schedule_figure(bars: list[ScheduleBar], row_noun: str, *, num_hidden: int) -> go.Figure:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-CellKind = Literal["text", "code", "number", "category", "share"]
+CellKind = Literal["text", "code", "number", "category", "share", "link", "sentence"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,24 @@ class Column:
     title: str
     kind: CellKind = "text"
     """``number``: aligned to the right; ``code``: fixed-width font; ``category``: with the color of the category;
-    ``share``: as a bar, for a cell that is a number from 0 to 1."""
+    ``share``: as a bar, for a cell that is a number from 0 to 1; ``link``: for a cell that is a :class:`Link`;
+    ``sentence``: text that is wide enough to be read on a narrow screen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A cell that leads to another part of the page."""
+
+    text: str
+    fragment: str = ""
+    """Part of the address after ``#``, such as ``view=3-cuda-0``; empty: the page lacks this part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One row of a table."""
 
-    cells: tuple[str | float, ...]
+    cells: tuple[str | float | Link, ...]
     """One cell per column."""
     detail: tuple[str, ...] = ()
     """Lines that unfold below the row, such as a call stack, innermost frame first."""
@@ -86,3 +96,5 @@ class Section:
     """Number of the page's three columns that the section takes on a wide screen."""
     height: int = 420
     """Height of the figure in pixels."""
+    takes_options: bool = False
+    """Whether the build function takes the ``AnalysisOptions`` of the user as its last argument."""

@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from memtrace.cli.output import SCHEMA_VERSION, SCHEMA_VERSION_KEY
 from pydantic import ConfigDict, TypeAdapter
 
 from memtrace.format.part_writer import PART_ROWS
@@ -50,7 +51,23 @@ def json_schema(name: str, result: Any) -> dict[str, Any]:
         # pydantic reads its settings from the class; only this program, which never parses with it, sees them.
         dataclass.__pydantic_config__ = ConfigDict(use_attribute_docstrings=True, extra="forbid")  # type: ignore[attr-defined]
     schema = TypeAdapter(result).json_schema(mode="serialization")
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": f"memtrace-{name}.json", **schema}
+    versioned = with_version(schema, schema.get("$defs", {}))
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": f"memtrace-{name}.json", **versioned}
+
+
+def with_version(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of an object, or of several alternatives, with the version that every output begins with."""
+    if "anyOf" in schema:
+        return {**schema, "anyOf": [with_version(alternative, definitions) for alternative in schema["anyOf"]]}
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return with_version({**definitions[name], **{key: schema[key] for key in schema if key != "$ref"}}, definitions)
+    version = {"const": SCHEMA_VERSION, "description": "Version of the form of this output.", "type": "integer"}
+    return {
+        **schema,
+        "properties": {SCHEMA_VERSION_KEY: version, **schema.get("properties", {})},
+        "required": [SCHEMA_VERSION_KEY, *schema.get("required", [])],
+    }
 
 
 INTRODUCTION = f"""# The trace format, version {FORMAT_VERSION}
@@ -113,8 +130,10 @@ unknown value is None (NA in a DataFrame), never 0.
 JSON_INTRODUCTION = """# JSON output
 
 Each command with `--json` prints one JSON document. Its JSON Schema (draft 2020-12) is generated from the result type
-that the command prints; a test validates real output against it. Bytes and nanoseconds are integers; an unknown value
-is `null`, never 0. The functions of the [analysis API](analysis.md) return the same types.
+that the command prints; a test validates real output against it. The first member, `schema_version`, is the version of
+these forms: it grows when a member is removed, renamed or changes its meaning, and not when one is added. Bytes and
+nanoseconds are integers; an unknown value is `null`, never 0. The functions of the [analysis API](analysis.md) return
+the same types.
 
 | command | schema |
 |---|---|

@@ -10,9 +10,11 @@ in ``memtrace.analysis``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -24,7 +26,7 @@ from memtrace.format.keyframes import find_sorted
 from memtrace.format.manifest import Manifest
 from memtrace.format.part_reader import open_folder
 from memtrace.format.schema import EVENT_KINDS, SPAN_KINDS, TABLES, arrow_schema
-from memtrace.format.sources import MemoryTables, Source
+from memtrace.format.sources import SPAN_COLUMNS, MemoryTables, Source
 from memtrace.format.window import MemoizedSource, Window, WindowBounds, find_step_bounds
 from memtrace.frames import Frame
 from memtrace.text import to_printable
@@ -33,8 +35,12 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
+logger = logging.getLogger("memtrace")
 P = ParamSpec("P")
 T = TypeVar("T")
+
+MAX_KEPT_RANKS: Final = 16
+"""Largest number of ranks of which ``each_rank`` keeps what was read and computed."""
 
 _DEVICE_TABLES = tuple(name for name, columns in TABLES.items() if any(column.name == "device" for column in columns))
 
@@ -51,6 +57,7 @@ class Trace:
         self._sources = dict(sources)
         self._columns: dict[tuple[str, str], Array] = {}
         self._block_ids: Array | None = None
+        self._frames: dict[int, Frame] = {}
         self._results: dict[Hashable, Any] = {}
         self._has_marks = True
 
@@ -74,6 +81,15 @@ class Trace:
         if len(self._sources) == 1:
             return self
         return self.cached(Trace._only_rank, number)
+
+    def each_rank(self) -> Iterator[Trace]:
+        """Yield the trace of each rank in order.
+
+        Of a job with more than ``MAX_KEPT_RANKS`` ranks, nothing is kept of a rank once the caller has dropped it:
+        results of a thousand ranks fit in memory, their events do not.
+        """
+        for number in self.ranks:
+            yield self._only_rank(number) if len(self.ranks) > MAX_KEPT_RANKS else self.rank(number)
 
     def window(
         self,
@@ -112,7 +128,10 @@ class Trace:
                     raise TraceError(f"{where}: {error}") from None
             around = source.surroundings(bounds.start_ns, bounds.end_ns)
             windows[rank] = Window(around if around is source else MemoizedSource(around), bounds)
-        return Trace(self.path, windows, self.unreadable)
+        window = Trace(self.path, windows, self.unreadable)
+        if (Trace._read_names, (), ()) in self._results:
+            self._share_names(window)
+        return window
 
     def window_of_rows(self, first_row: int, end_row: int, steps: pa.Table | None = None) -> Trace:
         """Return the events from ``first_row`` up to ``end_row`` of a single-rank trace, which is read whole.
@@ -129,6 +148,45 @@ class Trace:
     def surroundings(self) -> Trace | None:
         """What a window of one rank is cut from, which knows more about its blocks; None for a whole trace."""
         return self.cached(Trace._open_surroundings)
+
+    @property
+    def part_numbers(self) -> list[int]:
+        """Numbers of the parts of a single-rank trace, in order; each can be opened by itself."""
+        return self._source.part_numbers()
+
+    def part(self, number: int) -> Trace:
+        """Return one part of a single-rank trace: its events, after the blocks that are live when it begins.
+
+        The parts share the texts of the trace, which are read once.
+        """
+        source = self._source.part(number)
+        if source is self._source:
+            return self
+        part = Trace(self.path, {self.ranks[0]: source}, self.unreadable)
+        self._share_names(part)
+        return part
+
+    def with_tables(self, tables: Mapping[str, pa.Table], names: Mapping[int, str]) -> Trace:
+        """Return a trace in memory of other tables, which refer to the names of this single-rank trace.
+
+        Args:
+            tables: the tables, without names.
+            names: further names by id.
+        """
+        other = Trace.from_tables(self.manifest, tables, self.path)
+        self._share_names(other)
+        texts, stacks = self._names
+        other._results[Trace._read_names, (), ()] = ({**texts, **names}, stacks)
+        return other
+
+    def spans_after(self, number: int) -> tuple[int, dict[str, Array]]:
+        """Return the number of the last part of ``spans``, and the columns of the parts after ``number``.
+
+        Args:
+            number: the number that an earlier call returned; -1 for all spans.
+        """
+        last, parts = self._source.read_spans_after(number)
+        return last, decode_columns("spans", parts, SPAN_COLUMNS, ())
 
     def without_marks(self) -> Trace:
         """Return the same trace of one rank as if no steps were marked: analyses then use detected steps."""
@@ -213,7 +271,9 @@ class Trace:
         """
         key = (function, args, tuple(sorted(kwargs.items())))
         if key not in self._results:
+            begin_s = time.perf_counter()
             self._results[key] = function(self, *args, **kwargs)
+            logger.debug("%s in %s: %.3f s", function.__name__, function.__module__, time.perf_counter() - begin_s)
         result: T = self._results[key]
         return result
 
@@ -232,7 +292,9 @@ class Trace:
 
     def frame(self, identity: int) -> Frame:
         """Return a frame by its id in the table names; KeyError where it was never written."""
-        return Frame.from_text(self._names[0][identity])
+        if identity not in self._frames:
+            self._frames[identity] = Frame.from_text(self._names[0][identity])
+        return self._frames[identity]
 
     def frame_ids(self, stack: int) -> list[int]:
         """Return the frames of a stack, innermost first, as ids of the table names."""
@@ -321,6 +383,11 @@ class Trace:
     @property
     def _names(self) -> tuple[dict[int, str], dict[int, list[int]]]:
         return self.cached(Trace._read_names)
+
+    def _share_names(self, other: Trace) -> None:
+        """Give another trace of the same names what was read of them, and what follows from them."""
+        other._results[Trace._read_names, (), ()] = self._names
+        other._results[Trace._find_code_owner, (), ()] = self.code_owner
 
     def _only_rank(self, number: int) -> Trace:
         return Trace(self.path, {number: self._sources[number]}, self.unreadable)

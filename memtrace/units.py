@@ -50,6 +50,21 @@ def format_duration(duration_ns: float | None, *, unknown: str = UNKNOWN) -> str
     return _scaled(duration_ns, *choose_time_unit(duration_ns))
 
 
+def format_long_duration(duration_ns: float | None, *, unknown: str = UNKNOWN) -> str:
+    """Format nanoseconds, such as ``3 h 20 min``; below a minute like ``format_duration``."""
+    if duration_ns is None or duration_ns != duration_ns:
+        return unknown
+    minutes = round(duration_ns / 60e9)
+    if duration_ns < 60e9:
+        return format_duration(duration_ns)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    pieces = [(days, "d"), (hours, "h"), (minutes, "min")]
+    # The two largest units are exact enough.
+    first = next((place for place, (number, _) in enumerate(pieces) if number), 2)
+    return " ".join(f"{number:,} {unit}" for number, unit in pieces[first : first + 2] if number)
+
+
 def format_share(part: float | None, whole: float | None = 1, *, unknown: str = UNKNOWN) -> str:
     """Format ``part`` of ``whole`` as a percentage such as ``81 %``.
 

@@ -74,6 +74,7 @@ def test_json_output_matches_its_schema(name: str, words: list[str], gpt_trace: 
     arguments = {
         "check": [str(gpt_trace), "--max-peak", "1TiB"],
         "diff": [str(gpt_trace), str(gpt_trace)],
+        "compare": [str(gpt_trace), str(gpt_trace)],
         "doctor": [],
         "plan-show": [str(plan)],
         "plan-spill": [str(gpt_trace), "--budget", "1GiB"],

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memtrace.units import format_bytes, format_count, format_duration, format_names, format_share, parse_bytes
+from memtrace.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_long_duration,
+    format_names,
+    format_share,
+    parse_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -72,3 +80,18 @@ def test_text_that_is_not_a_size_is_an_error_that_names_it(text: str) -> None:
 def test_a_formatted_size_parses_back_within_half_a_digit(num_bytes: int) -> None:
     printed = format_bytes(num_bytes).replace(",", "")
     assert parse_bytes(printed) == pytest.approx(num_bytes, rel=6e-3, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.5, "500 ms"), (59, "59.0 s"), (60, "1 min"), (89, "1 min"), (3600, "1 h"), (12_000, "3 h 20 min"),
+        (86_400, "1 d"), (2 * 86_400 + 3 * 3600 + 60, "2 d 3 h"), (3599, "1 h"),
+    ],
+)  # fmt: skip
+def test_long_durations_have_minutes_hours_and_days(seconds: float, text: str) -> None:
+    assert format_long_duration(seconds * 1e9) == text
+
+
+def test_an_unknown_long_duration_is_unknown() -> None:
+    assert format_long_duration(None) == "unknown"

@@ -40,7 +40,8 @@ function frameText(data, frame) {
 function shortFrameText(data, frame) {
   const { file, line, function: name, files, functions } = data.frames;
   const path = files[file[frame]].split("/").slice(-2).join("/");
-  return !path || path === "??" ? functions[name[frame]] : `${path}:${line[frame]} ${functions[name[frame]]}`;
+  const place = line[frame] > 0 ? `${path}:${line[frame]}` : path;
+  return !path || path === "??" ? functions[name[frame]] : `${place} ${functions[name[frame]]}`;
 }
 
 // Frames of a call stack, innermost first.

@@ -16,13 +16,13 @@ function mountDetail(root, data, act) {
     return name === "unknown" ? meaning : `inferred: ${meaning}`;
   }
   function allocationText(i) {
-    if (blocks.begin_row[i] < 0) return join("before the start of the trace", formatTime(blocks.begin_us[i]));
-    return join(formatTime(blocks.begin_us[i]), `event ${blocks.begin_row[i].toLocaleString("en-US")}`, stepText(blocks.step[i]), textOf("phase", i));
+    if (blocks.begin_row[i] < 0) return join(`before the start of the ${data.scope}`, formatTime(blocks.begin_us[i]));
+    return join(formatTime(blocks.begin_us[i]), data.eventText(blocks.begin_row[i]), stepText(blocks.step[i]), textOf("phase", i));
   }
   function freeText(i) {
-    if (blocks.end_row[i] >= data.num_rows) return "not freed in the trace";
+    if (blocks.end_row[i] >= data.num_rows) return `not freed in the ${data.scope}`;
     const k = blocks.kind[i], module = data.modules[kinds.free_module[k]];
-    return join(formatTime(blocks.end_us[i]), `event ${blocks.end_row[i].toLocaleString("en-US")}`, stepText(blocks.free_step[i]),
+    return join(formatTime(blocks.end_us[i]), data.eventText(blocks.end_row[i]), stepText(blocks.free_step[i]),
       data.phase_names[kinds.free_phase[k]] ?? "", module && `in ${module}`);
   }
   function freedBy(i) {
@@ -104,12 +104,21 @@ function mountDetail(root, data, act) {
   function makeStack(i) {
     const frames = framesOfStack(data, blocks.stack[i]);
     if (!frames.length) return make("p", { className: "note", textContent: `No call stack: ${data.no_stack_reasons[kinds.no_stack_reason[blocks.kind[i]]] ?? "the trace has none"}.` });
-    return make("ol", { className: "stack" }, ...frames.map((frame) => {
-      const isOwn = isOwnFrame(data, frame), excerpt = makeExcerpt(frame);
-      const line = make("code", { textContent: shortFrameText(data, frame), title: frameText(data, frame) });
-      if (!excerpt.length) return make("li", { className: isOwn ? "own" : "" }, line);
-      return make("li", { className: isOwn ? "own" : "" }, make("details", { open: isOwn }, make("summary", {}, line), ...excerpt));
-    }));
+    const stack = make("ol", { className: "stack" }), hasOwn = frames.some((frame) => isOwnFrame(data, frame));
+    for (let first = 0, end; first < frames.length; first = end) {
+      end = first + 1;
+      while (end < frames.length && !isOwnFrame(data, frames[first]) && !isOwnFrame(data, frames[end])) end++;
+      const items = frames.slice(first, end).map(makeFrame);
+      if (items.length < 4 || !hasOwn) stack.append(...items);
+      else stack.append(make("li", {}, make("details", {}, make("summary", { textContent: `${items.length} frames of libraries` }), make("ul", {}, ...items))));
+    }
+    return stack;
+  }
+  function makeFrame(frame) {
+    const isOwn = isOwnFrame(data, frame), excerpt = makeExcerpt(frame);
+    const line = make("code", { textContent: shortFrameText(data, frame), title: frameText(data, frame) });
+    const content = excerpt.length ? make("details", { open: isOwn }, make("summary", {}, line), ...excerpt) : line;
+    return make("li", { className: isOwn ? "own" : "" }, content);
   }
 
   function makeAccesses(i) {
@@ -123,7 +132,7 @@ function mountDetail(root, data, act) {
     const rows = Array.from({ length: Math.min(end - first, MAX_SHOWN_ACCESSES) }, (_, n) => first + n).map((n) => make("tr", {},
       make("td", { className: "number", textContent: formatTime(time_us[n]) }), make("td", { textContent: is_read[n] ? "read" : "write" }),
       make("td", { className: "code" }, make("code", { textContent: data.operators[operator[n]] || "–" })),
-      make("td", { className: "number", textContent: stepAt(time_us[n]) }), make("td", {}, makeButton("→", () => act.goTo(row[n]), `Show the live set at event ${row[n]}`))));
+      make("td", { className: "number", textContent: stepAt(time_us[n]) }), make("td", {}, makeButton("→", () => act.goTo(row[n]), `Show the live set at ${data.eventText(row[n])}`))));
     const head = make("tr", {}, ...["time", "access", "operator", "step", ""].map((title) => make("th", { scope: "col", textContent: title })));
     const more = end - first > rows.length ? [make("p", { className: "note", textContent: `The first ${rows.length} of ${formatCount(end - first, "access", "accesses")}.` })] : [];
     const scroll = make("div", { className: "scroll", tabIndex: 0 }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows)));

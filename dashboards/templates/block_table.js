@@ -78,7 +78,7 @@ function mountTable(root, data, columns, act) {
   }
   function makeCell(i, column) {
     const text = column.text(i), cell = make("td", { className: `${column.kind} col-${column.key}`, title: text });
-    if (column.key === "category") {
+    if (column.key === "size") {
       const swatch = make("span", { className: "swatch" });
       swatch.style.background = act.swatch(i);
       cell.append(swatch);

@@ -1,7 +1,7 @@
 // Trees of groups of blocks, for the icicle and flame graphs: by module, by call stack, or one level of groups. Nodes are
 // numbers; node 0 is the root and parents precede their children.
 
-const GROUPS = [["module", "module"], ["stack", "call stack"], ["callee", "call stack from the allocation"],
+const GROUPS = [["module", "module"], ["stack", "call stack"], ["callee", "inverted call stack"],
   ["site", "allocation site"], ["category", "category"], ["operator", "operator"], ["name", "tensor"]];
 const OUTSIDE_MODULES = "outside any module";
 const hierarchies = new WeakMap(); // data -> map of group and frames -> hierarchy

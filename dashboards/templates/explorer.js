@@ -30,7 +30,7 @@ function mountExplorer(root, data, store, colors) {
   const choose = (label, key, options) => makeChoice(label, options, "", (value) => store.set({ [key]: value, ...(key === "group" || key === "frames" ? { zoom: null } : {}) }, { push: true }));
   const selects = { group: choose("Group by", "group", GROUPS), frames: choose("Frames", "frames", [["own", "own code"], ["all", "all"]]),
     measure: choose("Width", "measure", [["bytes", "bytes"], ["count", "blocks"]]),
-    graph: choose("Callers", "graph", [["icicle", "above (icicle)"], ["flame", "below (flame graph)"]]), color: choose("Color", "color", COLORINGS) };
+    graph: choose("Draw as", "graph", [["icicle", "icicle"], ["flame", "flame graph"]]), color: choose("Color", "color", COLORINGS) };
   const highlight = make("input", { type: "search", placeholder: "Highlight", size: 16 });
   highlight.setAttribute("aria-label", "Highlight boxes that contain a text");
   highlight.addEventListener("input", () => store.set({ highlight: highlight.value || null }));
@@ -44,6 +44,10 @@ function mountExplorer(root, data, store, colors) {
   const showBlock = mountDetail(detail, data, { open, goTo, filter: filterBy, close: () => store.set({ block: null }, { push: true }) });
   const column = (key, title, kind, text, field = fields[key], filter = null) => ({ key, title, kind, text, field, filter });
   const ofKind = (key) => (i) => fields[key].ofKind(blocks.kind[i]);
+  const hasValues = (key) => { // snapshots know neither tensors nor steps
+    if (key === "name") return data.names.some(Boolean) || data.modules.some(Boolean);
+    return key === "step" ? data.steps.index.length > 0 : key === "operator" ? data.operators.some(Boolean) : true;
+  };
   const tensor = { ofKind: (k) => fields.name.ofKind(k) || fields.module.ofKind(k) };
   const table = mountTable(list, data, [
     column("size", "size", "number", (i) => formatBytes(blocks.size[i])),
@@ -54,7 +58,7 @@ function mountExplorer(root, data, store, colors) {
     column("step", "step", "number", (i) => (blocks.step[i] < 0 ? "" : String(blocks.step[i])), fields.step, "step"),
     column("time", "allocated", "number", (i) => formatTime(blocks.begin_us[i]), { ofBlock: (i) => blocks.begin_row[i] }),
     column("lifetime", "live for", "number", (i) => formatTime(lifetimeOf(blocks, i)), fields.lifetime),
-  ], { open, filter: filterBy, swatch: (i) => colorOf(data, i) });
+  ].filter(({ key }) => hasValues(key)), { open, filter: filterBy, swatch: (i) => colorOf(data, i) });
 
   // Drawing.
   function updateBlocks() {
@@ -117,7 +121,7 @@ function mountExplorer(root, data, store, colors) {
     const rest = leftOutOf(data, local.selection), numLeftOut = data.num_blocks - blocks.size.length;
     const more = !numLeftOut ? "" : rest ? `, and ${rest.isExact ? "" : "about "}${formatBytes(rest.bytes)} in ${formatCount(rest.count, "smaller block")} that this page leaves out`
       : `, without ${formatCount(numLeftOut, "smaller block")} of the recording that this page leaves out`;
-    if (show === "instant") return row < 0 ? `Live at the start: ${what}${more}.` : `Live after event ${row.toLocaleString("en-US")} (${formatTime(data.timeOfRow(row))}): ${what}${more}.`;
+    if (show === "instant") return row < 0 ? `Live at the start: ${what}${more}.` : `Live after ${data.eventText(row)} (${formatTime(data.timeOfRow(row))}): ${what}${more}.`;
     const where = range[0] === -Infinity ? "the recording" : `the range from ${formatTime(range[0])} to ${formatTime(range[1])}`;
     return `${{ range: "Allocated in", churn: "Allocated and freed within", kept: "Allocated and not freed in" }[show]} ${where}: ${what}${more}.`;
   }

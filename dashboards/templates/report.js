@@ -5,6 +5,7 @@ const config = {
   modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
 };
 const store = createStore(), source = createSource();
+const served = document.getElementById("served") ? createServed(source, store) : null;
 const widgets = { tracks: mountTracks, explorer: mountExplorer };
 const drawn = new Map(); // element of a figure or widget -> function that draws it again
 
@@ -57,8 +58,9 @@ async function drawFigure(figure) {
 }
 
 async function drawWidget(root) {
-  const data = await source.load(root.closest(".view").dataset.view);
-  return widgets[root.dataset.widget](root, data, store, () => themes[theme].colors);
+  const { view } = root.closest(".view").dataset, mount = widgets[root.dataset.widget], colors = () => themes[theme].colors;
+  if (served) return served.mount(root, view, mount, colors);
+  return mount(root, await source.load(view), store, colors);
 }
 
 const showing = new Map(); // element -> promise that it is drawn

@@ -15,8 +15,8 @@ function createSource() {
     worker.postMessage({ id: numRequests, packed });
   });
 
-  async function open(view) {
-    const { packed, plain } = JSON.parse(document.getElementById(`payload-${view}`).textContent);
+  const embedded = (view) => JSON.parse(document.getElementById(`payload-${view}`).textContent);
+  async function open({ packed, plain }) {
     const names = Object.keys(packed);
     const columns = await Promise.all(names.map((name) => unpack(packed[name])));
     return describeData(describeBlocks({ ...plain, ...Object.fromEntries(names.map((name, i) => [name, columns[i]])) }));
@@ -25,9 +25,10 @@ function createSource() {
   return {
     // The data of a view; the same promise at every call.
     load(view) {
-      if (!loaded.has(view)) loaded.set(view, open(view));
+      if (!loaded.has(view)) loaded.set(view, open(embedded(view)));
       return loaded.get(view);
     },
+    unpack: open, // data of a payload from elsewhere
   };
 }
 
@@ -51,5 +52,7 @@ function describeData(data) {
     range: [curve.time_us[0], curve.time_us[length - 1]], // µs
     timeOfRow: (row) => curve.time_us[placeOfRow(row)],
     rowAt: (us) => curve.event[placeAt(us)],
+    scope: "trace", // what the data cover, in texts
+    eventText: (row) => `event ${row.toLocaleString("en-US")}`,
   };
 }

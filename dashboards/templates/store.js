@@ -23,7 +23,7 @@ function createStore() {
 
   function read() {
     const fields = new URLSearchParams(location.hash.includes("=") ? location.hash.slice(1) : "");
-    const number = (key) => (fields.has(key) && Number.isFinite(Number(fields.get(key))) ? Number(fields.get(key)) : null);
+    const number = (key) => (fields.get(key) && Number.isFinite(Number(fields.get(key))) ? Number(fields.get(key)) : null);
     const range = (key) => {
       const ends = (fields.get(key) ?? "").split("..").map(Number);
       return fields.has(key) && ends.length === 2 && ends.every(Number.isFinite) && ends[0] < ends[1] ? ends : null;

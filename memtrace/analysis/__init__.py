@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memtrace.analysis.access import AccessAnalysis, analyze_access
+    from memtrace.analysis.aligned_curves import aligned_curve, aligned_step_peaks
     from memtrace.analysis.bandwidth import CopyBandwidths, CopyCost
     from memtrace.analysis.block_groups import (
         BlockGroup,
@@ -29,6 +30,15 @@ if TYPE_CHECKING:
     from memtrace.analysis.blocks import Blocks, blocks_table
     from memtrace.analysis.cache_share import CachedStep, CacheWhatIf, DataSource, predict_cache_shares
     from memtrace.analysis.check import LimitCheck, LimitReport, MemoryLimits, check_limits, read_limits
+    from memtrace.analysis.compare import (
+        GroupComparison,
+        Run,
+        RunComparison,
+        RunSummary,
+        compare_runs,
+        interval_quantiles,
+        match_runs,
+    )
     from memtrace.analysis.coverage import Coverage, compute_coverage
     from memtrace.analysis.detection import DetectedSteps, detect_steps
     from memtrace.analysis.diff import (
@@ -56,10 +66,12 @@ if TYPE_CHECKING:
     from memtrace.analysis.oom import MemoryHolder, OutOfMemory, RequestRoom, explain_out_of_memory
     from memtrace.analysis.outside_memory import OutsideMemory
     from memtrace.analysis.peak import Peak, find_peak, live_blocks_at, peak_by_category, peak_by_module, peak_by_site
+    from memtrace.analysis.rank_overview import DeviceLoad, RankOutlier, RankOverview, survey_ranks
     from memtrace.analysis.ranks import RankComparison, RankSummary, compare_ranks, ranks_table
     from memtrace.analysis.stability import AllocationFit, Stability, fit_allocations, measure_stability
     from memtrace.analysis.stalls import DataStalls, StallBreakdown, StepWait, measure_stalls
     from memtrace.analysis.step_analysis import StepAnalysis, analyze_steps
+    from memtrace.analysis.step_memory import DeviceStepMemory, StepMemory, measure_step_memory
     from memtrace.analysis.steps import StepColumns, step_columns, steps_table
     from memtrace.analysis.summary import JobSummary, Summary, describe_peak, summarize, summarize_job
     from memtrace.analysis.swap import SwapCandidate, find_swap_candidates
@@ -82,9 +94,12 @@ __all__ = [
     "DataSource",
     "DataStalls",
     "DetectedSteps",
+    "DeviceLoad",
+    "DeviceStepMemory",
     "DeviceWaste",
     "Finding",
     "Fragmentation",
+    "GroupComparison",
     "JobSummary",
     "LeakAnalysis",
     "LimitCheck",
@@ -98,13 +113,19 @@ __all__ = [
     "OutsideMemory",
     "Peak",
     "RankComparison",
+    "RankOutlier",
+    "RankOverview",
     "RankSummary",
     "RequestRoom",
+    "Run",
+    "RunComparison",
+    "RunSummary",
     "SkippedPatterns",
     "Stability",
     "StallBreakdown",
     "StepAnalysis",
     "StepColumns",
+    "StepMemory",
     "StepPeaks",
     "StepWait",
     "Summary",
@@ -114,6 +135,8 @@ __all__ = [
     "WastedMemory",
     "access_intervals",
     "access_intervals_table",
+    "aligned_curve",
+    "aligned_step_peaks",
     "analyze_access",
     "analyze_steps",
     "assign_signatures",
@@ -121,6 +144,7 @@ __all__ = [
     "changes_table",
     "check_limits",
     "compare_ranks",
+    "compare_runs",
     "compare_traces",
     "compute_block_lifetimes",
     "compute_coverage",
@@ -141,10 +165,13 @@ __all__ = [
     "group_by_module_and_category",
     "group_by_module_pattern",
     "group_by_site",
+    "interval_quantiles",
     "live_blocks_at",
+    "match_runs",
     "measure_growth",
     "measure_stability",
     "measure_stalls",
+    "measure_step_memory",
     "peak_by_category",
     "peak_by_module",
     "peak_by_site",
@@ -159,6 +186,7 @@ __all__ = [
     "steps_table",
     "summarize",
     "summarize_job",
+    "survey_ranks",
 ]
 
 _HOMES = {
@@ -177,9 +205,12 @@ _HOMES = {
     "DataSource": "memtrace.analysis.cache_share",
     "DataStalls": "memtrace.analysis.stalls",
     "DetectedSteps": "memtrace.analysis.detection",
+    "DeviceLoad": "memtrace.analysis.rank_overview",
+    "DeviceStepMemory": "memtrace.analysis.step_memory",
     "DeviceWaste": "memtrace.analysis.findings",
     "Finding": "memtrace.analysis.findings",
     "Fragmentation": "memtrace.analysis.fragmentation",
+    "GroupComparison": "memtrace.analysis.compare",
     "JobSummary": "memtrace.analysis.summary",
     "LeakAnalysis": "memtrace.analysis.leaks",
     "LimitCheck": "memtrace.analysis.check",
@@ -193,13 +224,19 @@ _HOMES = {
     "OutsideMemory": "memtrace.analysis.outside_memory",
     "Peak": "memtrace.analysis.peak",
     "RankComparison": "memtrace.analysis.ranks",
+    "RankOutlier": "memtrace.analysis.rank_overview",
+    "RankOverview": "memtrace.analysis.rank_overview",
     "RankSummary": "memtrace.analysis.ranks",
     "RequestRoom": "memtrace.analysis.oom",
+    "Run": "memtrace.analysis.compare",
+    "RunComparison": "memtrace.analysis.compare",
+    "RunSummary": "memtrace.analysis.compare",
     "SkippedPatterns": "memtrace.analysis.findings",
     "Stability": "memtrace.analysis.stability",
     "StallBreakdown": "memtrace.analysis.stalls",
     "StepAnalysis": "memtrace.analysis.step_analysis",
     "StepColumns": "memtrace.analysis.steps",
+    "StepMemory": "memtrace.analysis.step_memory",
     "StepPeaks": "memtrace.analysis.diff",
     "StepWait": "memtrace.analysis.stalls",
     "Summary": "memtrace.analysis.summary",
@@ -209,6 +246,8 @@ _HOMES = {
     "WastedMemory": "memtrace.analysis.findings",
     "access_intervals": "memtrace.analysis.intervals",
     "access_intervals_table": "memtrace.analysis.intervals",
+    "aligned_curve": "memtrace.analysis.aligned_curves",
+    "aligned_step_peaks": "memtrace.analysis.aligned_curves",
     "analyze_access": "memtrace.analysis.access",
     "analyze_steps": "memtrace.analysis.step_analysis",
     "assign_signatures": "memtrace.analysis.block_signatures",
@@ -216,6 +255,7 @@ _HOMES = {
     "changes_table": "memtrace.analysis.diff",
     "check_limits": "memtrace.analysis.check",
     "compare_ranks": "memtrace.analysis.ranks",
+    "compare_runs": "memtrace.analysis.compare",
     "compare_traces": "memtrace.analysis.diff",
     "compute_block_lifetimes": "memtrace.analysis.block_lifetimes",
     "compute_coverage": "memtrace.analysis.coverage",
@@ -236,10 +276,13 @@ _HOMES = {
     "group_by_module_and_category": "memtrace.analysis.block_groups",
     "group_by_module_pattern": "memtrace.analysis.block_groups",
     "group_by_site": "memtrace.analysis.block_groups",
+    "interval_quantiles": "memtrace.analysis.compare",
     "live_blocks_at": "memtrace.analysis.peak",
+    "match_runs": "memtrace.analysis.compare",
     "measure_growth": "memtrace.analysis.growth",
     "measure_stability": "memtrace.analysis.stability",
     "measure_stalls": "memtrace.analysis.stalls",
+    "measure_step_memory": "memtrace.analysis.step_memory",
     "peak_by_category": "memtrace.analysis.peak",
     "peak_by_module": "memtrace.analysis.peak",
     "peak_by_site": "memtrace.analysis.peak",
@@ -254,6 +297,7 @@ _HOMES = {
     "steps_table": "memtrace.analysis.steps",
     "summarize": "memtrace.analysis.summary",
     "summarize_job": "memtrace.analysis.summary",
+    "survey_ranks": "memtrace.analysis.rank_overview",
 }
 
 

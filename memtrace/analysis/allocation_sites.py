@@ -29,7 +29,7 @@ def allocation_sites(trace: Trace, stacks: Array) -> tuple[list[str | None], Arr
         The distinct sites, and for each element of ``stacks`` the index of its site.
     """
     distinct_stacks, stack_index = np.unique(stacks, return_inverse=True)
-    site_of_stack = [allocation_site(trace, int(stack)) for stack in distinct_stacks]
+    site_of_stack = [trace.cached(allocation_site, int(stack)) for stack in distinct_stacks]
     sites = list(dict.fromkeys(site_of_stack))
     site_number = {site: number for number, site in enumerate(sites)}
     return sites, np.array([site_number[site] for site in site_of_stack], np.int64)[stack_index]

@@ -9,7 +9,7 @@ import numpy as np
 
 from memtrace.allocator.exact_replay import replayed_block_sizes
 from memtrace.analysis.attribution import KIND, PHASE, op_column, phase_rows, step_rows
-from memtrace.analysis.interrupted import waits_for_backward
+from memtrace.analysis.interrupted import optimizer_state_in_creation, waits_for_backward
 from memtrace.format.arrays import Array
 from memtrace.format.keyframes import find_sorted, strongest_labels
 from memtrace.format.schema import CATEGORIES, PHASES
@@ -65,7 +65,7 @@ class Blocks:
     step: Array
     """Step of the allocation; -1 outside all steps and for a block that is live from the start."""
     waits_for_backward: Array
-    """Whether memory ran out before the backward that would read the block (``analysis.interrupted``)."""
+    """Whether memory ran out before backward could read the block (``analysis.interrupted``)."""
 
     def __len__(self) -> int:
         return len(self.size)
@@ -77,7 +77,8 @@ def blocks(trace: Trace) -> Blocks:
     A block's category is its strongest label, if the program gave it one. Otherwise it follows from the accesses, by
     the first rule that fits: *workspace*: allocated and freed within one operator call. *activation*: allocated in
     forward (or by a recomputed forward operator) and read in backward; without recorded accesses, freed in backward; of
-    a forward in which an allocation fails, live then (``waits_for_backward``).
+    a step in which an allocation fails, live then and not read yet (``waits_for_backward``).
+    *optimizer_state*: filled by an optimizer in a call in which an allocation fails, and live then.
     *input*: allocated outside the phases and read in forward. *temporary*: freed in the phase and step that allocated
     it. Everything else is *unknown*.
 
@@ -260,6 +261,7 @@ def _origins_by_use(trace: Trace) -> _Origins:
     step = _alloc_steps(trace, rows.alloc, keyframe)
     waits = waits_for_backward(trace, op, phase, rows.alloc, rows.free)
     by_use = _categories_by_use(trace, rows, op, phase, step, waits, keyframe)
+    by_use[optimizer_state_in_creation(trace, op, phase, rows.alloc, rows.free)] = CATEGORY["optimizer_state"]
     return _Origins(
         category=np.where(category >= 0, category, by_use),
         category_is_labeled=category >= 0,

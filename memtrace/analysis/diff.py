@@ -7,7 +7,7 @@ median over the steps after warm-up, so that runs of different lengths can be co
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -104,13 +104,16 @@ class TraceComparison:
 
 
 @dataclass(frozen=True)
-class _GroupTotal:
+class GroupTotal:
+    """Bytes and blocks of a category, module or allocation site."""
+
     num_bytes: int
     num_blocks: float | None
     """None: the trace holds totals and no blocks."""
 
 
-_Totals = dict[Grouping, dict[str | None, _GroupTotal]]
+Totals = dict[Grouping, dict[str | None, GroupTotal]]
+"""For each grouping the totals by name; None: the blocks whose category, module or site is unknown."""
 
 
 def compare_traces(before: Trace, after: Trace) -> TraceComparison:
@@ -120,7 +123,7 @@ def compare_traces(before: Trace, after: Trace) -> TraceComparison:
     instead of blocks, only the bytes of the categories at the peak are compared.
     """
     steps_before, steps_after = _compared_steps(before, after)
-    changes = _find_changes("live_at_peak", _live_at_peak(before), _live_at_peak(after))
+    changes = _find_changes("live_at_peak", live_at_peak(before), live_at_peak(after))
     if before.has_blocks and after.has_blocks:
         changes += _find_changes(
             "allocated_per_step", _allocated_per_step(before, steps_before), _allocated_per_step(after, steps_after)
@@ -150,9 +153,15 @@ def _compared_steps(before: Trace, after: Trace) -> tuple[Array, Array]:
     return np.unique(steps_after_warm_up(before)), np.unique(steps_after_warm_up(after))
 
 
-def _live_at_peak(trace: Trace) -> _Totals:
-    totals: _Totals = {grouping: {} for grouping in GROUPINGS}
-    for device in trace.devices:
+def live_at_peak(trace: Trace, devices: Sequence[str] | None = None) -> Totals:
+    """Return what is live at the peak of each device of a single-rank trace, summed over the devices.
+
+    Args:
+        trace: a single-rank trace.
+        devices: some of ``trace.devices``; default: all.
+    """
+    totals: Totals = {grouping: {} for grouping in GROUPINGS}
+    for device in trace.devices if devices is None else devices:
         live = find_peak(trace, device).live
         group_functions = (group_by_category, group_by_module_pattern, group_by_site)
         for grouping, group_blocks in zip(GROUPINGS, group_functions, strict=True):
@@ -160,11 +169,11 @@ def _live_at_peak(trace: Trace) -> _Totals:
                 other = totals[grouping].get(group.name)
                 total_bytes = group.bytes + (other.num_bytes if other else 0)
                 total_blocks = group.num_blocks + ((other.num_blocks or 0.0) if other else 0.0)
-                totals[grouping][group.name] = _GroupTotal(total_bytes, total_blocks if trace.has_blocks else None)
+                totals[grouping][group.name] = GroupTotal(total_bytes, total_blocks if trace.has_blocks else None)
     return totals
 
 
-def _allocated_per_step(trace: Trace, steps: Array) -> _Totals:
+def _allocated_per_step(trace: Trace, steps: Array) -> Totals:
     """Return what each group allocates in a step: the median over ``steps``, of bytes and of blocks."""
     columns = blocks(trace)
     in_steps = np.isin(columns.step, steps)
@@ -175,13 +184,13 @@ def _allocated_per_step(trace: Trace, steps: Array) -> _Totals:
         "site": _code_by_text(columns.stack, lambda stack: allocation_site(trace, stack)),
     }
     num_steps = max(len(steps), 1)
-    totals: _Totals = {}
+    totals: Totals = {}
     for grouping, (code, names) in group_columns.items():
         cell, num_cells = code[in_steps] * num_steps + step_index, len(names) * num_steps
         size = np.bincount(cell, weights=columns.size[in_steps], minlength=num_cells).reshape(-1, num_steps)
         count = np.bincount(cell, minlength=num_cells).reshape(-1, num_steps)
         totals[grouping] = {
-            names[group]: _GroupTotal(int(np.median(size[group])), float(np.median(count[group])))
+            names[group]: GroupTotal(int(np.median(size[group])), float(np.median(count[group])))
             for group in np.flatnonzero(count.any(axis=1)).tolist()
         }
     return totals
@@ -199,11 +208,11 @@ def _module_pattern(name: str | None) -> str | None:
     return name and ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _find_changes(measure: Measure, before: _Totals, after: _Totals) -> list[MemoryChange]:
+def _find_changes(measure: Measure, before: Totals, after: Totals) -> list[MemoryChange]:
     changes: list[MemoryChange | None] = []
     for grouping in GROUPINGS:
         old, new = before[grouping], after[grouping]
-        old_names = _match_moved_sites(old, new) if grouping == "site" else {}
+        old_names = match_moved_sites(old, new) if grouping == "site" else {}
         changes += [
             _make_change(measure, grouping, name, old.get(old_names.get(name, name)), new[name]) for name in new
         ]
@@ -213,7 +222,7 @@ def _find_changes(measure: Measure, before: _Totals, after: _Totals) -> list[Mem
 
 
 def _make_change(
-    measure: Measure, grouping: Grouping, name: str | None, before: _GroupTotal | None, after: _GroupTotal | None
+    measure: Measure, grouping: Grouping, name: str | None, before: GroupTotal | None, after: GroupTotal | None
 ) -> MemoryChange | None:
     """Return the change between two totals; None if the bytes are the same."""
     change_bytes = (after.num_bytes if after else 0) - (before.num_bytes if before else 0)
@@ -237,8 +246,8 @@ def _make_change(
     )
 
 
-def _match_moved_sites(
-    old: dict[str | None, _GroupTotal], new: dict[str | None, _GroupTotal]
+def match_moved_sites(
+    old: dict[str | None, GroupTotal], new: dict[str | None, GroupTotal]
 ) -> dict[str | None, str | None]:
     """Return the old site for each new site that differs from it only in the line number.
 
@@ -253,7 +262,7 @@ def _match_moved_sites(
 
 
 def _sites_by_function(
-    totals: dict[str | None, _GroupTotal], others: dict[str | None, _GroupTotal]
+    totals: dict[str | None, GroupTotal], others: dict[str | None, GroupTotal]
 ) -> dict[str, list[str]]:
     """Return the sites that ``others`` lacks, by file and function."""
     sites: dict[str, list[str]] = {}

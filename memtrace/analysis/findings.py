@@ -27,6 +27,7 @@ from memtrace.analysis.counterfactual import (
     peak_without_intervals,
 )
 from memtrace.analysis.in_place import can_write_in_place
+from memtrace.analysis.interrupted import is_cut_short
 from memtrace.analysis.missing_stacks import missing_stack_reasons
 from memtrace.analysis.pattern_catalog import ALL_PATTERNS, WastePattern
 from memtrace.analysis.peak import find_peak
@@ -201,8 +202,9 @@ def _ranked_intervals(trace: Trace, device: str, min_bytes: int) -> dict[Finding
     """Return the findings of a device in the order of ``DeviceWaste.findings``, with the intervals of each."""
     columns = blocks(trace)
     on_device = (columns.device == trace.devices.index(device)) & (columns.size > 0)
-    # A forward that ran out of memory shows what is allocated, and not what it would have been used for.
-    candidates = np.flatnonzero(on_device & ~columns.waits_for_backward)
+    # A step that ran out of memory shows what is allocated, and not what it would have been used for.
+    cut_short = is_cut_short(trace, columns.alloc_event, columns.free_event)
+    candidates = np.flatnonzero(on_device & ~cut_short & ~columns.waits_for_backward)
     evaluated = [
         (_evaluate(trace, device, pattern, site, part, max(min_bytes, 1) if rank < MAX_REPLAYS else None), part)
         for pattern, intervals in _detect_patterns(trace, candidates)

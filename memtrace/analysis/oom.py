@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
 from memtrace.allocator.rules import uses_small_pool
 from memtrace.allocator.settings import AllocatorSettings
 from memtrace.analysis.allocation_sites import allocation_sites
-from memtrace.analysis.attribution import KIND, op_column
+from memtrace.analysis.attribution import KIND, op_column, step_rows
+from memtrace.analysis.block_groups import group_by_category
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.device_state import DeviceState, device_state_at, recorded_settings
 from memtrace.analysis.fragmentation import Fragmentation, measure_fragmentation
 from memtrace.analysis.outside_memory import OutsideMemory, outside_memory_at_failure
-from memtrace.analysis.thresholds import CONTEXT_BYTES, MIN_ROUNDING_SHARE
+from memtrace.analysis.peak import phase_at
+from memtrace.analysis.thresholds import CONTEXT_BYTES, MIN_FRAGMENTED_SHARE, MIN_ROUNDING_SHARE
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 from memtrace.units import format_bytes
@@ -23,6 +25,12 @@ from memtrace.units import format_bytes
 MAX_HOLDERS: Final = 8
 """Most allocation sites listed for one out-of-memory error."""
 REDUCE_LIVE_MEMORY: Final = "Reduce live memory: the table lists the lines that allocated most of it."
+
+
+Cause = Literal["capacity", "fragmentation", "outside memory", "request too large"]
+"""Why a request failed: live memory left too little room; the room was in pieces or in other pools; the memory was in
+use outside torch's allocator, by other processes for instance; or the request exceeds what the device could give with
+no other tensor on it."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,18 @@ class RequestRoom:
     """By how much live memory must shrink for the request to fit without any fragmentation; 0: it would have fitted."""
     state: Fragmentation
     """The reserved memory of the device when the request failed."""
+    available_bytes: int
+    """Bytes that no tensor held: free on the device, or reserved but unused."""
+    missing_bytes: int
+    """By how much live memory must shrink for the request to fit if no unused part of the reserved memory serves it."""
+    outside_excess_bytes: int
+    """Memory outside torch's allocator with which the request would have succeeded, as far as it is unusual; else 0."""
+
+    def is_covered_by(self, saved_bytes: int) -> bool | None:
+        """Return whether the request fits if live memory shrinks; None: it depends on where the freed blocks lie."""
+        if saved_bytes >= self.missing_bytes:
+            return True
+        return False if saved_bytes < self.lacking_bytes else None
 
 
 @dataclass(frozen=True)
@@ -62,6 +82,12 @@ class OutOfMemory:
     """Row of ``events``."""
     time_ns: int | None
     """Time of the failure; None: the trace has no times."""
+    step: int | None
+    """Step in which the request failed; None: outside every step, or in one that did not end."""
+    phase: str | None
+    """Phase of the request: forward, backward, optimizer or other; None: unknown."""
+    cause: Cause | None
+    """Why the request failed; None on the CPU, where memory runs out for reasons outside the process."""
     asked_bytes: int
     """Size of the request that failed."""
     site: str | None
@@ -72,6 +98,10 @@ class OutOfMemory:
     """Memory of the GPU outside torch's allocator (contexts, libraries, other processes); None: unknown, or the CPU."""
     live_bytes: int
     """Bytes requested for the live blocks."""
+    live_bytes_by_category: dict[str, int]
+    """The same by category, largest first."""
+    likely_activation_bytes: int
+    """Those bytes of activations that backward had not read yet: they are likely ones."""
     room: RequestRoom | None
     """None on the CPU, whose allocator has no segments."""
     holders: tuple[MemoryHolder, ...]
@@ -99,17 +129,24 @@ def _explain(trace: Trace, row: int) -> OutOfMemory:
     if len(state.segments):
         pool, stream = max(int(events["pool"][row]), 0), max(int(events["stream"][row]), 0)
         is_usable = _usable_free_blocks(state, settings, asked, pool, stream)
-        room = _measure_room(trace, state, settings, asked, max(device_free, 0), is_usable)
+        room = _measure_room(trace, state, settings, asked, device_free, is_usable, outside)
     sites, place = allocation_sites(trace, op_column(trace, events["op_id"][row : row + 1], "stack"))
+    table, live = blocks(trace), state.live.block
+    step = int(step_rows(trace).of_rows(np.array([row]))[0])
     return OutOfMemory(
         device=trace.devices[code],
         event=row,
         time_ns=time_ns if trace.has_times else None,
+        step=step if step >= 0 else None,
+        phase=phase_at(trace, row),
+        cause=None if room is None else _find_cause(asked, room, device_free),
         asked_bytes=asked,
         site=sites[int(place[0])],
         device_free_bytes=known_free,
         outside=outside,
         live_bytes=int(state.live.requested.sum()),
+        live_bytes_by_category={group.name: group.bytes for group in group_by_category(trace, live) if group.name},
+        likely_activation_bytes=int(table.size[live[table.waits_for_backward[live]]].sum()),
         room=room,
         holders=_find_holders(trace, state),
         advice=tuple(_advise(settings, asked, room, device_free, outside)),
@@ -117,17 +154,50 @@ def _explain(trace: Trace, row: int) -> OutOfMemory:
 
 
 def _measure_room(
-    trace: Trace, state: DeviceState, settings: AllocatorSettings, asked: int, device_free: int, is_usable: Array
+    trace: Trace,
+    state: DeviceState,
+    settings: AllocatorSettings,
+    asked: int,
+    device_free: int,
+    is_usable: Array,
+    outside: OutsideMemory | None,
 ) -> RequestRoom:
     usable = state.free.size[is_usable]
     free_usable, free_total = int(usable.sum()), int(state.free.size.sum())
+    segment = settings.device_request_size(asked)
+    available = free_total + max(device_free, 0)
     return RequestRoom(
-        segment_bytes=settings.device_request_size(asked),
+        segment_bytes=segment,
         largest_fit_bytes=int(usable.max(initial=0)),
         free_same_stream_bytes=free_usable,
         free_elsewhere_bytes=free_total - free_usable,
-        lacking_bytes=max(asked - free_total - device_free, 0),
+        lacking_bytes=max(asked - available, 0),
         state=measure_fragmentation(trace, state),
+        available_bytes=available,
+        missing_bytes=max(segment - max(device_free, 0), 0),
+        outside_excess_bytes=_outside_excess(segment, device_free, outside),
+    )
+
+
+def _outside_excess(segment_bytes: int, device_free: int, outside: OutsideMemory | None) -> int:
+    """Return the unusual memory outside the allocator if the request would have succeeded with it, else 0."""
+    missing = segment_bytes - device_free
+    if outside is None or device_free < 0 or missing <= 0:
+        return 0
+    growth, beyond_context = outside.growth_bytes or 0, outside.bytes - CONTEXT_BYTES
+    return next((excess for excess in (growth, beyond_context) if excess >= missing), 0)
+
+
+def _find_cause(asked: int, room: RequestRoom, device_free: int) -> Cause:
+    if room.outside_excess_bytes:
+        return "outside memory"
+    if device_free >= 0 and room.state.reserved_bytes + device_free < asked:
+        return "request too large"
+    is_in_pieces = room.state.free_bytes >= MIN_FRAGMENTED_SHARE * room.state.reserved_bytes
+    return (
+        "fragmentation"
+        if not room.lacking_bytes and (is_in_pieces or device_free >= room.segment_bytes)
+        else "capacity"
     )
 
 
@@ -175,17 +245,14 @@ def _advise(
 
 def _advice_about_outside_memory(room: RequestRoom, device_free: int, outside: OutsideMemory | None) -> list[str]:
     """Return what to do about memory outside the allocator, where enough of it for the request is unusual."""
-    missing = room.segment_bytes - device_free
-    if outside is None or device_free < 0 or missing <= 0:
+    if outside is None or not room.outside_excess_bytes:
         return []
     growth = outside.growth_bytes or 0
-    if growth < missing and outside.bytes - CONTEXT_BYTES < missing:
-        return []
     grown = f", {format_bytes(growth)} more than when the recording began" if growth > 0 else ""
     return [
         f"Check for other processes on the device (nvidia-smi) and for libraries that allocate there: "
         f"{format_bytes(outside.bytes)} are in use outside torch's allocator{grown}. The request would have succeeded "
-        f"with {format_bytes(missing)} of them."
+        f"with {format_bytes(room.segment_bytes - device_free)} of them."
     ]
 
 

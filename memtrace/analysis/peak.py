@@ -245,7 +245,7 @@ def _find_peak(trace: Trace, device: str) -> Peak:
         reserved=_maximum(reserved) if reserved is not None else None,
         time_ns=_event_time(trace, top.event),
         step=step if step >= 0 else None,
-        phase=_phase_at(trace, row) if top.event >= 0 else None,
+        phase=phase_at(trace, top.event) if top.event >= 0 else None,
         live=live_after(table, trace.devices.index(device), top.event),
         baseline_bytes=live.start,
         end_bytes=_end_bytes(trace, device, live),
@@ -299,7 +299,9 @@ def _end_bytes(trace: Trace, device: str, live: LiveBytes) -> int:
     return int(requested.sum()) if len(requested) and (requested >= 0).all() else _last_level(live)
 
 
-def _phase_at(trace: Trace, row: Array) -> str | None:
+def phase_at(trace: Trace, event: int) -> str | None:
+    """Return the phase of a row of the events table; None: unknown."""
+    row = np.array([event])
     code = int(op_column(trace, trace.columns("events", "op_id")["op_id"][row], "phase")[0])
     spans = phase_rows(trace)
     if code < 0 and spans is not None:

@@ -82,7 +82,13 @@ def compare_ranks(trace: Trace) -> RankComparison:
 
     Source: events, ops, spans and labels of every rank, and the manifests.
     """
-    summaries = tuple(_summarize(trace, number) for number in sorted({*trace.ranks, *trace.unreadable}))
+    return compare_summaries(trace, [summarize_rank(rank) for rank in trace.each_rank()])
+
+
+def compare_summaries(trace: Trace, readable: Sequence[RankSummary]) -> RankComparison:
+    """Compare the summaries of all ranks of a trace that can be opened; see ``compare_ranks``."""
+    unreadable = [RankSummary(rank=number, problem=problem) for number, problem in trace.unreadable.items()]
+    summaries = tuple(sorted([*readable, *unreadable], key=lambda summary: summary.rank))
     peaks = [summary.peak_bytes for summary in summaries if summary.peak_bytes is not None]
     rank_to_inspect, reason = _choose_rank(summaries)
     return RankComparison(
@@ -97,7 +103,7 @@ def compare_ranks(trace: Trace) -> RankComparison:
 
 def find_missing_ranks(trace: Trace) -> tuple[int, ...]:
     """Ranks of the job (by its world size) that the trace does not contain."""
-    manifests = [trace.rank(number).manifest for number in trace.ranks]
+    manifests = [rank.manifest for rank in trace.each_rank()]
     world_size = max((manifest.world_size for manifest in manifests), default=0)
     if len(manifests) >= world_size:
         return ()
@@ -147,9 +153,11 @@ def step_compute_ns(trace: Trace) -> Array | None:
     return compute
 
 
-def _summarize(trace: Trace, number: int) -> RankSummary:
+def summarize_rank(trace: Trace) -> RankSummary:
+    """Return the summary of a single-rank trace; where it cannot be read, a summary with its problem."""
+    (number,) = trace.ranks
     try:
-        return _summarize_readable(trace.rank(number), number)
+        return _summarize_readable(trace, number)
     except TraceError as error:
         return RankSummary(rank=number, problem=str(error))
 

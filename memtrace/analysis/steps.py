@@ -58,6 +58,13 @@ def steps_table(trace: Trace) -> pd.DataFrame:
     return frame
 
 
+def device_step_peaks(trace: Trace, device: str) -> Array:
+    """Return for each step of ``step_columns`` the peak of the requested bytes of one device."""
+    steps, live = step_rows(trace), requested_bytes(trace, device)
+    level = np.concatenate([[live.start], live.bytes])
+    return _window_maxima(level, np.searchsorted(live.rows, steps.first_row), np.searchsorted(live.rows, steps.end_row))
+
+
 def records_data_waits(trace: Trace) -> bool:
     """Return whether the trace holds waits for data. Only those of a DataLoader or of ``rec.steps`` are recorded."""
     return bool((trace.columns("spans", "kind")["kind"] == SPAN["data_wait"]).any())

@@ -16,6 +16,7 @@ from memtrace.analysis.fragmentation import Fragmentation, compute_fragmentation
 from memtrace.analysis.growth import GrowthSource, measure_growth
 from memtrace.analysis.leaks import find_leaks
 from memtrace.analysis.oom import OutOfMemory, explain_out_of_memory
+from memtrace.analysis.options import DEFAULT_OPTIONS, AnalysisOptions
 from memtrace.analysis.peak import (
     find_peak,
     largest_peak_blocks,
@@ -201,8 +202,13 @@ class JobSummary:
         return max(self.ranks, key=lambda rank: rank.peak_bytes)
 
 
-def summarize(trace: Trace) -> Summary:
-    """Summarize a single-rank trace."""
+def summarize(trace: Trace, options: AnalysisOptions = DEFAULT_OPTIONS) -> Summary:
+    """Summarize a single-rank trace.
+
+    Args:
+        trace: The trace of one rank.
+        options: The bandwidths of copies and the smallest block to swap.
+    """
     manifest = trace.manifest
     return Summary(
         rank=manifest.rank,
@@ -211,14 +217,14 @@ def summarize(trace: Trace) -> Summary:
         command=manifest.command,
         steps=_summarize_steps(trace),
         devices=tuple(_summarize_device(trace, device) for device in trace.devices),
-        patterns=_summarize_patterns(trace),
+        patterns=_summarize_patterns(trace, options),
         out_of_memory=tuple(explain_out_of_memory(trace)),
     )
 
 
-def summarize_job(trace: Trace) -> JobSummary:
+def summarize_job(trace: Trace, options: AnalysisOptions = DEFAULT_OPTIONS) -> JobSummary:
     """Summarize every rank of a trace."""
-    return JobSummary(tuple(summarize(trace.rank(rank)) for rank in trace.ranks))
+    return JobSummary(tuple(summarize(trace.rank(rank), options) for rank in trace.ranks))
 
 
 def summarize_peak(trace: Trace, device: str) -> PeakSummary:
@@ -249,13 +255,15 @@ def format_moment(event: int, time_ns: int | None) -> str:
     return f"event {event:,}" if time_ns is None else format_duration(time_ns)
 
 
-def _summarize_patterns(trace: Trace) -> PatternSummary:
+def _summarize_patterns(trace: Trace, options: AnalysisOptions) -> PatternSummary:
     is_searched = trace.num_rows("events") <= MAX_PATTERN_EVENTS and trace.has_blocks
     result = find_leaks(trace, with_long_lived=False)
     return PatternSummary(
         is_iterative=bool(len(step_columns(trace))),
         stability_share=measure_stability(trace).median_matching_bytes if is_searched else None,
-        swappable_bytes_at_peak=swappable_peak_bytes(trace) if is_searched else None,
+        swappable_bytes_at_peak=(
+            swappable_peak_bytes(trace, options.bandwidths, min_bytes=options.min_swap_bytes) if is_searched else None
+        ),
         num_intervals_by_clock=interval_clocks(trace) if is_searched else None,
         leak_bytes_per_step=result.bytes_per_step,
         leak_site=result.leaks[0].site if result.leaks else None,

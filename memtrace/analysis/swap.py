@@ -127,6 +127,14 @@ def swap_totals(
     return _swap_totals(trace, rows, costs, with_latency=with_latency)
 
 
+def device_swap_totals(
+    trace: Trace, device: str, costs: CopyBandwidths, *, min_bytes: int = MIN_SWAP_BYTES
+) -> SwapTotals:
+    """Return the totals of the intervals of one device that are long enough, of a trace with recorded accesses."""
+    rows = swappable_intervals(trace, costs, min_bytes=min_bytes)
+    return _swap_totals(trace, rows[np.isin(rows, device_intervals(trace, device))], costs)
+
+
 def _swap_totals(trace: Trace, rows: Array, costs: CopyBandwidths, *, with_latency: bool = True) -> SwapTotals:
     block, size = access_intervals(trace).block[rows], blocks(trace).size
     at_peak = block[swapped_at_peak(trace, rows, costs, with_latency=with_latency)]

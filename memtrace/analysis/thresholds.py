@@ -158,3 +158,6 @@ MIN_ROUNDING_SHARE: Final = 0.1
 """Share of the requested bytes that rounding must add before it is worth reducing."""
 CONTEXT_BYTES: Final = 1 << 30
 """More than the context and the libraries of one process usually take on a GPU."""
+MIN_FRAGMENTED_SHARE: Final = 0.05
+"""Share of the reserved memory that must be unused when a request fails for fragmentation to be the cause: a little is
+always unused."""

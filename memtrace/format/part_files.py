@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memtrace.errors import TraceError
+from memtrace.format.live_status import LIVE_STATUS_TEMPORARY
 from memtrace.format.manifest import missing_parts, read_manifest
 from memtrace.format.regular_file import require_regular_file
 from memtrace.format.schema import MANIFEST_NAME, RANK_TABLES, TABLES, arrow_schema, find_column
@@ -55,7 +56,7 @@ class PartFiles:
             match = _PART.fullmatch(name)
             if match and match["table"] in TABLES:
                 self._files[match["table"]][int(match["number"])] = path / name
-            elif name.endswith(".tmp"):
+            elif name.endswith(".tmp") and name != LIVE_STATUS_TEMPORARY:
                 self.leftovers.append(name)
         if not self.manifest.finished:
             self._drop_unfinished_part()

@@ -17,7 +17,7 @@ from memtrace.format.keyframes import find_rows
 from memtrace.format.manifest import Manifest
 from memtrace.format.part_files import PartFiles
 from memtrace.format.schema import MANIFEST_NAME, OP_PREFIX, RANK_TABLES, TABLES, arrow_schema
-from memtrace.format.sources import STEP_COLUMNS
+from memtrace.format.sources import SPAN_COLUMNS, STEP_COLUMNS
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -90,6 +90,21 @@ class PartRange:
         first = numbers[0] if start_ns is None else part_of(start_ns)
         last = numbers[-1] if end_ns is None else part_of(end_ns)
         return PartRange(self._files, first, max(first, last)).with_manifest(self._manifest)
+
+    def read_spans_after(self, number: int) -> tuple[int, list[pa.Table]]:
+        """Return the number of the last part of ``spans``, and the rows of the parts after ``number``."""
+        numbers = self._files.numbers("spans")
+        later = [self._files.read("spans", part, SPAN_COLUMNS) for part in numbers if part > number]
+        return max([number, *numbers]), later
+
+    def part_numbers(self) -> list[int]:
+        """Return the numbers of the parts of ``events``, in order."""
+        numbers = self._files.numbers("events")
+        return numbers if self._is_whole else [number for number in numbers if self._first <= number <= self._last]
+
+    def part(self, number: int) -> PartRange:
+        """Return one part, opened by its keyframe."""
+        return PartRange(self._files, number, number).with_manifest(self._manifest)
 
     def read_steps(self, first: int, last: int) -> list[pa.Table]:
         """Return the parts of ``spans`` with steps from ``first`` to ``last``.

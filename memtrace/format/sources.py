@@ -44,6 +44,21 @@ class Source(Protocol):
         """Return rows of ``spans`` among which are all steps with numbers from ``first`` to ``last``."""
         ...
 
+    def read_spans_after(self, number: int) -> tuple[int, list[pa.Table]]:
+        """Return the number of the last part of ``spans``, and the rows of those with larger numbers than ``number``.
+
+        A span is in one part only, the one that was open when it ended.
+        """
+        ...
+
+    def part_numbers(self) -> list[int]:
+        """Return the numbers of the parts of ``events``, in order."""
+        ...
+
+    def part(self, number: int) -> Source:
+        """Return one part, opened by its keyframe."""
+        ...
+
 
 class MemoryTables:
     """Tables in memory, such as a reader of files returns: one part."""
@@ -82,6 +97,21 @@ class MemoryTables:
         """Return the table ``spans``."""
         return self.read("spans", STEP_COLUMNS)
 
+    def read_spans_after(self, number: int) -> tuple[int, list[pa.Table]]:
+        """Return the table ``spans``, which is part 0."""
+        return 0, self.read("spans", SPAN_COLUMNS) if number < 0 else []
+
+    def part_numbers(self) -> list[int]:
+        """Return one number: the tables are one part."""
+        return [0]
+
+    def part(self, number: int) -> MemoryTables:
+        """Return the tables themselves."""
+        return self
+
+
+SPAN_COLUMNS = ("kind", "name", "start_ns", "duration_ns", "index")
+"""The columns of ``spans`` that say what a span is and where it lies."""
 
 STEP_COLUMNS = ("kind", "start_ns", "duration_ns", "index")
 """The columns of ``spans`` that say where a step lies."""

@@ -22,7 +22,7 @@ from memtrace.format.live_segments import LiveSegments
 from memtrace.format.manifest import Manifest
 from memtrace.format.part_reader import overlapping_spans
 from memtrace.format.schema import EVENT_KINDS, RANK_TABLES, SPAN_KINDS, TABLES, arrow_schema
-from memtrace.format.sources import STEP_COLUMNS, Source
+from memtrace.format.sources import SPAN_COLUMNS, STEP_COLUMNS, Source
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -107,6 +107,18 @@ class MemoizedSource:
         """Return the same tables with another manifest."""
         return MemoizedSource(self._source.with_manifest(manifest))
 
+    def read_spans_after(self, number: int) -> tuple[int, list[pa.Table]]:
+        """Return the table ``spans``, which is part 0."""
+        return 0, self.read("spans", SPAN_COLUMNS) if number < 0 else []
+
+    def part_numbers(self) -> list[int]:
+        """Return one number: a window is one part."""
+        return [0]
+
+    def part(self, number: int) -> MemoizedSource:
+        """Return the source itself."""
+        return self
+
     def surroundings(self, start_ns: int | None, end_ns: int | None) -> MemoizedSource:
         """Return the source itself."""
         return self
@@ -168,6 +180,18 @@ class Window:
     def with_manifest(self, manifest: Manifest) -> Window:
         """Return the same window with another manifest."""
         return Window(self.around.with_manifest(manifest), self.bounds, self.steps)
+
+    def read_spans_after(self, number: int) -> tuple[int, list[pa.Table]]:
+        """Return the table ``spans``, which is part 0."""
+        return 0, self.read("spans", SPAN_COLUMNS) if number < 0 else []
+
+    def part_numbers(self) -> list[int]:
+        """Return one number: a window is one part."""
+        return [0]
+
+    def part(self, number: int) -> Window:
+        """Return the window itself."""
+        return self
 
     def surroundings(self, start_ns: int | None, end_ns: int | None) -> Window:
         """Return the window itself: a window of it is cut from all of it."""

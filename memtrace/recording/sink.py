@@ -16,6 +16,7 @@ from memtrace.format.keyframes import PartColumns
 from memtrace.format.part_writer import PART_ROWS, PartWriter
 from memtrace.format.schema import SPAN_KINDS
 from memtrace.recording import arrow
+from memtrace.recording.live_status import LiveStatusFile
 from memtrace.recording.manifest import ManifestFile
 
 if TYPE_CHECKING:
@@ -78,8 +79,7 @@ class TraceSink:
         self.folder = folder
         self.failed = failed
         self.is_over = threading.Event()
-        self.due = 0.0
-        """Time of the next flush, by ``time.monotonic``."""
+        self._flush_due = 0.0
         self._manifest = manifest
         self._ring = ring
         self._flush_seconds = flush_seconds
@@ -87,6 +87,12 @@ class TraceSink:
         self._parts = PartWriter(folder, arrow.DEVICES)
         self._parts.on_table_written = self._drop_void_steps
         self._has_void_steps = False
+        self._status = LiveStatusFile(folder)
+
+    @property
+    def due(self) -> float:
+        """Time at which there is something to write next, by ``time.monotonic``."""
+        return min(self._flush_due, self._status.due)
 
     @property
     def num_events(self) -> int:
@@ -99,21 +105,28 @@ class TraceSink:
 
     def begin(self) -> None:
         """Start the clock of the flushes."""
-        self.due = time.monotonic() + self._flush_seconds
+        self._flush_due = time.monotonic() + self._flush_seconds
 
     def begin_inside(self, outer: TraceSink, names: Sequence[pa.Table]) -> None:
         """Begin with the live set of ``outer``, whose trace goes on, and with the names known so far."""
         self.begin()
         self._parts.begin_with(outer._parts.live_set.without_steps(), names)
+        self._status.begin_with(outer._parts.live_set)
 
     def append(self, rows: Rows) -> None:
         """Add rows to the current part."""
         own = rows.of_recording(self._number)
         self._parts.append(own.tables, own.columns)
+        self._status.advance(own.columns)
 
-    def flush_if_due(self) -> None:
-        """Write the current part if it is large or old enough."""
-        if time.monotonic() >= self.due or self._parts.rows_in_part >= PART_ROWS:
+    def write_if_due(self, now_ns: int) -> None:
+        """Write the current part if it is large or old enough, and the status for those who watch the recording.
+
+        Args:
+            now_ns: the observer's time up to which events have been drained.
+        """
+        self._status.write_if_due(self._parts.live_set, self._parts.num_events, now_ns)
+        if time.monotonic() >= self._flush_due or self._parts.rows_in_part >= PART_ROWS:
             self.flush()
 
     def flush(self, *, with_manifest: bool = True) -> None:
@@ -122,7 +135,7 @@ class TraceSink:
         Args:
             with_manifest: write the manifest too; unnecessary where the last manifest follows at once.
         """
-        self.due = time.monotonic() + self._flush_seconds
+        self._flush_due = time.monotonic() + self._flush_seconds
         num_events = self._parts.rows_in_part
         number = self._parts.flush()
         if number is None:
@@ -148,6 +161,10 @@ class TraceSink:
     def abandon(self) -> None:
         """Drop the current part after an error."""
         self._parts.abandon()
+
+    def remove_status(self) -> None:
+        """Remove the status: the recording has ended."""
+        self._status.remove()
 
     def _drop_void_steps(self, table: str, temporary: Path) -> None:
         if table == "spans" and self._has_void_steps:

@@ -148,6 +148,7 @@ class TraceOutput:
         if manifest.current.world_size != job.world_size and self._move_to_rank(self._output_dir):
             manifest.update(rank=job.rank, world_size=job.world_size)
         manifest.write(self._output_dir.folder)
+        self.sink.remove_status()
 
     def _move_to_rank(self, output_dir: OutputDir) -> bool:
         """Move a trace that was started without a rank to the folder of its rank; whether that was possible."""

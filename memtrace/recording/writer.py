@@ -127,6 +127,7 @@ class Writer:
             self._observer.wait(max(0.0, due - time.monotonic()))
             if self._must_stop():  # perhaps because the program ran out of memory: the reserve is needed for the end
                 break
+            now_ns = self._observer.now()
             self._take(at_end=False)
             failure = self._observer.failure()
             self._write_queue()
@@ -134,9 +135,9 @@ class Writer:
                 self._sink.flush()
                 self._sink.failed(failure)
                 return
-            self._sink.flush_if_due()
+            self._sink.write_if_due(now_ns)
             for sink in list(self._inner):
-                self._protect(sink, sink.flush_if_due)
+                self._protect(sink, partial(sink.write_if_due, now_ns))
             if not self._must_stop():
                 self._reserve.acquire()
         self._reserve.close()

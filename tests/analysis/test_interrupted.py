@@ -71,18 +71,27 @@ def test_waiting_blocks_equal_those_of_a_search_through_the_events(kinds: list[s
     rows, ops, live = [], [], []
     alive_at_failure: set[int] = set()
     pending: set[int] = set()  # blocks of forward since the last backward
+    last = ""
+    interruptible: set[int] = set()  # blocks that the backward that is running has not read
     for time, kind in enumerate(kinds):
         if kind == "oom":
             rows.append(event("oom", None, time, 1 << 40))
-            alive_at_failure |= pending & set(live)
+            alive_at_failure |= (pending | (interruptible if last == "backward" else set())) & set(live)
         elif kind == "free":
             if live:
                 rows.append(event("free", live.pop(random.randrange(len(live))), time))
         else:
-            number = len(ops)
+            number, last = len(ops), kind
             ops.append(op(number, kind, sequence_nr=number))
+            if kind == "backward":
+                pending, interruptible = set(), pending or interruptible
+                if live and random.random() < 0.5:
+                    block = random.choice(live)
+                    rows.append(event("read", block, time, op_id=number))
+                    interruptible = interruptible - {block}
+            elif kind == "forward":
+                pending, interruptible = pending | {number}, set()
             rows.append(event("alloc", number, time, 100, op_id=number))
             live.append(number)
-            pending = pending | {number} if kind == "forward" else pending - (pending if kind == "backward" else set())
     if rows:
         assert waiting(trace_of(events=rows, ops=ops)) == sorted(alive_at_failure)

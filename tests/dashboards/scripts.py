@@ -14,9 +14,11 @@ import playwright
 
 TEMPLATES: Final = Path(__file__).parents[2] / "dashboards" / "templates"
 _NODE: Final = shutil.which("node") or str(Path(playwright.__file__).parent / "driver" / "node")
+_WORKER: Final = "const self = {};"
+"""What a worker's script uses of its surroundings."""
 _LOOP: Final = """
-require("readline").createInterface({ input: process.stdin }).on("line", (line) => {
-  process.stdout.write(JSON.stringify(answer(JSON.parse(line))) + "\\n");
+require("readline").createInterface({ input: process.stdin }).on("line", async (line) => {
+  process.stdout.write(JSON.stringify(await answer(JSON.parse(line))) + "\\n");
 });
 """
 
@@ -38,7 +40,7 @@ class Scripts:
 @contextmanager
 def running_scripts(names: tuple[str, ...], answer: str) -> Iterator[Scripts]:
     """Run scripts of ``templates/`` followed by the JavaScript function ``answer``."""
-    program = "\n".join([*((TEMPLATES / name).read_text() for name in names), answer, _LOOP])
+    program = "\n".join([_WORKER, *((TEMPLATES / name).read_text() for name in names), answer, _LOOP])
     with subprocess.Popen([_NODE, "-e", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield Scripts(process)
         assert process.stdin is not None

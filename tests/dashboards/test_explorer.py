@@ -178,7 +178,7 @@ def shown_blocks(page: Any) -> set[int]:
 def test_a_click_shows_the_live_blocks_of_the_analysis(page: Any) -> None:
     trace, chance, rows = random_trace(), random.Random(5), []
     table, explorer = blocks(trace), page.locator(".explorer")
-    canvas = page.locator(".tracks canvas").first
+    canvas = page.locator(".tracks canvas[aria-label=Memory]")
     canvas.scroll_into_view_if_needed()
     bounds = canvas.bounding_box()
     for _ in range(NUM_INSTANTS):

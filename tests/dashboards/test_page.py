@@ -69,7 +69,7 @@ def test_the_page_fetches_nothing_and_contains_no_markup_of_a_trace(page: str) -
 
 
 def test_the_page_leaves_out_sections_without_content(page: str) -> None:
-    assert "Largest blocks at the peak" in page
+    assert "Peak memory by category" in page
     assert "Reserved but unused" not in page and "Out-of-memory errors" not in page
 
 

@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import memtrace
 from memtrace.analysis.findings import find_device_waste
-from memtrace.planning.unfinished_forward import estimate_checkpointing
-from memtrace.planning.verdict import MAX_FIXES, choose_rank, describe_saving, find_verdict, judge_job, order_devices
+from memtrace.planning.fixes import describe_saving
+from memtrace.planning.unfinished_step import estimate_checkpointing
+from memtrace.planning.verdict import MAX_FIXES, choose_rank, find_verdict, judge_job, order_devices
 from memtrace.trace import Trace
 from tests.analysis.short_traces import trace_of_steps
 from tests.builders import event, op, step, trace_of
@@ -63,14 +64,14 @@ def test_checkpointing_saves_what_the_verdict_on_an_unfinished_forward_promises(
     plain = record_failure(tmp_path / "plain.memtrace", checkpointed=False)
     saving = record_failure(tmp_path / "saving.memtrace", checkpointed=True)
     failure = judge_job(plain).judged.out_of_memory[-1]
-    estimate = estimate_checkpointing(plain, "cpu", failure.event)
+    estimate = estimate_checkpointing(plain, failure)
     assert estimate is not None and estimate.modules == "Stack.layers.*" and estimate.num_calls == NUM_LAYERS
     live = [judge_job(trace).judged.out_of_memory[-1].live_bytes for trace in (plain, saving)]
     assert estimate.saved_bytes == pytest.approx(live[0] - live[1], rel=0.02)
     (fix,) = find_verdict(plain).fixes
     assert "Stack.layers.*" in fix.what and fix.saved_bytes == estimate.saved_bytes
     assert "activations hold" in find_verdict(plain).sentences[1] and "(likely:" in find_verdict(plain).sentences[1]
-    assert "cpu ran out of memory: a request for 64.0 PiB" in find_verdict(plain).sentences[0]
+    assert "cpu ran out of memory in forward: a request for 64.0 PiB" in find_verdict(plain).sentences[0]
 
 
 def test_the_fixes_are_the_findings_that_save_most(defect_traces: DefectTraces) -> None:
@@ -124,4 +125,4 @@ def test_growth_is_reported_where_steps_leave_memory_behind() -> None:
 
 def test_a_saving_names_what_it_costs(tmp_path: Path) -> None:
     fix = find_verdict(record_failure(tmp_path / "run.memtrace", checkpointed=False)).fixes[0]
-    assert describe_saving(fix).endswith("; their forward runs twice.")
+    assert describe_saving(fix).endswith("Cost: their forward runs twice.")
