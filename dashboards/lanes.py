@@ -43,10 +43,9 @@ class _Spans:
     start_ns: Array
     end_ns: Array
     name: Array
-    thread: Array
 
     def take(self, rows: Array) -> _Spans:
-        return _Spans(self.start_ns[rows], self.end_ns[rows], self.name[rows], self.thread[rows])
+        return _Spans(self.start_ns[rows], self.end_ns[rows], self.name[rows])
 
 
 @dataclass(frozen=True)
@@ -79,17 +78,17 @@ def encode_lanes(trace: Trace, max_chars: int) -> EncodedLanes:
 
 
 def _recorded_spans(trace: Trace, kind: str) -> _Spans:
-    spans = trace.columns("spans", "kind", "name", "start_ns", "duration_ns", "thread")
+    spans = trace.columns("spans", "kind", "name", "start_ns", "duration_ns")
     rows = np.flatnonzero((spans["kind"] == SPAN_KINDS.index(kind)) & (spans["duration_ns"] >= 0))
     start = spans["start_ns"][rows]
-    return _Spans(start, start + spans["duration_ns"][rows], spans["name"][rows], spans["thread"][rows])
+    return _Spans(start, start + spans["duration_ns"][rows], spans["name"][rows])
 
 
 def _operator_calls(trace: Trace) -> _Spans:
-    ops = trace.columns("ops", "name", "start_ns", "duration_ns", "thread")
+    ops = trace.columns("ops", "name", "start_ns", "duration_ns")
     rows = np.flatnonzero((ops["start_ns"] >= 0) & (ops["duration_ns"] >= 0) & (ops["name"] >= 0))
     start = ops["start_ns"][rows]
-    return _Spans(start, start + ops["duration_ns"][rows], ops["name"][rows], ops["thread"][rows])
+    return _Spans(start, start + ops["duration_ns"][rows], ops["name"][rows])
 
 
 def _encode_lane(trace: Trace, spans: _Spans, max_chars: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -98,7 +97,7 @@ def _encode_lane(trace: Trace, spans: _Spans, max_chars: int) -> tuple[dict[str,
 
     def encode(max_spans: int) -> dict[str, Any]:
         kept = spans.take(np.sort(longest[:max_spans]))
-        row = nesting_rows(kept.start_ns, kept.end_ns, kept.thread)
+        row = nesting_rows(kept.start_ns, kept.end_ns)
         shown = np.flatnonzero(row < MAX_ROWS)
         order = shown[np.lexsort((kept.start_ns[shown], row[shown]))]
         start, end = kept.start_ns[order] // 1000, kept.end_ns[order] // 1000
@@ -119,10 +118,10 @@ def _encode_lane(trace: Trace, spans: _Spans, max_chars: int) -> tuple[dict[str,
     return packed, {"texts": texts, "note": note}
 
 
-def nesting_rows(start_ns: Array, end_ns: Array, thread: Array) -> Array:
+def nesting_rows(start_ns: Array, end_ns: Array) -> Array:
     """Return a row for every span so that spans of one row do not overlap: 0 for the outermost.
 
-    A span that lies within another one of its thread is below it. Threads whose spans overlap use rows of their own.
+    A span that begins while another one lasts is below it, whatever their threads.
     """
     row = np.zeros(len(start_ns), np.int64)
     order = np.lexsort((-end_ns, start_ns))
