@@ -63,6 +63,7 @@ function createCurveTrack({ data, store, axis, colors, layout, layers }) {
     limit = chooseLimit(columns);
     drawAreas(pen, ratio, count, columns);
     drawGrid(pen);
+    drawSteps(pen);
     for (const line of columns.drawn) drawLine(pen, line, count);
     drawCapacity(pen);
     drawFailures(pen);
@@ -108,6 +109,16 @@ function createCurveTrack({ data, store, axis, colors, layout, layers }) {
       pen.fillText(formatRoundBytes(bytes), layout.left - 6, Math.min(trackHeight() - 7, Math.max(7, yOf(bytes))));
     }
     pen.textAlign = "left";
+  }
+
+  function drawSteps(pen) { // where steps begin, unless the lines would cover the curve
+    const { start_us } = data.steps, xs = Array.from(start_us, (us) => layout.xOf(axis.positionOfTime(us)));
+    const inside = xs.filter((x) => x > layout.left + 1 && x < layout.left + layout.plot);
+    if (inside.length > layout.plot / 12) return;
+    pen.fillStyle = colors().muted;
+    pen.globalAlpha = 0.5;
+    for (const x of inside) pen.fillRect(Math.round(x), 0, 1, trackHeight());
+    pen.globalAlpha = 1;
   }
 
   function drawLine(pen, line, count) {
