@@ -154,7 +154,9 @@ function scopeStore(store, { rows }, life) {
       if (life.isOver) return;
       store.set(patch.at === undefined || patch.at === null ? patch : { ...patch, at: rows.toWhole(patch.at) }, options);
     },
-    subscribe(listener) { store.subscribe((state, changed) => { if (!life.isOver) listener(translate(state), changed); }); },
+    subscribe(listener) {
+      const stop = store.subscribe((state, changed) => { if (life.isOver) stop(); else listener(translate(state), changed); });
+    },
   };
 }
 
