@@ -1,4 +1,4 @@
-"""Options that give the bandwidths of copies between device and host."""
+"""Options for what the user states about a machine: bandwidths of copies between device and host, and its memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from memtrace.cli.quantities import BYTES, BYTES_OR_ZERO
 
 from memtrace.analysis.bandwidth import (
     TITAN_XP,
@@ -17,6 +18,8 @@ from memtrace.analysis.bandwidth import (
     bandwidths_from_rates,
     bandwidths_of_card,
 )
+from memtrace.analysis.options import AnalysisOptions
+from memtrace.analysis.thresholds import MIN_SWAP_BYTES
 from memtrace.errors import MemtraceError
 
 
@@ -52,6 +55,30 @@ def takes_bandwidths(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(bandwidths=bandwidths, **options)
 
     return with_bandwidths
+
+
+def takes_analysis_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a command: what the user states about the machine, and thresholds, passed as ``options``."""
+
+    @takes_bandwidths
+    @click.option("--capacity", type=BYTES, metavar="SIZE",
+                  help="Memory of the device for the process (e.g. 16GiB), to compare the peak with.")  # fmt: skip
+    @click.option("--min-swap", type=BYTES_OR_ZERO, default=MIN_SWAP_BYTES, metavar="SIZE",
+                  help="Smallest block to swap, as memtrace access --min-bytes; default: 1MiB.")  # fmt: skip
+    @click.option("--min-waste", type=BYTES, metavar="SIZE",
+                  help="Leave out findings that waste less, as memtrace findings --min-bytes; default: 1 % of the "
+                  "peak.")  # fmt: skip
+    @wraps(command)
+    def with_analysis_options(
+        bandwidths: CopyBandwidths | None,
+        capacity: int | None,
+        min_swap: int,
+        min_waste: int | None,
+        **others: Any,
+    ) -> Any:
+        return command(options=AnalysisOptions(bandwidths, capacity, min_swap, min_waste), **others)
+
+    return with_analysis_options
 
 
 def bandwidths_here(device: str) -> CopyBandwidths:

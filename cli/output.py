@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from memtrace.cli.feedback import FEEDBACK, Verbosity
 
-from memtrace.code_owner import SITE_SEPARATOR
 from memtrace.format.schema import NO_BLOCKS
 from memtrace.text import to_printable
 from memtrace.units import UNKNOWN
@@ -61,53 +60,12 @@ def print_next_command(out: Console, command: str) -> None:
         out.print(f"\nNext: {escape(command)}", style="dim", soft_wrap=True)
 
 
-def shorten(text: str, max_chars: int) -> str:
-    """Return text with its middle replaced by an ellipsis where it is longer than ``max_chars``."""
-    if len(text) <= max_chars:
-        return text
-    num_head = max(0, (max_chars - 1) // 2)
-    return f"{text[:num_head]}…{text[len(text) - (max_chars - 1 - num_head) :]}"
-
-
-def shorten_site(site: str, max_chars: int) -> str:
-    """Return an allocation site in at most ``max_chars``; the number of the line always stays whole.
-
-    Args:
-        site: Such as ``package/module.py:12 Class.method``, or two of these with an arrow between them; text of another
-            form is shortened in the middle.
-        max_chars: Width of the column.
-    """
-    user, arrow, library = site.partition(SITE_SEPARATOR)
-    if len(site) > max_chars and arrow:
-        # The user's line and that of the package share the width; a short one leaves its part to the other.
-        room = max_chars - len(arrow)
-        user = shorten_site(user, max(room // 2, room - len(library)))
-        return f"{user}{arrow}{shorten_site(library, room - len(user))}"
-    path, colon, rest = site.rpartition(":")
-    line, _, function = rest.partition(" ")
-    if len(site) <= max_chars or not (colon and line.isdigit()):
-        return shorten(site, max_chars)
-    # The path and the function share what the number leaves; a short one leaves its part to the other.
-    room = max_chars - len(line) - 2
-    path_chars = max(room // 2, room - len(function))
-    path = shorten(path, path_chars)
-    return f"{path}:{line} {shorten(function, room - len(path))}"
-
-
-def site_with_modules(site: str, modules: Sequence[str], max_chars: int) -> str:
-    """Return an allocation site and the module that owns most of its blocks in at most ``max_chars``.
-
-    Args:
-        site: The allocation site, which gets at least half of the width.
-        modules: Modules that own blocks of the site, the largest first.
-        max_chars: Width of the column.
-    """
+def site_with_modules(site: str, modules: Sequence[str]) -> str:
+    """Return an allocation site, the module that owns most of its blocks, and the number of its other modules."""
     if not modules:
-        return shorten_site(site, max_chars)
+        return site
     more = f" +{len(modules) - 1}" if len(modules) > 1 else ""
-    room = max_chars - len(more) - 3
-    module = shorten(modules[0], max(room // 2, room - len(site)))
-    return f"{shorten_site(site, room - len(module))} [{module}{more}]"
+    return f"{site} [{modules[0]}{more}]"
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -135,7 +135,7 @@ def command(
     Examples:
       memtrace plan pipeline single.memtrace --stages 4 --microbatches 8
       memtrace plan pipeline single.memtrace --workers 32 --batch 512
-      memtrace plan pipeline single.memtrace --stages 4 --microbatches 8 -o plan.html
+      memtrace plan pipeline single.memtrace --workers 4 --batch 8 -o plan.html
     """
     if output is not None:
         check_output_folder(output)

@@ -7,18 +7,21 @@ from typing import TYPE_CHECKING
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
+from memtrace.cli.bandwidths import takes_analysis_options
 from memtrace.cli.output import print_confirmation, working
 
 from memtrace.errors import MemtraceError
 from memtrace.units import format_bytes
 
 if TYPE_CHECKING:
+    from memtrace.analysis.options import AnalysisOptions
     from memtrace.pipeline.prediction import PipelinePrediction
     from memtrace.trace import Trace
 
 
 @click.command("report")
 @selects_traces
+@takes_analysis_options
 @click.option("-o", "--output", type=click.Path(dir_okay=False), default="report.html", show_default=True,
               help="HTML file to write.")  # fmt: skip
 @click.option("--predict", type=click.Path(), metavar="TRACE1",
@@ -27,7 +30,14 @@ if TYPE_CHECKING:
 @click.option("--no-source", is_flag=True, help="Leave source lines out of the page.")
 @click.option("--source-root", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR",
               help="Folder with the sources of the recorded program, for a trace from another machine.")  # fmt: skip
-def command(selection: Selection, output: str, predict: str | None, no_source: bool, source_root: Path | None) -> None:
+def command(
+    selection: Selection,
+    options: AnalysisOptions,
+    output: str,
+    predict: str | None,
+    no_source: bool,
+    source_root: Path | None,
+) -> None:
     """Write an HTML page with figures and tables of TRACE. The page is a single file that works offline.
 
     TRACE is a *.memtrace folder or a memory file of another tool; several are the ranks of one job. The page contains
@@ -49,7 +59,7 @@ def command(selection: Selection, output: str, predict: str | None, no_source: b
 
     try:
         with working(f"writing {output}"):
-            page = report(trace, output, prediction=prediction, sources=sources)
+            page = report(trace, output, prediction=prediction, options=options, sources=sources)
     except OSError as error:
         raise MemtraceError(f"{output}: cannot write the page: {error.strerror or error}") from error
     print_confirmation(f"Wrote {page} ({format_bytes(page.stat().st_size)}).")

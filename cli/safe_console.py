@@ -17,6 +17,9 @@ class SafeConsole(Console):
     console without it.
     """
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(emoji=False, **options)  # ":a:" in a name is not an emoji
+
     def render_str(self, text: str, **options: Any) -> Text:
         """Return a string as text; newlines stay."""
         return super().render_str("\n".join(map(to_printable, text.split("\n"))), **options)

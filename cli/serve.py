@@ -37,13 +37,13 @@ def command(
     """Show the page of TRACE from a local server, at any size and while it is being recorded.
 
     A page of memtrace report is one file, and leaves out details of a trace with millions of events. The server loads
-    what the visible range needs. The printed address ends with a random token; only requests that carry it are answered.
+    what the visible range needs. The printed address ends with a random token, which every request needs.
 
     \b
     Examples:
       memtrace serve run.memtrace
       memtrace serve run.memtrace --live --capacity 24GiB
-      memtrace serve run.memtrace --no-open --port 8000     (then, elsewhere: ssh -L 8000:localhost:8000 machine)
+      memtrace serve run.memtrace --no-open --port 8000
     """
     require_server_packages()
     from memtrace.dashboards.server.run import run_server

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
+from memtrace.cli.bandwidths import takes_analysis_options
 from memtrace.cli.failure import print_failure
 from memtrace.cli.output import (
     console,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from memtrace.analysis.fragmentation import Fragmentation
+    from memtrace.analysis.options import AnalysisOptions
 
 RESULT: Final = JudgedSummary | JudgedJob
 """What --json prints: ``JudgedJob`` where the traces hold several ranks."""
@@ -46,14 +48,13 @@ NUM_ROWS: Final = 6
 FILE_KINDS: Final = {"cuda_snapshot": "CUDA memory snapshot", "chrome_trace": "Chrome trace"}
 """Names of file kinds that have proper nouns in them."""
 BAR_CHARS: Final = 30
-NUMBER_CHARS: Final = 28
-"""Width of the numbers in front of an allocation site."""
 
 
 @click.command("summary")
 @selects_traces
+@takes_analysis_options
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON; unknown values are null.")
-def command(selection: Selection, as_json: bool) -> None:
+def command(selection: Selection, options: AnalysisOptions, as_json: bool) -> None:
     """Summarize TRACE on one screen: peak memory, its allocation sites and modules, steps, and the best fix.
 
     TRACE is a *.memtrace folder or a memory file of another tool; several are the ranks of one job.
@@ -61,11 +62,12 @@ def command(selection: Selection, as_json: bool) -> None:
     \b
     Examples:
       memtrace summary run.memtrace
+      memtrace summary run.memtrace --capacity 16GiB
       memtrace summary rank0.pickle rank1.pickle
     """
     trace = selection.open()
     with working(f"analyzing {selection.name}"):
-        job = judge_job(trace)
+        job = judge_job(trace, options)
     main = job.judged
     if as_json:
         print_json(main if len(job.ranks) == 1 else job)
@@ -90,7 +92,7 @@ def _print_ranks(out: Console, job: JudgedJob) -> None:
 
 
 def _print_summary(out: Console, name: str, summary: JudgedSummary) -> None:
-    out.print(f"[bold]{escape(name)}[/]", soft_wrap=True)
+    out.print(f"[bold]{escape(name)}[/]")
     print_verdict(out, summary.verdict)
     out.print()
     _print_coverage(out, summary)
@@ -166,7 +168,7 @@ def _print_group_tables(out: Console, peak: PeakSummary) -> None:
         table = plain_table("size", "share", "blocks", f"Peak by {noun}")
         for group in groups[:NUM_ROWS]:
             reason = f"(no stack: {group.no_stack_reason})" if group.no_stack_reason else absent
-            name = escape(site_with_modules(group.name or reason, group.modules, out.width - NUMBER_CHARS))
+            name = escape(site_with_modules(group.name or reason, group.modules))
             share = format_share(group.bytes, peak.bytes)
             table.add_row(format_bytes(group.bytes), share, f"{group.num_blocks:,}", name)
         out.print()

@@ -13,8 +13,8 @@ from memtrace.analysis.access import SIZE_CLASSES, size_classes
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.device_clock import count_clocks, describe_clocks
 from memtrace.analysis.intervals import access_intervals, device_intervals
+from memtrace.analysis.options import DEFAULT_OPTIONS, AnalysisOptions
 from memtrace.analysis.swap import IntervalSample, assumed_bandwidths, max_swappable_bytes, sample_intervals
-from memtrace.analysis.thresholds import MIN_SWAP_BYTES
 from memtrace.categories import CATEGORY_LABELS
 from memtrace.format.schema import CATEGORIES
 from memtrace.units import format_bytes, format_count, format_duration
@@ -75,14 +75,14 @@ def intervals_figure(trace: Trace, device: str) -> go.Figure | None:
     return figure
 
 
-def swap_figure(trace: Trace, device: str) -> go.Figure | None:
+def swap_figure(trace: Trace, device: str, options: AnalysisOptions = DEFAULT_OPTIONS) -> go.Figure | None:
     """Return block size against access interval, with the largest size that can be swapped within an interval.
 
     None where accesses were not recorded, or times mean nothing. Dots are the blocks that can all be in host memory at
-    the peak, with one copy at a time in each direction; bandwidths are those of ``assumed_bandwidths``.
+    the peak, with one copy at a time in each direction; bandwidths and the smallest block are those of the options.
     """
-    costs = assumed_bandwidths(trace)
-    sample = sample_intervals(trace, device, costs, MAX_SCATTER_POINTS)
+    costs = options.bandwidths or assumed_bandwidths(trace)
+    sample = sample_intervals(trace, device, costs, MAX_SCATTER_POINTS, min_bytes=options.min_swap_bytes)
     if sample is None:
         return None
     intervals, table = access_intervals(trace), blocks(trace)
@@ -100,6 +100,7 @@ def swap_figure(trace: Trace, device: str) -> go.Figure | None:
                 trace_of_category.showlegend = not has_legend
                 has_legend = True
                 figure.add_trace(trace_of_category)
+    note = _sample_note(sample, costs, options.min_swap_bytes)
     for limit in _limit_curves(duration_ns, int(size.min()), costs):
         figure.add_trace(limit)
     figure.update_layout(
@@ -107,7 +108,7 @@ def swap_figure(trace: Trace, device: str) -> go.Figure | None:
         yaxis={"type": "log", "title": {"text": "block size"}, "tickvals": _SIZE_TICKS,
                "ticktext": [format_bytes(num_bytes) for num_bytes in _SIZE_TICKS]},
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        meta={"note": f"{_sample_note(sample, costs)} {describe_clocks(count_clocks(intervals.clock[sample.rows]))}"},
+        meta={"note": f"{note} {describe_clocks(count_clocks(intervals.clock[sample.rows]))}"},
     )  # fmt: skip
     return figure
 
@@ -156,14 +157,14 @@ def _limit_curves(duration_ns: Array, smallest_bytes: int, costs: CopyBandwidths
     return curves
 
 
-def _sample_note(sample: IntervalSample, costs: CopyBandwidths) -> str:
+def _sample_note(sample: IntervalSample, costs: CopyBandwidths, min_bytes: int) -> str:
     totals = sample.swappable
     return (
         f"{len(sample.rows):,} of {sample.num_intervals:,} intervals, half of them the longest of the largest blocks. "
         f"{format_bytes(totals.bytes_at_peak)} can be in host memory at the peak (dots), with one copy at a time in "
         f"each direction at {costs.d2h.gb_per_s:.2f} GB/s D2H and {costs.h2d.gb_per_s:.2f} GB/s H2D ({costs.source}). "
         f"{format_count(totals.num_intervals or 0, 'interval')} (dots and circles) would be long enough, each for "
-        f"itself, to swap a block of at least {format_bytes(MIN_SWAP_BYTES)}."
+        f"itself, to swap a block of at least {format_bytes(min_bytes)}."
     )
 
 

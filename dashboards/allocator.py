@@ -17,6 +17,7 @@ from memtrace.allocator.exact_replay import reproduce_exactly
 from memtrace.allocator.plan import plan_allocator, settings_table
 from memtrace.allocator.requests import history_rows
 from memtrace.allocator.state_tables import block_map_at_peak, free_bytes_by_segment, segment_lifetimes
+from memtrace.analysis.options import DEFAULT_OPTIONS, AnalysisOptions
 from memtrace.units import choose_byte_unit, choose_time_unit, format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
@@ -53,13 +54,14 @@ def state_section(trace: Trace, device: str) -> go.Figure | None:
     return None if reproduced is None else block_map_figure(block_map_at_peak(reproduced[0]))
 
 
-def sweep_section(trace: Trace, device: str) -> go.Figure | None:
+def sweep_section(trace: Trace, device: str, options: AnalysisOptions = DEFAULT_OPTIONS) -> go.Figure | None:
     """Return the reserved memory under other settings; None as in `segments_section`."""
     reproduced = _reproduce(trace, device)
     if reproduced is None:
         return None
     _, result = reproduced
-    plan = next(plan for plan in plan_allocator(trace).devices if plan.device == device)
+    plans = plan_allocator(trace, capacity=options.capacity_bytes).devices
+    plan = next(plan for plan in plans if plan.device == device)
     figure = sweep_figure(settings_table(plan))
     check = (
         f"The model reproduces the recording: {result.num_allocations_exact:,} of "

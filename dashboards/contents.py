@@ -75,6 +75,7 @@ DEVICE_SECTIONS: Final = (
         "replaying the recorded timeline without the wasted intervals.",
         findings.findings_table,
         "No wasted memory detected.",
+        takes_options=True,
     ),
     Section(
         "fragmentation",
@@ -97,6 +98,7 @@ DEVICE_SECTIONS: Final = (
         "the allocator.",
         allocator.sweep_section,
         height=540,
+        takes_options=True,
     ),
     Section(
         "steps",
@@ -133,10 +135,11 @@ DEVICE_SECTIONS: Final = (
         "swap",
         "Swap candidates",
         "Below the line, a block can be copied to the host and back before its next access. A dot is a block that can "
-        "be in host memory at the peak together with all other dots, because the copies share the bus. Run memtrace "
-        "access with the measured bandwidths of your machine for exact results.",
+        "be in host memory at the peak together with all other dots, because the copies share the bus. Pass the "
+        "measured bandwidths of your machine to memtrace report for exact results.",
         access.swap_figure,
         height=440,
+        takes_options=True,
     ),
 )
 """Sections of one rank and device; those of a whole job are in ``memtrace.dashboards.pipeline``."""

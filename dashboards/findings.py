@@ -8,6 +8,7 @@ from memtrace.dashboards.sections import Column, Row, Table
 from memtrace.dashboards.text import name_text
 
 from memtrace.analysis.findings import DeviceWaste, Finding, find_device_waste
+from memtrace.analysis.options import DEFAULT_OPTIONS, AnalysisOptions
 from memtrace.units import UNKNOWN, format_bytes
 
 if TYPE_CHECKING:
@@ -28,9 +29,9 @@ _COLUMNS: Final = (
 )
 
 
-def findings_table(trace: Trace, device: str) -> Table | None:
+def findings_table(trace: Trace, device: str, options: AnalysisOptions = DEFAULT_OPTIONS) -> Table | None:
     """Return the findings of a device with the peak after each fix; None if there is nothing to show."""
-    waste = find_device_waste(trace, device)
+    waste = find_device_waste(trace, device, min_bytes=options.min_waste_bytes)
     skipped = " ".join(f"Not checked: {', '.join(part.patterns)} ({part.reason})." for part in waste.skipped_patterns)
     if not waste.findings:
         return Table((), (), note=f"No wasted memory was found. {skipped}") if skipped else None

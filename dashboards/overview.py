@@ -11,6 +11,7 @@ from memtrace.dashboards.text import name_text
 
 from memtrace.analysis.coverage import Coverage, compute_coverage
 from memtrace.analysis.growth import measure_growth
+from memtrace.analysis.options import DEFAULT_OPTIONS, AnalysisOptions
 from memtrace.analysis.peak import Peak, find_peak, peak_by_category, peak_by_module, peak_by_site
 from memtrace.analysis.steps import step_columns
 from memtrace.categories import CATEGORY_LABELS
@@ -65,9 +66,9 @@ class Overview:
     sentences: tuple[str, ...]
 
 
-def build_overview(trace: Trace, device: str) -> Overview:
+def build_overview(trace: Trace, device: str, options: AnalysisOptions = DEFAULT_OPTIONS) -> Overview:
     """Return the head of the page for one device of a single-rank trace."""
-    top, verdict = find_peak(trace, device), find_verdict(trace, device)
+    top, verdict = find_peak(trace, device), find_verdict(trace, device, options)
     return Overview(
         coverage=_coverage_box(trace),
         cards=tuple(_cards(trace, top)),

@@ -20,6 +20,7 @@ from memtrace.dashboards.source_lines import SourceOptions
 from memtrace.dashboards.text import name_text
 
 from memtrace import __version__
+from memtrace.analysis.options import DEFAULT_OPTIONS, AnalysisOptions
 from memtrace.analysis.rank_overview import survey_ranks
 from memtrace.categories import CATEGORY_LABELS, CATEGORY_MEANINGS
 from memtrace.planning.verdict import choose_rank, order_devices
@@ -95,6 +96,7 @@ def report(
     output: str | Path,
     *,
     prediction: PipelinePrediction | None = None,
+    options: AnalysisOptions = DEFAULT_OPTIONS,
     sources: SourceOptions | None = None,
 ) -> Path:
     """Write the page of a trace.
@@ -103,6 +105,7 @@ def report(
         trace: A trace of one or several ranks.
         output: Path of the HTML file.
         prediction: Predicted pipeline to show next to the recorded one.
+        options: What the user states about the machine, and thresholds.
         sources: Which source files the page may contain lines of; None: those that the trace names, if this machine
             recorded it.
 
@@ -114,18 +117,25 @@ def report(
     """
     target = Path(output)
     temporary = target.with_name(f".{target.name}.tmp")
-    temporary.write_text(render(trace, prediction=prediction, sources=sources), encoding="utf-8")
+    text = render(trace, prediction=prediction, options=options, sources=sources)
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(target)
     return target
 
 
-def render(trace: Trace, *, prediction: PipelinePrediction | None = None, sources: SourceOptions | None = None) -> str:
+def render(
+    trace: Trace,
+    *,
+    prediction: PipelinePrediction | None = None,
+    options: AnalysisOptions = DEFAULT_OPTIONS,
+    sources: SourceOptions | None = None,
+) -> str:
     """Return the page as HTML; the arguments are those of ``report``."""
     pairs, num_left_out = _choose_views(trace)
     job_panels = [render_panel(section, trace) for section in (*ranks.sections(pairs), *pipeline.SECTIONS)]
     if prediction is not None:
         job_panels += [render_panel(section, prediction) for section in pipeline.PREDICTION_SECTIONS]
-    drawn = [_render_sections(trace.rank(rank), device) for rank, device in pairs]
+    drawn = [_render_sections(trace.rank(rank), device, options) for rank, device in pairs]
     panels = [panel for panels in (job_panels, *drawn) for panel in panels if panel is not None]
     num_used = sum(len(repr(panel).encode()) for panel in panels)
     max_chars = max(0, MAX_PAGE_BYTES - _MARKUP_BYTES - num_used) // max(1, len(drawn))
@@ -136,6 +146,7 @@ def render(trace: Trace, *, prediction: PipelinePrediction | None = None, source
             device,
             len(trace.ranks),
             sections,
+            options=options,
             max_chars=max_chars,
             sources=sources or SourceOptions(),
         )
@@ -201,10 +212,11 @@ def _left_out_note(num_left_out: int) -> str:
     return f"This page leaves out {views}. Write a page for one rank with memtrace report --rank N."
 
 
-def _render_sections(trace: Trace, device: str) -> list[Panel | None]:
+def _render_sections(trace: Trace, device: str, options: AnalysisOptions) -> list[Panel | None]:
     """Render the sections of a view except for its widgets, which are None."""
     return [
-        None if isinstance(section.build, str) else render_panel(section, trace, device) for section in DEVICE_SECTIONS
+        None if isinstance(section.build, str) else render_device_panel(section, trace, device, options)
+        for section in DEVICE_SECTIONS
     ]
 
 
@@ -215,6 +227,7 @@ def _render_view(
     num_ranks: int,
     sections: list[Panel | None],
     *,
+    options: AnalysisOptions,
     max_chars: int,
     sources: SourceOptions,
 ) -> dict[str, Any]:
@@ -229,7 +242,7 @@ def _render_view(
         "group": f"rank {rank}",
         "panels": [panel for panel in panels if panel.has_content or panel.absent],
         "payload": payload and _json({"packed": payload.packed, "plain": payload.plain}),
-        **vars(overview.build_overview(trace, device)),
+        **vars(overview.build_overview(trace, device, options)),
     }
 
 
@@ -241,6 +254,13 @@ def view_id(rank: int, device: str) -> str:
 def _render_widget(section: Section, payload: Payload | None) -> Panel:
     widget = section.build if isinstance(section.build, str) and payload is not None else ""
     return _make_panel(section, widget=widget, note=payload.notes[widget] if payload is not None else "")
+
+
+def render_device_panel(
+    section: Section, trace: Trace, device: str, options: AnalysisOptions = DEFAULT_OPTIONS
+) -> Panel:
+    """Render a section of one device."""
+    return render_panel(section, trace, device, *([options] if section.takes_options else []))
 
 
 def render_panel(section: Section, *arguments: Any) -> Panel:

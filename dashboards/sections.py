@@ -96,3 +96,5 @@ class Section:
     """Number of the page's three columns that the section takes on a wide screen."""
     height: int = 420
     """Height of the figure in pixels."""
+    takes_options: bool = False
+    """Whether the build function takes the ``AnalysisOptions`` of the user as its last argument."""

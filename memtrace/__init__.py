@@ -16,12 +16,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from memtrace.errors import MemtraceError, TraceError
     from memtrace.execution.application import apply
+    from memtrace.integrations.ipython import load_ipython_extension
     from memtrace.planning.plan import Plan, read_plan, write_plan
     from memtrace.recording.session import record
     from memtrace.trace import Trace, load
 
 __version__ = "0.1.0"
-__all__ = ["MemtraceError", "Plan", "Trace", "TraceError", "apply", "load", "read_plan", "record", "write_plan"]
+__all__ = [
+    "MemtraceError",
+    "Plan",
+    "Trace",
+    "TraceError",
+    "apply",
+    "load",
+    "load_ipython_extension",
+    "read_plan",
+    "record",
+    "write_plan",
+]
 
 _HOMES = {
     "MemtraceError": "memtrace.errors",
@@ -30,6 +42,7 @@ _HOMES = {
     "Trace": "memtrace.trace",
     "apply": "memtrace.execution.application",
     "load": "memtrace.trace",
+    "load_ipython_extension": "memtrace.integrations.ipython",
     "read_plan": "memtrace.planning.plan",
     "record": "memtrace.recording.session",
     "write_plan": "memtrace.planning.plan",

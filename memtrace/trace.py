@@ -128,7 +128,10 @@ class Trace:
                     raise TraceError(f"{where}: {error}") from None
             around = source.surroundings(bounds.start_ns, bounds.end_ns)
             windows[rank] = Window(around if around is source else MemoizedSource(around), bounds)
-        return Trace(self.path, windows, self.unreadable)
+        window = Trace(self.path, windows, self.unreadable)
+        if (Trace._read_names, (), ()) in self._results:
+            self._share_names(window)
+        return window
 
     def window_of_rows(self, first_row: int, end_row: int, steps: pa.Table | None = None) -> Trace:
         """Return the events from ``first_row`` up to ``end_row`` of a single-rank trace, which is read whole.
@@ -160,13 +163,20 @@ class Trace:
         if source is self._source:
             return self
         part = Trace(self.path, {self.ranks[0]: source}, self.unreadable)
-        part._results[Trace._read_names, (), ()] = self._names
+        self._share_names(part)
         return part
 
-    def with_tables(self, tables: Mapping[str, pa.Table]) -> Trace:
-        """Return a trace in memory of other tables, which refer to the names of this single-rank trace."""
+    def with_tables(self, tables: Mapping[str, pa.Table], names: Mapping[int, str]) -> Trace:
+        """Return a trace in memory of other tables, which refer to the names of this single-rank trace.
+
+        Args:
+            tables: the tables, without names.
+            names: further names by id.
+        """
         other = Trace.from_tables(self.manifest, tables, self.path)
-        other._results[Trace._read_names, (), ()] = self._names
+        self._share_names(other)
+        texts, stacks = self._names
+        other._results[Trace._read_names, (), ()] = ({**texts, **names}, stacks)
         return other
 
     def spans_after(self, number: int) -> tuple[int, dict[str, Array]]:
@@ -373,6 +383,11 @@ class Trace:
     @property
     def _names(self) -> tuple[dict[int, str], dict[int, list[int]]]:
         return self.cached(Trace._read_names)
+
+    def _share_names(self, other: Trace) -> None:
+        """Give another trace of the same names what was read of them, and what follows from them."""
+        other._results[Trace._read_names, (), ()] = self._names
+        other._results[Trace._find_code_owner, (), ()] = self.code_owner
 
     def _only_rank(self, number: int) -> Trace:
         return Trace(self.path, {number: self._sources[number]}, self.unreadable)

@@ -51,7 +51,7 @@ def format_duration(duration_ns: float | None, *, unknown: str = UNKNOWN) -> str
 
 
 def format_long_duration(duration_ns: float | None, *, unknown: str = UNKNOWN) -> str:
-    """Format nanoseconds for which minutes matter, such as ``3 h 20 min``; below a minute as ``format_duration`` does."""
+    """Format nanoseconds, such as ``3 h 20 min``; below a minute like ``format_duration``."""
     if duration_ns is None or duration_ns != duration_ns:
         return unknown
     minutes = round(duration_ns / 60e9)

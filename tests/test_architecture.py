@@ -42,6 +42,7 @@ ALLOWED = {
     "memtrace.planning": BASE | {"memtrace.trace", "memtrace.analysis", "memtrace.allocator", "memtrace.pipeline"},
     "memtrace.execution": BASE | {"memtrace.trace", "memtrace.analysis", "memtrace.planning", "memtrace.recording"},
     "memtrace.exporters": BASE | {"memtrace.trace", "memtrace.analysis"},
+    "memtrace.integrations": BASE | {"memtrace.trace", "memtrace.analysis", "memtrace.recording"},
     "memtrace.dashboards": BASE
     | {f"memtrace.{name}" for name in ("trace", "analysis", "allocator", "pipeline", "planning")},
     "memtrace.cli": BASE

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from memtrace.dashboards.page import render
 from memtrace.dashboards.server.access import Guard
-from memtrace.dashboards.server.pages import render_range, render_start
+from memtrace.dashboards.server.pages import MAX_REPORT_EVENTS, render_start
 from memtrace.dashboards.server.payloads import build_window_payload
 from memtrace.dashboards.server.served import ServedRank, ServedTrace
 from memtrace.dashboards.server.status import describe_status
@@ -74,7 +75,14 @@ def _range_page(served: ServedTrace, request: Request) -> str:
     with rank.lock:
         if rank.current is None:
             raise _BadRequest("the trace is still being indexed.")
-        return render_range(rank.current, _time(request, "from_ns"), _time(request, "to_ns"))
+        window = _time(request, "from_ns"), _time(request, "to_ns")
+        num_events = rank.current.index.events_around(*window)
+        if num_events > MAX_REPORT_EVENTS:
+            raise _BadRequest(
+                f"the range lies in parts of {num_events:,} events; the page of all results has at most "
+                f"{MAX_REPORT_EVENTS:,}. Zoom in, and open the page again."
+            )
+        return render(rank.current.trace.window(start_ns=window[0], end_ns=window[1]))
 
 
 def _view(served: ServedTrace, request: Request) -> tuple[ServedRank, str]:

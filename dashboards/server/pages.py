@@ -7,12 +7,11 @@ from typing import Any, Final
 
 from memtrace.dashboards.contents import DEVICE_SECTIONS
 from memtrace.dashboards.overview import Card, CoverageBox, Overview
-from memtrace.dashboards.page import fill_template, make_widget_panel, render, render_panel, view_id
+from memtrace.dashboards.page import fill_template, make_widget_panel, render, render_device_panel, view_id
 from memtrace.dashboards.server.served import ServedRank, ServedTrace
 from memtrace.dashboards.text import name_text
 
 from memtrace.analysis.indexed_trace import IndexedTrace
-from memtrace.errors import MemtraceError
 from memtrace.units import format_bytes, format_count, format_duration
 
 MAX_REPORT_EVENTS: Final = 1_000_000
@@ -35,21 +34,6 @@ def render_start(served: ServedTrace) -> str:
     views = [_view(rank, device) for rank in served.ranks.values() for device in rank.views().values()]
     state = {"follow": served.follow, "ranks": sorted(served.ranks)}
     return fill_template(name_text(served.name), views, served=json.dumps(state))
-
-
-def render_range(indexed: IndexedTrace, start_ns: int | None, end_ns: int | None) -> str:
-    """Return the page of ``memtrace report`` for a window of a trace.
-
-    Raises:
-        MemtraceError: the window has too many events.
-    """
-    num_events = indexed.index.events_around(start_ns, end_ns)
-    if num_events > MAX_REPORT_EVENTS:
-        raise MemtraceError(
-            f"the range lies in parts of {num_events:,} events; a page of all results has at most "
-            f"{MAX_REPORT_EVENTS:,}. Choose a shorter range."
-        )
-    return render(indexed.trace.window(start_ns=start_ns, end_ns=end_ns))
 
 
 def _view(rank: ServedRank, device: str) -> dict[str, Any]:
@@ -81,7 +65,7 @@ def _peak_panel(indexed: IndexedTrace, device: str, section: Any) -> Any:
     part = indexed.peak_part(device) if section.anchor in PEAK_SECTIONS else None
     if part is None or device not in part.devices:
         return None
-    panel = render_panel(section, part, device)
+    panel = render_device_panel(section, part, device)
     return panel if panel.has_content else None
 
 
@@ -101,7 +85,6 @@ def _overview(indexed: IndexedTrace, device: str) -> Overview:
         verdict=f"{device}: the peak is {format_bytes(peak_bytes)}, {where}.",
         fixes=(),
         sentences=(
-            "This page shows a trace of any size: zoom in for all events. The findings and predictions of a range are on a "
-            "page of their own (All results of the visible range).",
+            "Zoom in to see all events. Findings, steps and predictions are computed for a range of the trace:",
         ),
     )

@@ -32,9 +32,9 @@ class WindowPayload:
     packed: dict[str, Any]
     plain: dict[str, Any]
     """As in a payload, and ``served``: ``window_us`` (first and last time of the payload), ``range_us`` (those of the
-    whole trace), ``is_exact`` (whether the window itself was analyzed), ``num_rows`` of the whole trace, and
-    ``row_offset`` or the packed column ``served_rows``: the rows of the whole trace that the payload's rows stand
-    for."""
+    whole trace), ``is_exact`` (whether the window itself was analyzed), ``num_rows`` of the whole trace, and the
+    rows of the whole trace that the payload's rows stand for: ``row_offset`` from ``first_row`` on, or the packed
+    column ``served_rows``."""
     note: str
 
 
@@ -66,6 +66,7 @@ def build_window_payload(
         "is_exact": window is not None,
         "num_rows": index.end_row,
         "row_offset": 0 if window is None else window.row_offset,
+        "first_row": 0 if window is None else window.first_row,
     }
     packed, note = dict(payload.packed), " ".join(filter(None, payload.notes.values()))
     if overview is not None:

@@ -77,18 +77,21 @@ class ServedRank:
         seen = self._manifest_identity()
         if self.current is not None and (seen is None or seen == self._seen):
             return
-        for attempt in range(NUM_ATTEMPTS):
-            try:
-                self._extend(trace or load(*self._paths).rank(self.rank))
-            except (TraceError, OSError) as error:
-                self.error = str(error)
-                if self.folder is None or attempt == NUM_ATTEMPTS - 1:
-                    return
-                trace = None
-                time.sleep(FOLLOW_SECONDS / NUM_ATTEMPTS)
-            else:
-                self.error, self._seen = None, seen
-                return
+        for _ in range(NUM_ATTEMPTS):
+            self.error = self._try_to_extend(trace)
+            if self.error is None or self.folder is None:
+                break
+            trace = None
+            time.sleep(FOLLOW_SECONDS / NUM_ATTEMPTS)
+        self._seen = seen if self.error is None else None
+
+    def _try_to_extend(self, trace: Trace | None) -> str | None:
+        """Extend the index; return why that was not possible."""
+        try:
+            self._extend(trace or load(*self._paths).rank(self.rank))
+        except (TraceError, OSError) as error:
+            return str(error)
+        return None
 
     def views(self) -> dict[str, str]:
         """Return the devices with blocks by the identifiers of their views on the page."""

@@ -16,13 +16,13 @@ function mountDetail(root, data, act) {
     return name === "unknown" ? meaning : `inferred: ${meaning}`;
   }
   function allocationText(i) {
-    if (blocks.begin_row[i] < 0) return join("before the start of the trace", formatTime(blocks.begin_us[i]));
-    return join(formatTime(blocks.begin_us[i]), `event ${blocks.begin_row[i].toLocaleString("en-US")}`, stepText(blocks.step[i]), textOf("phase", i));
+    if (blocks.begin_row[i] < 0) return join(`before the start of the ${data.scope}`, formatTime(blocks.begin_us[i]));
+    return join(formatTime(blocks.begin_us[i]), data.eventText(blocks.begin_row[i]), stepText(blocks.step[i]), textOf("phase", i));
   }
   function freeText(i) {
-    if (blocks.end_row[i] >= data.num_rows) return "not freed in the trace";
+    if (blocks.end_row[i] >= data.num_rows) return `not freed in the ${data.scope}`;
     const k = blocks.kind[i], module = data.modules[kinds.free_module[k]];
-    return join(formatTime(blocks.end_us[i]), `event ${blocks.end_row[i].toLocaleString("en-US")}`, stepText(blocks.free_step[i]),
+    return join(formatTime(blocks.end_us[i]), data.eventText(blocks.end_row[i]), stepText(blocks.free_step[i]),
       data.phase_names[kinds.free_phase[k]] ?? "", module && `in ${module}`);
   }
   function freedBy(i) {
@@ -132,7 +132,7 @@ function mountDetail(root, data, act) {
     const rows = Array.from({ length: Math.min(end - first, MAX_SHOWN_ACCESSES) }, (_, n) => first + n).map((n) => make("tr", {},
       make("td", { className: "number", textContent: formatTime(time_us[n]) }), make("td", { textContent: is_read[n] ? "read" : "write" }),
       make("td", { className: "code" }, make("code", { textContent: data.operators[operator[n]] || "–" })),
-      make("td", { className: "number", textContent: stepAt(time_us[n]) }), make("td", {}, makeButton("→", () => act.goTo(row[n]), `Show the live set at event ${row[n]}`))));
+      make("td", { className: "number", textContent: stepAt(time_us[n]) }), make("td", {}, makeButton("→", () => act.goTo(row[n]), `Show the live set at ${data.eventText(row[n])}`))));
     const head = make("tr", {}, ...["time", "access", "operator", "step", ""].map((title) => make("th", { scope: "col", textContent: title })));
     const more = end - first > rows.length ? [make("p", { className: "note", textContent: `The first ${rows.length} of ${formatCount(end - first, "access", "accesses")}.` })] : [];
     const scroll = make("div", { className: "scroll", tabIndex: 0 }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows)));

@@ -121,7 +121,7 @@ function mountExplorer(root, data, store, colors) {
     const rest = leftOutOf(data, local.selection), numLeftOut = data.num_blocks - blocks.size.length;
     const more = !numLeftOut ? "" : rest ? `, and ${rest.isExact ? "" : "about "}${formatBytes(rest.bytes)} in ${formatCount(rest.count, "smaller block")} that this page leaves out`
       : `, without ${formatCount(numLeftOut, "smaller block")} of the recording that this page leaves out`;
-    if (show === "instant") return row < 0 ? `Live at the start: ${what}${more}.` : `Live after event ${row.toLocaleString("en-US")} (${formatTime(data.timeOfRow(row))}): ${what}${more}.`;
+    if (show === "instant") return row < 0 ? `Live at the start: ${what}${more}.` : `Live after ${data.eventText(row)} (${formatTime(data.timeOfRow(row))}): ${what}${more}.`;
     const where = range[0] === -Infinity ? "the recording" : `the range from ${formatTime(range[0])} to ${formatTime(range[1])}`;
     return `${{ range: "Allocated in", churn: "Allocated and freed within", kept: "Allocated and not freed in" }[show]} ${where}: ${what}${more}.`;
   }

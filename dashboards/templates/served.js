@@ -25,7 +25,9 @@ function createServed(source, store) {
     const { version, payload } = await get("/api/payload", { view, ...parameters });
     if (!payload) return { version, data: null };
     const data = await source.unpack(payload), { served } = data;
-    return { version, data: { ...data, range: served.range_us, rows: createRows(data) } };
+    const rows = createRows(data), isWhole = served.window_us[0] <= served.range_us[0] && served.window_us[1] >= served.range_us[1];
+    return { version, data: { ...data, rows, range: served.range_us, scope: isWhole ? "trace" : "loaded window", note: payload.note,
+      eventText: (row) => `event ${rows.toWhole(row).toLocaleString("en-US")}` } };
   }
 
   // Which data the visible range needs. Shows what there is at once, and asks for what is missing.
@@ -95,13 +97,14 @@ function createServed(source, store) {
         const focus = pathOfFocus(root), host = make("div", { className: root.className.replace("widget ", "") });
         life.isOver = true;
         life = { isOver: false };
-        root.replaceChildren(host);
+        root.replaceChildren(host, make("p", { className: "note", textContent: data.note }));
         redraw = mountWidget(host, data, scopeStore(store, data, life), colors);
         root.dataset.exact = String(data.served.is_exact);
         root.dataset.window = data.served.window_us.join();
         focusPath(root, focus);
       };
       entry.mounts.add(mount);
+      linkRange(root.closest(".view"), view, store);
       if (!entry.overview) await (entry.opening ??= loadOverview(view)).catch(report);
       if (!root.firstChild && entry.shown) mount(entry.shown);
       return () => redraw();
@@ -109,12 +112,26 @@ function createServed(source, store) {
   };
 }
 
+// The link to the page of all results of the visible range.
+function linkRange(root, view, store) {
+  const link = root.querySelector("a.range-results");
+  if (!link || link.dataset.isLinked) return;
+  link.dataset.isLinked = "true";
+  const update = () => {
+    const { from, to } = store.get();
+    const range = from === null ? {} : { from_ns: Math.floor(from) * 1000, to_ns: Math.ceil(to) * 1000 };
+    link.href = `/range?${new URLSearchParams({ view, ...range })}`;
+  };
+  store.subscribe(update);
+  update();
+}
+
 // Rows of a payload and rows of the whole trace.
 function createRows({ served, served_rows: map, num_rows: length }) {
   if (!map) {
     return {
-      toWhole: (row) => row + served.row_offset,
-      toOwn: (row) => Math.min(Math.max(row - served.row_offset, -1), length - 1),
+      toWhole: (row) => Math.max(row, served.first_row - 1) + served.row_offset, // older blocks: the row before the window
+      toOwn: (row) => (row - served.row_offset < served.first_row ? -1 : Math.min(row - served.row_offset, length - 1)),
     };
   }
   return {

@@ -52,5 +52,7 @@ function describeData(data) {
     range: [curve.time_us[0], curve.time_us[length - 1]], // µs
     timeOfRow: (row) => curve.time_us[placeOfRow(row)],
     rowAt: (us) => curve.event[placeAt(us)],
+    scope: "trace", // what the data cover, in texts
+    eventText: (row) => `event ${row.toLocaleString("en-US")}`,
   };
 }

@@ -10,7 +10,8 @@ function createLanesTrack({ data, store, axis, colors, layout }) {
   for (const lane of data.lanes) {
     const columns = data[lane.name];
     addLane({ title: lane.title, kind: lane.name.replace("lane_", ""), note: lane.note, colors: lane.colors, ...columns,
-      textOf: (i) => lane.texts[columns.text[i]] ?? "(name not on this page)" });
+      textOf: (i) => lane.texts[columns.text[i]] ?? "(name not on this page)",
+      ...(lane.name === "lane_module" ? { shortOf: (i) => leafOf(lane.texts[columns.text[i]] ?? "") } : {}) });
   }
   for (const lane of lanes) {
     lane.rows = splitRows(lane);
@@ -71,7 +72,7 @@ function createLanesTrack({ data, store, axis, colors, layout }) {
       if (width > 14) {
         const left = Math.max(x0, layout.left);
         pen.fillStyle = ink;
-        const label = lane.labelOf && width < 60 ? lane.labelOf(i) : lane.textOf(i);
+        const label = lane.shortOf ? lane.shortOf(i) : lane.labelOf && width < 60 ? lane.labelOf(i) : lane.textOf(i);
         if (lane.labelOf && width < 28) { if (pen.measureText(label).width < width) pen.fillText(label, left + 2, y + ROW / 2 - 1); }
         else fillTextWithin(pen, label, left + 4, y + ROW / 2 - 1, x0 + width - left - 6);
       }
@@ -135,8 +136,9 @@ function createLanesTrack({ data, store, axis, colors, layout }) {
   return { canvas, draw, describe, click, isEmpty: !lanes.length };
 }
 
-// Black or white, whichever is easier to read on a color.
-function inkOn(color) {
-  const [red, green, blue] = [1, 3, 5].map((at) => Number.parseInt(color.slice(at, at + 2), 16) / 255);
-  return 0.2126 * red ** 2.2 + 0.7152 * green ** 2.2 + 0.0722 * blue ** 2.2 > 0.18 ? "#10151a" : "#ffffff";
+// The last part of a module's name, which tells it from its neighbors: its parent is the row above. A number keeps the
+// part before it: layers.0.
+function leafOf(name) {
+  const parts = name.split("."), last = parts[parts.length - 1];
+  return /^\d+$/.test(last) && parts.length > 1 ? `${parts[parts.length - 2]}.${last}` : last;
 }

@@ -33,6 +33,7 @@ function mountTracks(root, data, store, colors) {
     drawLegend(elements.legend, parts, curve);
     updateTools();
     root.dataset.drawMs = (performance.now() - begin).toFixed(1);
+    root.dataset.range = store.get().from === null ? "" : `${store.get().from}..${store.get().to}`;
     root.dataset.draws = String(Number(root.dataset.draws ?? 0) + 1);
   }
   function placeMarks() {
@@ -68,7 +69,7 @@ function mountTracks(root, data, store, colors) {
     elements.tip.hidden = !isInside || !place;
     if (!isInside) return;
     cursor.style.transform = `translateX(${x}px)`;
-    if (place) showTip(elements.tip, area, event, [[axis.isByEvent() ? `event ${Math.round(positionAt(x)).toLocaleString("en-US")}` : preciseTime(axis, layout, positionAt(x)), "", null],
+    if (place) showTip(elements.tip, area, event, [[axis.isByEvent() ? data.eventText(Math.round(positionAt(x))) : preciseTime(axis, layout, positionAt(x)), "", null],
       ...place.track.describe(positionAt(x), place.y)]);
   }
   listenToPointers(area, {

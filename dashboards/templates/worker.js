@@ -42,12 +42,12 @@ async function unpackColumns({ length, columns, data }) {
   return unpacked;
 }
 
-self.onmessage = async ({ data: { id, packed } }) => {
+globalThis.onmessage = async ({ data: { id, packed } }) => {
   try {
-    if (packed.json) return self.postMessage({ id, columns: await inflate(packed.json).json() });
+    if (packed.json) return globalThis.postMessage({ id, columns: await inflate(packed.json).json() });
     const columns = await unpackColumns(packed);
-    return self.postMessage({ id, columns }, Object.values(columns).map((values) => values.buffer));
+    return globalThis.postMessage({ id, columns }, Object.values(columns).map((values) => values.buffer));
   } catch (error) {
-    return self.postMessage({ id, error: String(error) });
+    return globalThis.postMessage({ id, error: String(error) });
   }
 };

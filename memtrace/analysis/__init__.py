@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from memtrace.analysis.stability import AllocationFit, Stability, fit_allocations, measure_stability
     from memtrace.analysis.stalls import DataStalls, StallBreakdown, StepWait, measure_stalls
     from memtrace.analysis.step_analysis import StepAnalysis, analyze_steps
+    from memtrace.analysis.step_memory import DeviceStepMemory, StepMemory, measure_step_memory
     from memtrace.analysis.steps import StepColumns, step_columns, steps_table
     from memtrace.analysis.summary import JobSummary, Summary, describe_peak, summarize, summarize_job
     from memtrace.analysis.swap import SwapCandidate, find_swap_candidates
@@ -94,6 +95,7 @@ __all__ = [
     "DataStalls",
     "DetectedSteps",
     "DeviceLoad",
+    "DeviceStepMemory",
     "DeviceWaste",
     "Finding",
     "Fragmentation",
@@ -123,6 +125,7 @@ __all__ = [
     "StallBreakdown",
     "StepAnalysis",
     "StepColumns",
+    "StepMemory",
     "StepPeaks",
     "StepWait",
     "Summary",
@@ -168,6 +171,7 @@ __all__ = [
     "measure_growth",
     "measure_stability",
     "measure_stalls",
+    "measure_step_memory",
     "peak_by_category",
     "peak_by_module",
     "peak_by_site",
@@ -202,6 +206,7 @@ _HOMES = {
     "DataStalls": "memtrace.analysis.stalls",
     "DetectedSteps": "memtrace.analysis.detection",
     "DeviceLoad": "memtrace.analysis.rank_overview",
+    "DeviceStepMemory": "memtrace.analysis.step_memory",
     "DeviceWaste": "memtrace.analysis.findings",
     "Finding": "memtrace.analysis.findings",
     "Fragmentation": "memtrace.analysis.fragmentation",
@@ -231,6 +236,7 @@ _HOMES = {
     "StallBreakdown": "memtrace.analysis.stalls",
     "StepAnalysis": "memtrace.analysis.step_analysis",
     "StepColumns": "memtrace.analysis.steps",
+    "StepMemory": "memtrace.analysis.step_memory",
     "StepPeaks": "memtrace.analysis.diff",
     "StepWait": "memtrace.analysis.stalls",
     "Summary": "memtrace.analysis.summary",
@@ -276,6 +282,7 @@ _HOMES = {
     "measure_growth": "memtrace.analysis.growth",
     "measure_stability": "memtrace.analysis.stability",
     "measure_stalls": "memtrace.analysis.stalls",
+    "measure_step_memory": "memtrace.analysis.step_memory",
     "peak_by_category": "memtrace.analysis.peak",
     "peak_by_module": "memtrace.analysis.peak",
     "peak_by_site": "memtrace.analysis.peak",

@@ -25,6 +25,8 @@ class ExactWindow:
     """A window that is small enough to be analyzed itself."""
 
     trace: Trace
+    first_row: int
+    """First row of the window's own events; the rows of older blocks and segments come before it."""
     row_offset: int
     """Added to a row of the window's own events, gives the row of the whole trace."""
 
@@ -49,7 +51,8 @@ class IndexedTrace:
         window = self.trace.window(start_ns=start_ns, end_ns=end_ns)
         first = index.first_row if start_ns is None else index.row_at(self.trace, start_ns)
         end = index.end_row if end_ns is None else max(first, index.row_at(self.trace, end_ns))
-        return ExactWindow(window, end - window.num_rows("events"))
+        num_rows = window.num_rows("events")
+        return ExactWindow(window, num_rows - (end - first), end - num_rows)
 
     def peak(self, device: str) -> CurvePoints:
         """Return the highest point of a device's curve; none where it has no points."""

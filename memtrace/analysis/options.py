@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from memtrace.analysis.bandwidth import CopyBandwidths
-from memtrace.analysis.thresholds import MIN_GROWING_STEPS, MIN_SWAP_BYTES
+from memtrace.analysis.thresholds import MIN_SWAP_BYTES
 
 
 @dataclass(frozen=True)
@@ -20,9 +21,7 @@ class AnalysisOptions:
     """Smallest block to swap."""
     min_waste_bytes: int | None = None
     """Leave out findings that waste less; None: a hundredth of the peak."""
-    min_growing_steps: int = MIN_GROWING_STEPS
-    """Minimum number of growing steps before growth is reported as a leak."""
 
 
-DEFAULT_OPTIONS = AnalysisOptions()
+DEFAULT_OPTIONS: Final = AnalysisOptions()
 """What is assumed where the user states nothing."""

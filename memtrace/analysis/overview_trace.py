@@ -8,7 +8,7 @@ stand for the bytes of all smaller blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -22,6 +22,10 @@ from memtrace.trace import Trace
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+SMALLER_BLOCKS: Final = "smaller blocks"
+"""Tensor name of the blocks that stand for the bytes of all smaller ones."""
+_REST_NAME: Final = int(np.iinfo(np.int32).max)
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ def build_overview(
     }
     for name in ("allocated_size", "address", "stream", "begin_ns", "name", "op_name", "module", "stack", "phase"):
         values = blocks.get(name, np.full(len(begin), -1))
-        columns[name] = np.concatenate([values, np.full(num_rest, -1)])
+        columns[name] = np.concatenate([values, np.full(num_rest, _REST_NAME if name == "name" else -1)])
     events, instant = _events(points, columns)
     tables = {
         "events": encode_codes("events", events, (device,)),
@@ -78,7 +82,7 @@ def build_overview(
         "spans": _spans(steps, phases),
     }
     row = np.searchsorted(instant, np.arange(len(points.row)), side="right") - 1
-    return OverviewTrace(whole.with_tables(tables), points, row, points.row[instant])
+    return OverviewTrace(whole.with_tables(tables, {_REST_NAME: SMALLER_BLOCKS}), points, row, points.row[instant])
 
 
 def _instants(points: CurvePoints, blocks: BlockColumns) -> tuple[Array, Array]:

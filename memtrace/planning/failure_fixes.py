@@ -17,6 +17,7 @@ from memtrace.planning.fixes import (
     Shortfall,
     allocator_fixes,
     line_fixes,
+    select_useful,
     step_fixes,
 )
 from memtrace.planning.unfinished_step import BatchEstimate, CheckpointEstimate, estimate_batch, estimate_checkpointing
@@ -24,8 +25,6 @@ from memtrace.planning.unfinished_update import UpdateEstimate, estimate_update
 from memtrace.trace import Trace
 from memtrace.units import format_bytes, format_count, format_share
 
-MIN_USEFUL_SHARE: Final = 0.1
-"""Share of the missing bytes that a fix must save to be proposed although it is not enough."""
 LIST_PROCESSES: Final = "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"
 
 
@@ -48,8 +47,7 @@ def failure_fixes(trace: Trace, failure: OutOfMemory, options: AnalysisOptions) 
     # In a first step that is cut short by lack of memory, more requests would follow than a setting makes fit.
     if failure.cause == "fragmentation" or len(step_rows(trace).number):
         fixes += allocator_fixes(trace, failure.device, has_failed=True, capacity_bytes=_capacity(failure, options))
-    least = MIN_USEFUL_SHARE * (shortfall.missing_bytes if shortfall else 0)
-    return [fix for fix in fixes if fix.is_enough or fix.saved_bytes >= least]
+    return select_useful(fixes, shortfall)
 
 
 def _capacity(failure: OutOfMemory, options: AnalysisOptions) -> int | None:

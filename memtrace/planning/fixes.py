@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,6 +27,8 @@ from memtrace.trace import Trace
 from memtrace.units import format_bytes, format_count, format_share
 
 NO_COST: Final = "none"
+MIN_USEFUL_SHARE: Final = 0.1
+"""Share of the missing bytes that a fix must save to be proposed although it is not enough."""
 SOLVER_SECONDS: Final = 2.0
 """Time for choosing what to recompute; the best choice until then is reported."""
 FUSE: Final = "fused=True,  # add this option where the optimizer is created"
@@ -94,6 +96,12 @@ def line_fixes(trace: Trace, device: str, shortfall: Shortfall | None, options: 
             where = f" ({finding.site})" if finding.site else ""
             what = f"{finding.pattern.capitalize()}{where}: {finding.advice}"
             yield Fix(what, None, finding.saved_bytes, NO_COST, _is_enough(shortfall, finding.saved_bytes))
+
+
+def select_useful(fixes: Iterable[Fix], shortfall: Shortfall | None) -> list[Fix]:
+    """Return the fixes that are enough, or that save at least a part of what is missing."""
+    least = 0 if shortfall is None else MIN_USEFUL_SHARE * shortfall.missing_bytes
+    return [fix for fix in fixes if fix.is_enough or fix.saved_bytes >= least]
 
 
 def _is_enough(shortfall: Shortfall | None, saved_bytes: int) -> bool | None:

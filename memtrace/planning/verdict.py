@@ -16,7 +16,7 @@ from memtrace.analysis.summary import Summary, describe_peak, summarize_job, sum
 from memtrace.analysis.thresholds import MIN_FINDING_SHARE, MIN_WAIT_SHARE
 from memtrace.categories import describe_category_share
 from memtrace.planning.failure_fixes import failure_fixes
-from memtrace.planning.fixes import NO_COST, Fix, Shortfall, allocator_fixes, line_fixes, step_fixes
+from memtrace.planning.fixes import NO_COST, Fix, Shortfall, allocator_fixes, line_fixes, select_useful, step_fixes
 from memtrace.planning.recorded_step import main_device
 from memtrace.planning.unfinished_step import state_to_come
 from memtrace.planning.unfinished_update import estimate_update
@@ -138,8 +138,8 @@ def _step_fixes(trace: Trace, device: str, options: AnalysisOptions) -> Iterator
     """Yield the fixes for a device on which no request failed."""
     lacking = _lacking_bytes(trace, device, options.capacity_bytes)
     shortfall = None if lacking is None else Shortfall(lacking, lacking)
-    yield from line_fixes(trace, device, shortfall, options)
-    yield from step_fixes(trace, device, shortfall)
+    fixes = [*line_fixes(trace, device, shortfall, options), *step_fixes(trace, device, shortfall)]
+    yield from select_useful(fixes, shortfall)
     yield from allocator_fixes(trace, device, has_failed=False, capacity_bytes=options.capacity_bytes)
 
 

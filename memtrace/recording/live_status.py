@@ -173,9 +173,13 @@ class LiveStatusFile:
             category_bytes=_bytes_by_category(live.keyframe()),
             reserved_bytes=_reserved_bytes(live.keyframe()),
             steps=tuple(self._steps),
-            open_step=None if last is None else self._step(last.number + 1, self._step_start_ns, now_ns),
+            open_step=None if last is None else self._open_step(last.number + 1, now_ns),
             samples=tuple(self._samples),
         )
+
+    def _open_step(self, number: int, now_ns: int) -> LiveStep:
+        # A step can end after the moment up to which events were asked for: its span comes with the events before it.
+        return self._step(number, self._step_start_ns, max(now_ns, self._step_start_ns))
 
     def remove(self) -> None:
         """Remove the file: the recording has ended."""

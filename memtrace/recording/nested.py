@@ -162,6 +162,10 @@ class NestedRecorder:
         """See ``Recorder.time_fetch``."""
         return self._outer.time_fetch(fetch)
 
+    def mark_range(self, name: str, started_ns: int) -> None:
+        """See ``Recorder.mark_range``."""
+        self._outer.mark_range(name, started_ns)
+
     def _step_ended(self) -> None:
         self.output.job.refresh()
         self._outer.step_ended()

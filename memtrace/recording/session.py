@@ -25,6 +25,7 @@ from memtrace.recording.options import ObserverKind, device_time_threshold, vali
 from memtrace.recording.out_of_memory import explain_out_of_memory, is_out_of_memory
 from memtrace.recording.pipelining import Direction, PipelinePosition, action_text, mark_action
 from memtrace.recording.recorder import Recorder
+from memtrace.recording.subscribers import Subscribers
 from memtrace.recording.with_methods import WithMethod, call_or_undo, call_until_done
 from memtrace.recording.writer import FLUSH_SECONDS
 
@@ -146,6 +147,7 @@ class Recording:
         self._optimizers = optimizers
         self._recorder: Recorder | NestedRecorder | None = None
         self._position = PipelinePosition()
+        self._subscribers = Subscribers()
         self._has_entered = threading.Event()
         self._stop_reason: str | None = None
         self._ran_out_of_memory = False
@@ -155,6 +157,16 @@ class Recording:
     def path(self) -> Path:
         """Folder of the trace; not the requested one if another process is recording there."""
         return self._requested_path if self._recorder is None else self._recorder.trace_path
+
+    @property
+    def rank_folder(self) -> Path:
+        """Folder of this process's rank in the trace."""
+        return self._requested_path if self._recorder is None else self._recorder.rank_folder
+
+    @property
+    def flush_seconds(self) -> float:
+        """Interval between two writes to disk, in seconds."""
+        return self._options.flush_seconds
 
     @property
     def is_recording(self) -> bool:
@@ -197,6 +209,8 @@ class Recording:
             outer._finish()  # it has reached max_steps, or was interrupted too often to wait for its end
         try:
             self._recorder = self._make_recorder(selected) if outer is self else self._make_nested(outer)
+            if self._recorder is not None:
+                self._recorder.output.steps.on_recorded = self._subscribers.step_ended
         except (MemoryError, ImportError) as error:
             self._enter_without_memory(error)
         if self._recorder is not None and not self._recorder.start(self._models, self._optimizers):
@@ -248,6 +262,7 @@ class Recording:
         if self._ran_out_of_memory and self._recorder is not None and self._recorder.is_complete:
             self._ran_out_of_memory = False
             explain_out_of_memory(self._recorder.rank_folder)
+        self._subscribers.recording_ended()
 
     def _finish(self) -> None:
         if self._recorder is not None:
@@ -285,6 +300,45 @@ class Recording:
         """
         if (recorder := self._active_recorder()) is not None:
             recorder.output.steps.mark()
+
+    def begin_step(self) -> None:
+        """Mark the beginning of a training step: the time since the last step, such as validation, belongs to no step.
+
+        Without this mark, a step begins where the last one ended. As with ``step``, only marks end steps from now on.
+        """
+        if (recorder := self._active_recorder()) is not None:
+            recorder.observer.end_phase()
+            recorder.output.steps.begin()
+
+    @contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        """Mark a range of the program, such as validation, in the trace (a span of kind ``range``).
+
+        Args:
+            name: Name of the range.
+        """
+        recorder = self._active_recorder()
+        started_ns = 0
+        if recorder is not None:
+            recorder.observer.end_phase()
+            started_ns = recorder.observer.now()
+        try:
+            yield
+        finally:
+            if recorder is not None and recorder.is_recording:
+                recorder.observer.end_phase()
+                recorder.mark_range(name, started_ns)
+
+    def subscribe(self, step_ended: Callable[[int], None], recording_ended: Callable[[], None]) -> None:
+        """Call functions at the end of each step and, once, at the end of the recording.
+
+        A function that raises is reported once and is not called again; the program continues.
+
+        Args:
+            step_ended: Called on the training thread with the number of the step.
+            recording_ended: Called when the trace is complete.
+        """
+        self._subscribers.add(step_ended, recording_ended)
 
     def steps(self, loader: Iterable[LoaderItem]) -> Iterator[LoaderItem]:
         """Iterate over a data loader, with one training step per item.

@@ -49,6 +49,10 @@ class StepTracker:
         on_limit: called when ``max_steps`` is reached.
         on_step_end: called at the end of every step.
         on_renumber: called when the first mark voids the steps recorded so far.
+
+    Attributes:
+        num_steps: steps recorded so far.
+        on_recorded: called with the number of each step when it is recorded.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class StepTracker:
         self._waiting: list[int] = []  # sorted ends of steps that follow the step of a round that is not over
         self._last_round_size = 1
         self.num_steps = 0
+        self.on_recorded: Callable[[int], None] | None = None
 
     def start(self) -> None:
         """Begin the first step, where the recording begins later than the observer."""
@@ -157,6 +162,8 @@ class StepTracker:
         if self._ring is not None:
             self._ring.step_began(end_ns)
         self._on_step_end()
+        if self.on_recorded is not None:
+            self.on_recorded(self.num_steps - 1)
 
     def _check_limit(self) -> None:
         if self._max_steps is not None and self.num_steps >= self._max_steps:

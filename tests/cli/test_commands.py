@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from memtrace.cli import COMMANDS, cli
-from memtrace.cli.output import shorten_site
 from memtrace.cli.plan import PLANS
 
 from tests.cli.conftest import SCRIPT
@@ -255,15 +254,3 @@ def test_summary_of_a_job_shows_every_rank_and_the_one_with_the_highest_peak(
     result = run_memtrace("summary", *paths)
     assert result.returncode == 0, result.stderr
     assert "Rank 0 has the highest peak" in result.stdout
-
-
-def test_a_long_allocation_site_keeps_its_line_and_function() -> None:
-    site = "compiled/cnqtho2nij4af6swya42kmd2tvb2py3brmcdj3mike6uxkmojqam.py:420 call"
-    short = shorten_site(site, 40)
-    assert len(short) == 40 and short.startswith("compiled/") and short.endswith("ojqam.py:420 call")
-    long_function = "gradients/adam.py:265 generate_perturbation_norm_paramwise"
-    assert shorten_site(long_function, 40) == "gradients/adam.py:265 generate…paramwise"
-    both = shorten_site(f"{'p' * 100}.py:1234 {'f' * 100}", 40)
-    assert len(both) == 40 and ".py:1234 f" in both
-    assert shorten_site("train.py:1 f", 40) == "train.py:1 f"
-    assert len(shorten_site("AccumulateGrad (autograd) " * 5, 40)) == 40

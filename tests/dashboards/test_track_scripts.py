@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -14,23 +11,46 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memtrace.dashboards.delta_encoding import MAX_VALUE, encode_columns, encode_to_fit
 
-TEMPLATES = Path(__file__).parents[2] / "dashboards" / "templates"
-needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is missing")
+from tests.dashboards.scripts import Scripts, running_scripts
 
 
-def run_scripts(names: tuple[str, ...], expression: str, arguments: Any) -> Any:
-    """Return the value of a JavaScript expression, in which `input` is the arguments, after some scripts of the page."""
-    sources = "".join((TEMPLATES / name).read_text() for name in names)
-    program = (
-        "const self = {};\n"
-        + sources
-        + "const input = JSON.parse(require('fs').readFileSync(0, 'utf-8'));\n"
-        + f"(async () => console.log(JSON.stringify(await ({expression}))))();"
+def answers(names: tuple[str, ...], function: str) -> Iterator[Scripts]:
+    with running_scripts(names, f"const answer = {function};") as scripts:
+        yield scripts
+
+
+@pytest.fixture(scope="module")
+def columns() -> Iterator[Scripts]:
+    """Asks for the highest value of each pixel column."""
+    yield from answers(
+        ("format.js", "axis.js"),
+        "({positions, values, a, b, count}) => "
+        "[...highestPerColumn(positions, values, a, b, count)].map((place) => values[place])",
     )
-    result = subprocess.run(
-        ["node", "-e", program], input=json.dumps(arguments), capture_output=True, text=True, check=True, timeout=60
+
+
+@pytest.fixture(scope="module")
+def unpacked() -> Iterator[Scripts]:
+    """Asks for the columns of a packed table."""
+    yield from answers(
+        ("worker.js",),
+        """({ length, columns, data }) => {
+          const planes = require("zlib").inflateSync(Buffer.from(data, "base64"));
+          let start = 0;
+          return columns.map(([, width, factor, fits]) => {
+            start += width * length;
+            return [...unpackColumn(planes, start - width * length, length, width, factor, fits)];
+          });
+        }""",
     )
-    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def times() -> Iterator[Scripts]:
+    """Asks for spread times, or for the text of a tick."""
+    yield from answers(
+        ("format.js", "axis.js"), "(asked) => (asked.tick ? formatTick(...asked.tick) : [...spreadTimes(asked.times)])"
+    )
 
 
 @st.composite
@@ -56,63 +76,36 @@ def highest_by_brute_force(curve: dict[str, Any]) -> list[int]:
     return highest
 
 
-@needs_node
-@settings(max_examples=15, deadline=None)
-@given(st.lists(curves(), min_size=1, max_size=4))
-def test_every_pixel_column_shows_the_highest_value_of_its_interval(drawn: list[dict[str, Any]]) -> None:
-    highest = run_scripts(
-        ("format.js", "axis.js"),
-        "input.map(({positions, values, a, b, count}) => "
-        "[...highestPerColumn(positions, values, a, b, count)].map((place) => values[place]))",
-        drawn,
-    )
-    assert highest == [highest_by_brute_force(curve) for curve in drawn]
+@settings(max_examples=100, deadline=None)
+@given(curves())
+def test_every_pixel_column_shows_the_highest_value_of_its_interval(columns: Scripts, curve: dict[str, Any]) -> None:
+    assert columns.ask(curve) == highest_by_brute_force(curve)
 
 
-@needs_node
-@settings(max_examples=15, deadline=None)
+_NUMBERS: Final = st.one_of(
+    st.integers(-300, 300), st.integers(-MAX_VALUE, MAX_VALUE), st.integers(-99, 99).map(lambda count: 512 * count)
+)
+
+
+@settings(max_examples=100, deadline=None)
 @given(
-    st.lists(
-        st.integers(0, 12).flatmap(
-            lambda length: st.lists(
-                st.lists(
-                    st.one_of(
-                        st.integers(-300, 300),
-                        st.integers(-MAX_VALUE, MAX_VALUE),
-                        st.integers(-99, 99).map(lambda n: 512 * n),
-                    ),
-                    min_size=length,
-                    max_size=length,
-                ),
-                min_size=1,
-                max_size=3,
-            )
-        ),
-        min_size=1,
-        max_size=3,
+    st.integers(0, 40).flatmap(
+        lambda length: st.lists(st.lists(_NUMBERS, min_size=length, max_size=length), min_size=1, max_size=4)
     )
 )
-def test_columns_are_unpacked_as_they_were_packed(tables: list[list[list[int]]]) -> None:
-    columns = [{str(n): np.array(column, np.int64) for n, column in enumerate(table)} for table in tables]
-    unpacked = run_scripts(
-        ("worker.js",),
-        "Promise.all(input.map(unpackColumns)).then((tables) => tables.map((table) => "
-        "Object.values(table).map((column) => [...column])))",
-        [encode_columns(table) for table in columns],
-    )
-    assert unpacked == tables
+def test_columns_are_unpacked_as_they_were_packed(unpacked: Scripts, table: list[list[int]]) -> None:
+    packed = encode_columns({str(number): np.array(column, np.int64) for number, column in enumerate(table)})
+    assert unpacked.ask(packed) == table
 
 
-@needs_node
-@settings(max_examples=15, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=30).map(sorted), min_size=1, max_size=4))
-def test_times_of_one_microsecond_are_spread_over_it(times: list[list[int]]) -> None:
-    spread = run_scripts(("format.js", "axis.js"), "input.map((times) => [...spreadTimes(times)])", times)
-    assert [[int(time) for time in row] for row in spread] == times
-    assert all((np.diff(row) > 0).all() for row in spread)
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=60).map(sorted))
+def test_times_of_one_microsecond_are_spread_over_it(times: Scripts, rising: list[int]) -> None:
+    spread = times.ask({"times": rising})
+    assert [int(time) for time in spread] == rising
+    assert (np.diff(spread) > 0).all()
 
 
-@needs_node
 @pytest.mark.parametrize(
     ("us", "step", "largest", "text"),
     [
@@ -122,8 +115,10 @@ def test_times_of_one_microsecond_are_spread_over_it(times: list[list[int]]) -> 
         (7.25, 0.05, 9, "7.25 µs"),
     ],
 )
-def test_ticks_have_the_digits_that_tell_them_apart(us: float, step: float, largest: float, text: str) -> None:
-    assert run_scripts(("format.js", "axis.js"), "formatTick(...input)", [us, step, largest]) == text
+def test_ticks_have_the_digits_that_tell_them_apart(
+    times: Scripts, us: float, step: float, largest: float, text: str
+) -> None:
+    assert times.ask({"tick": [us, step, largest]}) == text
 
 
 def test_as_many_items_are_encoded_as_fit() -> None:
