@@ -54,8 +54,8 @@ SERIES_COLORS: Final = (
     "#913071",
     "#cfae6e",
 )
-"""Colors of texts such as allocation sites, of runs, ranks and workers: hues of Okabe and Ito, and those that differ most
-from them, from gray and from each other under normal vision, protanopia, deuteranopia and tritanopia."""
+"""Colors of texts such as allocation sites, of runs, ranks and workers: hues of Okabe and Ito, and those that differ
+most from them, from gray and from each other under normal vision, protanopia, deuteranopia and tritanopia."""
 SIZE_COLORS: Final = ("#414487", "#2a788e", "#22a884", "#7ad151", "#bddf26")
 """Colors of classes of sizes, smallest first: viridis, whose lightness rises."""
 SERIES_DASHES: Final = ("solid", "dash", "dot", "dashdot")
