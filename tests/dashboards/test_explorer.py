@@ -28,6 +28,11 @@ STEP_NS = 40_000
 NUM_STEPS = 10
 MAX_ROWS_IN_SIGHT = 30
 """Rows of the table that are in the document at least."""
+CATCH_FILES = """() => {
+  URL.createObjectURL = (file) => { window.saved = file.text(); return ""; };
+  HTMLAnchorElement.prototype.click = () => {};
+}"""
+"""Keeps what the page saves as a file, instead of downloading it."""
 SHOWN = """explorer => [{...explorer.dataset}, [...explorer.querySelectorAll('tbody tr[data-block]')].map(row => row.dataset.block),
   location.hash]"""
 MODULES = ("GPT", "GPT.blocks.3", "GPT.blocks.3.mlp", "GPT.blocks.30")
@@ -165,11 +170,10 @@ def draw_explorer(page: Any) -> None:
 
 
 def shown_blocks(page: Any) -> set[int]:
-    """The blocks that the explorer lists."""
-    with page.expect_download() as download:
-        page.get_by_role("button", name="Save as CSV").click()
-    with download.value.path().open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+    """The blocks that the explorer lists, as it saves them."""
+    page.evaluate(CATCH_FILES)
+    page.get_by_role("button", name="Save as CSV").click()
+    rows = list(csv.DictReader(page.evaluate("window.saved").splitlines()))
     assert sum(int(row["size_bytes"]) for row in rows) == int(page.locator(".explorer").get_attribute("data-bytes"))
     return {int(row["block"]) for row in rows}
 
