@@ -29,6 +29,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "report": ("memtrace.cli.report", "Write an HTML page with all results; it works offline."),
     "serve": ("memtrace.cli.serve", "Show a trace of any size, or a running recording, in the browser."),
     "live": ("memtrace.cli.live", "Watch a running recording in the terminal."),
+    "plot": ("memtrace.cli.plot", "Write one figure as an image or an HTML file."),
     "findings": ("memtrace.cli.findings", "Find wasted memory and estimate what each fix would save."),
     "steps": ("memtrace.cli.steps", "Detect training steps and measure how much they vary."),
     "access": ("memtrace.cli.access", "Show access intervals and swap candidates."),

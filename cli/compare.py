@@ -16,8 +16,6 @@ from memtrace.cli.output import (
     plain_table,
     print_json,
     print_line,
-    shorten,
-    shorten_site,
     working,
 )
 from memtrace.cli.pages import check_output_folder, output_errors
@@ -35,7 +33,6 @@ RESULT: Final = RunComparison
 """The type of what ``--json`` prints."""
 MAX_ROWS: Final = 6
 """Most differences of each grouping on the terminal."""
-_LABEL_CHARS: Final = 18
 _GROUPING_TITLES: Final = {"category": "category", "module": "module", "site": "allocation site"}
 
 
@@ -131,7 +128,7 @@ def _print_comparison(out: Console, result: RunComparison) -> None:
     first = result.runs[0]
     for run in result.runs:
         table.add_row(
-            escape(shorten(run.label, _LABEL_CHARS)),
+            escape(run.label),
             format_bytes(run.peak_bytes),
             "" if run is first else _signed_share(run.peak_bytes - first.peak_bytes, first.peak_bytes),
             format_duration(run.median_step_duration_ns, unknown="-"),
@@ -157,10 +154,7 @@ def _print_groups(out: Console, result: RunComparison, groups: Sequence[GroupCom
         return
     first, last = result.runs[0].label, result.runs[-1].label
     title = _GROUPING_TITLES[groups[0].grouping]
-    out.print(
-        f"\n[bold]Differences by {title}[/] at the peak, {escape(shorten(first, _LABEL_CHARS))} to "
-        f"{escape(shorten(last, _LABEL_CHARS))}"
-    )
+    out.print(f"\n[bold]Differences by {title}[/] at the peak, {escape(first)} to {escape(last)}")
     table = plain_table("difference", "before", "after", title)
     for group in groups[:MAX_ROWS]:
         name = CATEGORY_LABELS.get(group.name or "", group.name or "unknown")
@@ -168,7 +162,7 @@ def _print_groups(out: Console, result: RunComparison, groups: Sequence[GroupCom
             f"{'+' if group.change_bytes >= 0 else '-'}{format_bytes(abs(group.change_bytes))}",
             format_bytes(group.bytes_by_run[0], unknown="-"),
             format_bytes(group.bytes_by_run[-1], unknown="-"),
-            escape(shorten_site(name, max(out.width - 42, 20))),
+            escape(name),
         )
     out.print(table)
     if len(groups) > MAX_ROWS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from memtrace.cli.output import escape, fact_table, plain_table, shorten_site
+from memtrace.cli.output import escape, fact_table, plain_table
 
 from memtrace.categories import CATEGORY_LABELS
 from memtrace.units import UNKNOWN, format_bytes, format_count, format_duration, format_long_duration, format_share
@@ -97,7 +97,7 @@ def _detail(device: WatchedDevice, width: int) -> object:
         table.add_row("Categories", ", ".join(texts))
     for place, site in enumerate(device.sites):
         size = f"{format_bytes(site.bytes_per_step)} per step"
-        text = shorten_site(site.site or "(no call stack recorded)", max(20, width - 22 - len(size)))
+        text = site.site or "(no call stack recorded)"
         table.add_row("Growing sites" if place == 0 else "", f"{size}  {escape(text)}")
     return table
 

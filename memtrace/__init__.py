@@ -48,8 +48,17 @@ _HOMES = {
     "write_plan": "memtrace.planning.plan",
 }
 
+_MODULES = ("analysis", "planning", "plots")
+"""Modules that are attributes without being imported."""
+
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"memtrace.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'memtrace' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES, *_MODULES})

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 import numpy as np
 
 from memtrace.code_owner import CodeOwner
+from memtrace.display import Displayed
 from memtrace.errors import TraceError
 from memtrace.format.arrays import Array, distinct
 from memtrace.format.decode import decode_columns, device_names
@@ -45,7 +46,7 @@ MAX_KEPT_RANKS: Final = 16
 _DEVICE_TABLES = tuple(name for name, columns in TABLES.items() if any(column.name == "device" for column in columns))
 
 
-class Trace:
+class Trace(Displayed):
     """One recording: the tables of one rank, or of several (``rank(n)`` then returns one of them)."""
 
     def __init__(

@@ -21,6 +21,7 @@ BASE = {
     "memtrace.frames",
     "memtrace.code_owner",
     "memtrace.interpreter",
+    "memtrace.display",
     "memtrace.format",
 }
 ALLOWED = {
@@ -32,6 +33,7 @@ ALLOWED = {
     "memtrace.frames": {"memtrace.format", "memtrace.text"},
     "memtrace.code_owner": {"memtrace.format", "memtrace.frames"},
     "memtrace.interpreter": set(),
+    "memtrace.display": set(),
     "memtrace.format": {"memtrace", "memtrace.errors", "memtrace.units", "memtrace.text"},
     "memtrace.readers": BASE | {"memtrace.allocator"},
     "memtrace.trace": BASE | {"memtrace.readers"},
@@ -45,12 +47,13 @@ ALLOWED = {
     "memtrace.integrations": BASE | {"memtrace.trace", "memtrace.analysis", "memtrace.recording"},
     "memtrace.dashboards": BASE
     | {f"memtrace.{name}" for name in ("trace", "analysis", "allocator", "pipeline", "planning")},
+    "memtrace.plots": BASE | {f"memtrace.{name}" for name in ("trace", "analysis", "pipeline", "dashboards")},
     "memtrace.cli": BASE
     | {
         f"memtrace.{name}"
         for name in (
             *("trace", "readers", "recording", "analysis", "allocator", "pipeline", "planning", "execution"),
-            *("exporters", "dashboards"),
+            *("exporters", "dashboards", "plots"),
         )
     },
 }
@@ -139,4 +142,5 @@ def test_interfaces_are_imported_by_nobody_but_entry_points(graph: dict[str, set
         for module, targets in graph.items()
         if any(part_of(target) == part for target in targets) and part_of(module) != part
     }
-    assert importers <= {"memtrace.cli"}
+    # memtrace.plots is the figures' public interface. memtrace.display names the renderer of notebooks as text.
+    assert importers <= {"memtrace.cli", "memtrace.plots"}

@@ -14,6 +14,7 @@ from memtrace.allocator.replay import PreparedHistory, ReplayResult
 from memtrace.allocator.requests import RequestHistory, devices_to_plan, read_device_history
 from memtrace.allocator.settings import AllocatorSettings
 from memtrace.allocator.what_if import AllocatorPrediction, Workload, predict_settings, sweep_settings
+from memtrace.display import Displayed
 from memtrace.units import format_count
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class DeviceAllocatorPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatorPlan:
+class AllocatorPlan(Displayed):
     """Replay and predictions for every device of a trace."""
 
     devices: tuple[DeviceAllocatorPlan, ...]

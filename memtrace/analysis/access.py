@@ -21,6 +21,7 @@ from memtrace.analysis.swap import (
     swap_totals,
 )
 from memtrace.analysis.thresholds import MIN_SWAP_BYTES
+from memtrace.display import Displayed
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
@@ -48,7 +49,7 @@ class IntervalGroup:
 
 
 @dataclass(frozen=True)
-class AccessAnalysis:
+class AccessAnalysis(Displayed):
     """Access intervals and swap candidates, as ``memtrace access --json`` prints them."""
 
     num_intervals: int | None

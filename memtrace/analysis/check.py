@@ -14,6 +14,7 @@ from memtrace.analysis.block_groups import find_owning_modules, group_by_site
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.growth import measure_growth
 from memtrace.analysis.peak import find_peak
+from memtrace.display import Displayed
 from memtrace.errors import MemtraceError
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
@@ -62,7 +63,7 @@ class LimitCheck:
 
 
 @dataclass(frozen=True)
-class LimitReport:
+class LimitReport(Displayed):
     """All limits compared with all ranks of a trace."""
 
     passed: bool

@@ -22,6 +22,7 @@ from memtrace.analysis.ranks import fullest_device_peak
 from memtrace.analysis.steps import device_step_peaks, step_columns
 from memtrace.analysis.swap import assumed_bandwidths, device_swap_totals
 from memtrace.analysis.warm_up import steps_after_warm_up
+from memtrace.display import Displayed
 from memtrace.errors import TraceError
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
@@ -96,7 +97,7 @@ class GroupComparison:
 
 
 @dataclass(frozen=True)
-class RunComparison:
+class RunComparison(Displayed):
     """Any number of runs side by side."""
 
     runs: tuple[RunSummary, ...]

@@ -11,6 +11,7 @@ from memtrace.analysis.attribution import KIND, PHASE, step_rows, steps_are_mark
 from memtrace.analysis.blocks import CATEGORY, blocks
 from memtrace.analysis.outside_memory import outside_readings
 from memtrace.analysis.peak import find_peak
+from memtrace.display import Displayed
 from memtrace.trace import Trace
 
 NO_TRAINING_NOTE: Final = (
@@ -19,7 +20,7 @@ NO_TRAINING_NOTE: Final = (
 
 
 @dataclass(frozen=True)
-class Coverage:
+class Coverage(Displayed):
     """What a trace covers. None: unknown. Bytes are requested bytes."""
 
     first_event_ns: int | None

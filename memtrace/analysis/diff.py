@@ -20,6 +20,7 @@ from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import find_peak
 from memtrace.analysis.steps import step_columns
 from memtrace.analysis.warm_up import has_warm_up, steps_after_warm_up
+from memtrace.display import Displayed
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
@@ -90,7 +91,7 @@ class StepPeaks:
 
 
 @dataclass(frozen=True)
-class TraceComparison:
+class TraceComparison(Displayed):
     """The differences between two traces."""
 
     before: TraceTotals

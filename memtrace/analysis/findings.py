@@ -32,6 +32,7 @@ from memtrace.analysis.missing_stacks import missing_stack_reasons
 from memtrace.analysis.pattern_catalog import ALL_PATTERNS, WastePattern
 from memtrace.analysis.peak import find_peak
 from memtrace.analysis.thresholds import MAX_REPLAYS, MIN_FINDING_SHARE, MIN_STEPS_FOR_LEAKS
+from memtrace.display import Displayed
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES, NO_BLOCKS
 from memtrace.trace import Trace
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Finding(Displayed):
     """Memory that one pattern wastes at one allocation site."""
 
     pattern: str
@@ -87,7 +88,7 @@ class SkippedPatterns:
 
 
 @dataclass(frozen=True)
-class DeviceWaste:
+class DeviceWaste(Displayed):
     """The wasted memory of one device."""
 
     device: str
@@ -109,7 +110,7 @@ class DeviceWaste:
 
 
 @dataclass(frozen=True)
-class WastedMemory:
+class WastedMemory(Displayed):
     """The wasted memory of every device of a trace."""
 
     devices: tuple[DeviceWaste, ...]

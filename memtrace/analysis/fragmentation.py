@@ -11,6 +11,7 @@ from memtrace.allocator.rules import SMALL_REQUEST_BYTES
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.device_state import DeviceState, device_state_at, has_segments
 from memtrace.analysis.peak import LiveBytes, level_at, requested_bytes, reserved_bytes
+from memtrace.display import Displayed
 from memtrace.errors import TraceError
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
@@ -36,7 +37,7 @@ PINNED_COLUMNS: Final = (
 
 
 @dataclass(frozen=True)
-class Fragmentation:
+class Fragmentation(Displayed):
     """How a device's reserved memory is used at one moment: requested, rounding and free bytes add up to it."""
 
     device: str

@@ -18,6 +18,7 @@ from memtrace.analysis.leaks import (
     step_end_lifetimes,
 )
 from memtrace.analysis.thresholds import WARM_UP_STEPS
+from memtrace.display import Displayed
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
@@ -35,7 +36,7 @@ class GrowthSource:
 
 
 @dataclass(frozen=True)
-class MemoryGrowth:
+class MemoryGrowth(Displayed):
     """Growth of the memory that is live at the ends of steps."""
 
     bytes_per_step: int

@@ -23,6 +23,7 @@ from memtrace.analysis.thresholds import (
     MIN_USUAL_SHARE,
     WARM_UP_STEPS,
 )
+from memtrace.display import Displayed
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
 from memtrace.trace import Trace
@@ -71,7 +72,7 @@ class LongLivedSignature:
 
 
 @dataclass(frozen=True)
-class LeakAnalysis:
+class LeakAnalysis(Displayed):
     """Memory growth, as ``memtrace leaks --json`` prints it."""
 
     leaks: tuple[Leak, ...]

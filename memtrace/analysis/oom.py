@@ -18,6 +18,7 @@ from memtrace.analysis.fragmentation import Fragmentation, measure_fragmentation
 from memtrace.analysis.outside_memory import OutsideMemory, outside_memory_at_failure
 from memtrace.analysis.peak import phase_at
 from memtrace.analysis.thresholds import CONTEXT_BYTES, MIN_FRAGMENTED_SHARE, MIN_ROUNDING_SHARE
+from memtrace.display import Displayed
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 from memtrace.units import format_bytes
@@ -74,7 +75,7 @@ class RequestRoom:
 
 
 @dataclass(frozen=True)
-class OutOfMemory:
+class OutOfMemory(Displayed):
     """One failed allocation."""
 
     device: str

@@ -10,6 +10,7 @@ import numpy as np
 from memtrace.analysis.attribution import KIND, op_column, phase_rows, rows_at, step_rows
 from memtrace.analysis.block_groups import BlockGroup, group_by_category, group_by_module_pattern, group_by_site
 from memtrace.analysis.blocks import Blocks, allocated_sizes, blocks, blocks_table
+from memtrace.display import Displayed
 from memtrace.format.arrays import Array
 from memtrace.format.schema import COUNTERS, PHASES
 from memtrace.trace import Trace
@@ -28,7 +29,7 @@ class Maximum:
 
 
 @dataclass(frozen=True)
-class Peak:
+class Peak(Displayed):
     """The peaks of one device.
 
     ``requested``, ``baseline_bytes`` and ``end_bytes`` count requested bytes; where ``is_requested`` is False, the

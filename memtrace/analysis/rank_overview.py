@@ -12,6 +12,7 @@ from memtrace.analysis.peak import find_peak, peak_by_category
 from memtrace.analysis.ranks import IMBALANCE_THRESHOLD, RankComparison, RankSummary, compare_summaries, summarize_rank
 from memtrace.analysis.steps import device_step_peaks, step_columns
 from memtrace.analysis.timeline import select_plot_points
+from memtrace.display import Displayed
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
@@ -53,7 +54,7 @@ class RankOutlier:
 
 
 @dataclass(frozen=True)
-class RankOverview:
+class RankOverview(Displayed):
     """All ranks and devices of a job."""
 
     comparison: RankComparison

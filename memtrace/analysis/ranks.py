@@ -13,6 +13,7 @@ from memtrace.analysis.attribution import KIND
 from memtrace.analysis.coverage import compute_coverage
 from memtrace.analysis.peak import Peak, find_peak, peak_by_category
 from memtrace.analysis.steps import step_columns
+from memtrace.display import Displayed
 from memtrace.errors import TraceError
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
@@ -61,7 +62,7 @@ class RankSummary:
 
 
 @dataclass(frozen=True)
-class RankComparison:
+class RankComparison(Displayed):
     """All ranks of a job, and which of them stand out."""
 
     ranks: tuple[RankSummary, ...]

@@ -11,6 +11,7 @@ from memtrace.analysis.attribution import KIND, steps_are_marked
 from memtrace.analysis.block_signatures import assign_signatures, describe_signature, median_by_group, select_steps
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.thresholds import MIN_STEPS_FOR_ALLOCATION_FIT, MIN_USUAL_SHARE, WARM_UP_STEPS
+from memtrace.display import Displayed
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
@@ -52,7 +53,7 @@ class BlockDifference:
 
 
 @dataclass(frozen=True)
-class Stability:
+class Stability(Displayed):
     """How much of each step matches the usual step: shares from 0 to 1, one element per step."""
 
     step: Array

@@ -20,6 +20,7 @@ from memtrace.analysis.cache_share import CacheWhatIf, DataSource, predict_cache
 from memtrace.analysis.device_clock import launch_times, timed_calls
 from memtrace.analysis.steps import StepColumns, records_data_waits, step_columns
 from memtrace.analysis.warm_up import steps_after_warm_up
+from memtrace.display import Displayed
 from memtrace.errors import TraceError
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
@@ -59,7 +60,7 @@ class StallBreakdown:
 
 
 @dataclass(frozen=True)
-class DataStalls:
+class DataStalls(Displayed):
     """The waits for data of a recording. None: the trace has no steps, or it records no waits."""
 
     clock: Literal["host", "device"]

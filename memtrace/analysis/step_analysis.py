@@ -13,6 +13,7 @@ from memtrace.analysis.detection import DetectedSteps, detect_steps
 from memtrace.analysis.detection.steps import Method
 from memtrace.analysis.stability import AllocationFit, BlockDifference, fit_allocations, measure_stability
 from memtrace.analysis.thresholds import MIN_MATCHING_BYTES, MIN_SHIFTED_AGREEMENT
+from memtrace.display import Displayed
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 
@@ -82,7 +83,7 @@ class MedianMatch:
 
 
 @dataclass(frozen=True)
-class StepAnalysis:
+class StepAnalysis(Displayed):
     """The steps of a trace, as ``memtrace steps --json`` prints them."""
 
     source: StepSource

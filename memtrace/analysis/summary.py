@@ -28,6 +28,7 @@ from memtrace.analysis.stability import measure_stability
 from memtrace.analysis.steps import records_data_waits, step_columns
 from memtrace.analysis.swap import interval_clocks, swappable_peak_bytes
 from memtrace.categories import describe_category_share
+from memtrace.display import Displayed
 from memtrace.format.arrays import Array
 from memtrace.format.manifest import TraceSource
 from memtrace.format.schema import CATEGORIES
@@ -88,7 +89,7 @@ class BlockSummary:
 
 
 @dataclass(frozen=True)
-class PeakSummary:
+class PeakSummary(Displayed):
     """The peaks of one device. Each kind of bytes has a maximum of its own; groups are those live at the requested one.
 
     Where the trace has no requested bytes, the groups hold the sizes that the allocator counts.
@@ -163,7 +164,7 @@ class PatternSummary:
 
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(Displayed):
     """What a rank holds in memory, when, and where it was allocated. Bytes and nanoseconds."""
 
     rank: int
@@ -190,7 +191,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class JobSummary:
+class JobSummary(Displayed):
     """The summaries of all ranks of a job."""
 
     ranks: tuple[Summary, ...]

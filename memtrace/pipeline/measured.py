@@ -13,6 +13,7 @@ from memtrace.analysis.blocks import CATEGORY, Blocks, blocks
 from memtrace.analysis.peak import requested_bytes
 from memtrace.analysis.rank_clocks import clock_shift_ns
 from memtrace.analysis.ranks import find_missing_ranks, fullest_device_peak
+from memtrace.display import Displayed
 from memtrace.format.arrays import Array
 from memtrace.pipeline.memory_rules import KeptOutputs
 from memtrace.pipeline.recorded import (
@@ -85,7 +86,7 @@ class MeasuredWorker:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredPipeline:
+class MeasuredPipeline(Displayed):
     """Stages and workers of a recorded pipeline."""
 
     stages: tuple[MeasuredStage, ...]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from memtrace.display import Displayed
 from memtrace.pipeline.costs import LayerCosts, partition_costs
 from memtrace.pipeline.microbatch_costs import Basis, MicrobatchCosts, MicrobatchEfficiency
 from memtrace.pipeline.plan import PipelinePlan, PlanSettings, SchedulePrediction, SkippedSchedule
@@ -109,7 +110,7 @@ class ScheduleSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelinePlanReport:
+class PipelinePlanReport(Displayed):
     """Ranked pipeline schedules for a model."""
 
     schedules: tuple[ScheduleSummary, ...]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from memtrace.display import Displayed
 from memtrace.errors import MemtraceError
 from memtrace.pipeline.costs import LayerCosts, combine_layers, partition_costs
 from memtrace.pipeline.layer_costs import MeasuredLayers
@@ -58,7 +59,7 @@ class PipelinePrediction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineReport:
+class PipelineReport(Displayed):
     """A recorded pipeline, and what a single-process trace predicts for it."""
 
     measured: MeasuredPipeline

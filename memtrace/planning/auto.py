@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from memtrace.analysis.bandwidth import CopyBandwidths
+from memtrace.display import Displayed
 from memtrace.planning.auto_allocator import AllocatorChoice, choose_allocator
 from memtrace.planning.auto_autocast import autocast_options
 from memtrace.planning.auto_changes import (
@@ -59,7 +60,7 @@ class AutoOption:
 
 
 @dataclass(frozen=True)
-class AutoPlan:
+class AutoPlan(Displayed):
     """The cheapest plan that fits, and the plans that trade memory for time."""
 
     plan: Plan

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from memtrace.display import Displayed
 from memtrace.planning.plan import Plan, PlanAction, StepCost
 
 
 @dataclass(frozen=True)
-class PlanDifference:
+class PlanDifference(Displayed):
     """What two plans change differently, and what each predicts."""
 
     predicted: StepCost

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from memtrace.display import Displayed
 from memtrace.errors import MemtraceError
 from memtrace.format.files import replace_file
 from memtrace.format.typed_json import InvalidMember, parse_value, read_json_file
@@ -27,7 +28,7 @@ class StepCost:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Displayed):
     """What to change in a training program, and what that is predicted to give."""
 
     device: str

@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 
 from memtrace.analysis.block_accesses import has_accesses
+from memtrace.display import Displayed
 from memtrace.errors import MemtraceError
 from memtrace.planning.actions import Recompute
 from memtrace.planning.plan import Plan, StepCost
@@ -42,7 +43,7 @@ class RecomputedModule:
 
 
 @dataclass(frozen=True)
-class RecomputePlan:
+class RecomputePlan(Displayed):
     """A plan that recomputes modules, and how it was chosen."""
 
     plan: Plan

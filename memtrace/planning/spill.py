@@ -10,6 +10,7 @@ import numpy as np
 
 from memtrace.analysis.bandwidth import TITAN_XP, CopyBandwidths
 from memtrace.analysis.blocks import CATEGORY, blocks
+from memtrace.display import Displayed
 from memtrace.errors import MemtraceError
 from memtrace.pipeline.layer_costs import MeasuredLayers, measure_layer_costs
 from memtrace.planning.actions import Spill
@@ -27,7 +28,7 @@ BUFFER_SHARES: Final = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 
 
 @dataclass(frozen=True)
-class SpillPlan:
+class SpillPlan(Displayed):
     """A plan that spills a model, and the shards it consists of."""
 
     plan: Plan

@@ -15,6 +15,7 @@ from memtrace.analysis.steps import records_data_waits, step_columns
 from memtrace.analysis.summary import Summary, describe_peak, summarize_job, summarize_peak
 from memtrace.analysis.thresholds import MIN_FINDING_SHARE, MIN_WAIT_SHARE
 from memtrace.categories import describe_category_share
+from memtrace.display import Displayed
 from memtrace.planning.failure_fixes import failure_fixes
 from memtrace.planning.fixes import NO_COST, Fix, Shortfall, allocator_fixes, line_fixes, select_useful, step_fixes
 from memtrace.planning.recorded_step import main_device
@@ -32,7 +33,7 @@ MAX_CATEGORIES: Final = 3
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(Displayed):
     """The answer to a trace in a paragraph and at most ``MAX_FIXES`` fixes."""
 
     device: str | None
@@ -50,7 +51,7 @@ class JudgedSummary(Summary):
 
 
 @dataclass(frozen=True)
-class JudgedJob:
+class JudgedJob(Displayed):
     """The summaries of all ranks of a job."""
 
     judged: JudgedSummary

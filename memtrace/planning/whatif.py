@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from memtrace.display import Displayed
 from memtrace.errors import MemtraceError
 from memtrace.format.arrays import Array
 from memtrace.planning.batch_size import STATE, constant_bytes_by_law, constant_bytes_by_role
@@ -39,7 +40,7 @@ class WhatIfRow:
 
 
 @dataclass(frozen=True)
-class WhatIf:
+class WhatIf(Displayed):
     """What a step would cost with changes."""
 
     device: str

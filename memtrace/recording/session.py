@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 
+from memtrace.display import Displayed
 from memtrace.errors import MemtraceError
 from memtrace.format.manifest import RecordingOptions
 from memtrace.recording.nested import NestedRecorder
@@ -126,7 +127,7 @@ def _optimizer_list(
     return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
 
 
-class Recording:
+class Recording(Displayed):
     """One recording, created by ``memtrace.record``. Enter it once; its trace is complete after the ``with`` block.
 
     A recording inside another one, on any thread, writes a trace of its own, and is a range of the outer trace. There
@@ -172,6 +173,11 @@ class Recording:
     def is_recording(self) -> bool:
         """Whether events are being recorded into this recording's own trace."""
         return self._active_recorder() is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the recording is over: its ``with`` block was left, or a limit such as ``max_steps`` was reached."""
+        return self._has_ended()
 
     if TYPE_CHECKING:
 
