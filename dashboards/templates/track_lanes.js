@@ -131,7 +131,7 @@ function createLanesTrack({ data, store, axis, colors, layout }) {
     const found = find(position, y);
     if (!found || found.i < 0) return;
     const { lane, i } = found, { step, module } = store.get();
-    if (lane.kind === "step") store.set({ step: step === lane.index[i] ? null : lane.index[i] }, { push: true });
+    if (lane.kind === "step") store.set({ step: step === lane.index[i] ? null : lane.index[i], at: null }, { push: true });
     else if (lane.kind === "module") store.set({ module: module === lane.textOf(i) ? null : lane.textOf(i) }, { push: true });
     else store.set({ brush: [lane.start_us[i], Math.max(lane.end_us[i], lane.start_us[i] + 1)], show: "range" }, { push: true });
   }
