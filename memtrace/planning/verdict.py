@@ -206,7 +206,8 @@ def _describe_room(failure: OutOfMemory, room: RequestRoom) -> Iterator[str]:
             "large."
         )
     elif failure.cause == "capacity":
-        unused = f", {format_bytes(room.lacking_bytes)} even without fragmentation" if room.lacking_bytes else ""
+        has_pieces = 0 < room.lacking_bytes < room.missing_bytes
+        unused = f", {format_bytes(room.lacking_bytes)} even without fragmentation" if has_pieces else ""
         largest = max(room.largest_fit_bytes, failure.device_free_bytes or 0)
         yield (
             f"{format_bytes(room.missing_bytes)} were missing{unused}; a request of {format_bytes(largest)} would have "
