@@ -46,11 +46,13 @@ def failure_fixes(trace: Trace, failure: OutOfMemory, options: AnalysisOptions) 
     fixes += _pass_fixes(trace, failure, shortfall)
     # In a first step that is cut short by lack of memory, more requests would follow than a setting makes fit.
     if failure.cause == "fragmentation" or len(step_rows(trace).number):
-        fixes += allocator_fixes(trace, failure.device, has_failed=True, capacity_bytes=_capacity(failure, options))
+        fixes += allocator_fixes(
+            trace, failure.device, has_failed=True, capacity_bytes=known_capacity(failure, options)
+        )
     return select_useful(fixes, shortfall)
 
 
-def _capacity(failure: OutOfMemory, options: AnalysisOptions) -> int | None:
+def known_capacity(failure: OutOfMemory, options: AnalysisOptions) -> int | None:
     """Return the memory that the device gave to the allocator: as stated, or as the driver reported at the failure."""
     if options.capacity_bytes is not None or failure.room is None or failure.device_free_bytes is None:
         return options.capacity_bytes

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Final
 
+from memtrace.analysis.attribution import step_rows
 from memtrace.analysis.growth import measure_growth
 from memtrace.analysis.oom import OutOfMemory, RequestRoom, explain_out_of_memory
 from memtrace.analysis.options import DEFAULT_OPTIONS, AnalysisOptions
@@ -15,8 +16,17 @@ from memtrace.analysis.steps import records_data_waits, step_columns
 from memtrace.analysis.summary import Summary, describe_peak, summarize_job, summarize_peak
 from memtrace.analysis.thresholds import MIN_FINDING_SHARE, MIN_WAIT_SHARE
 from memtrace.categories import describe_category_share
-from memtrace.planning.failure_fixes import failure_fixes
-from memtrace.planning.fixes import NO_COST, Fix, Shortfall, allocator_fixes, line_fixes, select_useful, step_fixes
+from memtrace.planning.failure_fixes import failure_fixes, known_capacity
+from memtrace.planning.fixes import (
+    NO_COST,
+    Fix,
+    Shortfall,
+    allocator_fixes,
+    line_fixes,
+    select_useful,
+    step_fixes,
+    trace_argument,
+)
 from memtrace.planning.recorded_step import main_device
 from memtrace.planning.unfinished_step import state_to_come
 from memtrace.planning.unfinished_update import estimate_update
@@ -40,6 +50,8 @@ class Verdict:
     sentences: tuple[str, ...]
     fixes: tuple[Fix, ...]
     """Those that are enough first, of these what costs nothing; then by the bytes saved."""
+    next_command: str | None = None
+    """Command that looks for a mix of changes with which a step fits; None: it fits, or no step was recorded."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +137,18 @@ def _find_verdict(trace: Trace, device: str | None, options: AnalysisOptions) ->
     least = max(int(MIN_FINDING_SHARE * peak.bytes), 1)
     fixes = [fix for fix in fixes if fix.saved_bytes >= least or fix.is_enough]
     fixes.sort(key=lambda fix: (not fix.is_enough, fix.cost != NO_COST if fix.is_enough else False, -fix.saved_bytes))
-    return Verdict(device, tuple(sentences), tuple(fixes[:MAX_FIXES]))
+    return Verdict(device, tuple(sentences), tuple(fixes[:MAX_FIXES]), _next_command(trace, device, failure, options))
+
+
+def _next_command(trace: Trace, device: str, failure: OutOfMemory | None, options: AnalysisOptions) -> str | None:
+    if failure is not None:
+        has_shortage, capacity = failure.cause == "capacity", known_capacity(failure, options)
+    else:
+        capacity = options.capacity_bytes
+        has_shortage = _lacking_bytes(trace, device, capacity) is not None
+    if not has_shortage or capacity is None or not len(step_rows(trace).number):
+        return None
+    return f"memtrace plan auto {trace_argument(trace)} --device {device} --capacity {capacity}B -o plan.json"
 
 
 def _step_fixes(trace: Trace, device: str, options: AnalysisOptions) -> Iterator[Fix]:
