@@ -136,7 +136,7 @@ def render(
     if prediction is not None:
         job_panels += [render_panel(section, prediction) for section in pipeline.PREDICTION_SECTIONS]
     drawn = [_render_sections(trace.rank(rank), device, options) for rank, device in pairs]
-    panels = [panel for panels in (job_panels, *drawn) for panel in panels if panel is not None]
+    panels = [*job_panels, *(panel for sections in drawn for panel in sections if panel is not None)]
     num_used = sum(len(repr(panel).encode()) for panel in panels)
     max_chars = max(0, MAX_PAGE_BYTES - _MARKUP_BYTES - num_used) // max(1, len(drawn))
     views = [
