@@ -171,7 +171,7 @@ def _fail(message: str, *, exit_code: int = 2) -> NoReturn:
     """Print an error on stderr, in a terminal in lines that fit, and exit."""
     FEEDBACK.end()
     text = to_printable(f"memtrace: {message}")
-    if sys.stderr.isatty() or os.environ.get("COLUMNS", "").isdigit():
+    if sys.stderr.isatty():
         columns = max(shutil.get_terminal_size().columns, MIN_COLUMNS)
         text = textwrap.fill(text, columns, break_long_words=False, break_on_hyphens=False)
     click.echo(text, err=True)

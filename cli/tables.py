@@ -19,6 +19,8 @@ MIN_TEXT_CHARS: Final = 32
 """Least width to which the last column is narrowed before it goes below the rows."""
 MIN_KEY_CHARS: Final = 20
 """Least width to which the first column is narrowed."""
+PUNCTUATION: Final = ",:/._-"
+"""Where a word that is too long for its column is continued on the next line."""
 INDENT: Final = 4
 """Blanks in front of a last column that stands below the rows."""
 
@@ -41,14 +43,14 @@ class PlainTable:
 
         headers = tuple(Text(header, style="bold") for header in self._headers)
         rows = [tuple(map(console.render_str, row)) for row in self._rows]
-        yield from _Layout(console, options.max_width, headers, rows).lines()
+        yield from _Layout(options.max_width, headers, rows).lines()
 
 
 class _Layout:
     """Places the cells of a table in lines of a width."""
 
-    def __init__(self, console: Console, width: int, headers: tuple[Text, ...], rows: list[tuple[Text, ...]]) -> None:
-        self._console, self._width = console, width
+    def __init__(self, width: int, headers: tuple[Text, ...], rows: list[tuple[Text, ...]]) -> None:
+        self._width = width
         self._headers, self._rows = headers, rows
         self._last = len(headers) - 1
         self._natural = [max(_text_width(row[column]) for row in (headers, *rows)) for column in range(len(headers))]
@@ -66,7 +68,9 @@ class _Layout:
                 columns.pop()
         excess = self._total(columns, widths) - self._width
         if excess > 0:
-            widths[0] = max(widths[0] - excess, min(MIN_KEY_CHARS, widths[0]))
+            room = max(widths[0] - excess, min(MIN_KEY_CHARS, widths[0]))
+            keys = [part for row in (self._headers, *self._rows) for part in self._wrap(row[0], room)]
+            widths[0] = max(part.cell_len for part in keys)
         groups = self._group(columns, widths)
         for number, group in enumerate(groups):
             is_last_group = number == len(groups) - 1
@@ -104,11 +108,11 @@ class _Layout:
             yield self._blank().append(" " * INDENT).append_text(part)
 
     def _wrap(self, text: Text, width: int) -> list[Text]:
-        """Return the lines of a cell; a word that is longer than the width continues on the next line."""
-        lines = text.wrap(self._console, max(width, 1), justify="left", overflow="fold")
+        """Return the lines of a cell."""
+        lines = [part for line in text.split("\n") for part in line.divide(_line_ends(line.plain, width))]
         for line in lines:
             line.rstrip()
-        return list(lines) or [text]
+        return lines or [text]
 
     @staticmethod
     def _total(columns: list[int], widths: list[int]) -> int:
@@ -119,6 +123,23 @@ class _Layout:
         from rich.text import Text
 
         return Text()
+
+
+def _line_ends(text: str, width: int) -> list[int]:
+    """Return where to break a text: behind blanks; a word that is too long behind its punctuation, else anywhere."""
+    from rich.cells import cell_len
+
+    ends, start = [], 0
+    while cell_len(text[start:]) > width:
+        room = text[start : start + width]
+        while cell_len(room) > width:
+            room = room[:-1]
+        is_at_word_end = text[start + len(room)] == " "
+        blank = len(room) + 1 if is_at_word_end else room.rfind(" ") + 1
+        length = blank or max(room.rfind(mark) for mark in PUNCTUATION) + 1 or max(len(room), 1)
+        start += length
+        ends.append(start)
+    return ends
 
 
 def _text_width(text: Text) -> int:

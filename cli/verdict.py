@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memtrace.cli.output import escape
+from memtrace.cli.output import escape, print_next_command
 
 from memtrace.planning.fixes import describe_saving
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 def print_verdict(out: Console, verdict: Verdict) -> None:
     """Print the verdict on a trace."""
     out.print(f"[bold]{escape(' '.join(verdict.sentences))}[/]")
-    if not verdict.fixes:
-        return
-    out.print("\nWhat to change")
+    if verdict.fixes:
+        out.print("\nWhat to change")
     for number, fix in enumerate(verdict.fixes, 1):
         out.print(f"{number}. {escape(fix.what)} {escape(describe_saving(fix))}")
         for line in (fix.paste or "").splitlines():
             out.print(f"     {escape(line)}", style="cyan", soft_wrap=True)
+    if verdict.next_command:
+        print_next_command(out, verdict.next_command)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from memtrace.trace import Trace
 
 MAX_BLOCKS: Final = 500_000
+MIN_BLOCKS: Final = 100
 MAX_ACCESSES: Final = 400_000
 MAX_CHARS: Final = 6_000_000
 """Most characters that the blocks of a page take; it has fewer of them where they do not fit."""
@@ -86,15 +87,33 @@ def _encode_most(
     trace: Trace, device: str, max_chars: int, sources: SourceOptions | None
 ) -> tuple[BlockCatalog, dict[str, Any], str]:
     """Return the most blocks that fit with their texts, largest first, and a note about the source lines."""
-    max_blocks = MAX_BLOCKS
+    catalog = catalog_blocks(trace, device, MAX_BLOCKS)
     while True:
-        catalog = catalog_blocks(trace, device, max_blocks)
         texts, note = _encode_texts(trace, catalog, sources)
-        packed = {**_encode_columns(catalog), **texts}
-        num_chars = sum(len(table.get("data") or table["json"]) for table in packed.values())
-        if num_chars <= max_chars or len(catalog) <= 100:
-            return catalog, packed, note
-        max_blocks = int(len(catalog) * min(0.8, 0.9 * max_chars / num_chars))
+        # Fewer blocks have hardly fewer texts, so the columns must fit beside them.
+        left = max(max_chars - _count_chars(texts), max_chars // 2)
+        fitting, columns = _encode_fitting(trace, device, catalog, left)
+        if len(fitting) < len(catalog):
+            texts, note = _encode_texts(trace, fitting, sources)
+        if _count_chars(columns) + _count_chars(texts) <= max_chars or len(fitting) <= MIN_BLOCKS:
+            return fitting, {**columns, **texts}, note
+        catalog = catalog_blocks(trace, device, len(fitting) // 2)
+
+
+def _encode_fitting(
+    trace: Trace, device: str, catalog: BlockCatalog, max_chars: int
+) -> tuple[BlockCatalog, dict[str, Any]]:
+    """Return the columns of a catalog, with fewer blocks where they do not fit."""
+    while True:
+        columns = _encode_columns(catalog)
+        num_chars = _count_chars(columns)
+        if num_chars <= max_chars or len(catalog) <= MIN_BLOCKS:
+            return catalog, columns
+        catalog = catalog_blocks(trace, device, int(len(catalog) * min(0.8, 0.95 * max_chars / num_chars)))
+
+
+def _count_chars(packed: dict[str, Any]) -> int:
+    return sum(len(table.get("data") or table["json"]) for table in packed.values())
 
 
 def _encode_texts(trace: Trace, catalog: BlockCatalog, sources: SourceOptions | None) -> tuple[dict[str, Any], str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from memtrace.dashboards.delta_encoding import encode_columns, encode_to_fit
+from memtrace.dashboards.palette import BLUE, GRAY, ORANGE, PURPLE, VERMILION
 from memtrace.dashboards.text import name_text
 
 from memtrace.analysis.attribution import step_rows
@@ -24,11 +25,13 @@ MAX_ROWS: Final = 8
 """Most rows of a lane of nested spans; deeper ones are left out."""
 DRAWN_PHASES: Final = ("forward", "backward", "optimizer")
 _LANES: Final = (
-    ("action", "Pipeline actions"),
-    ("data_wait", "Waits for data"),
-    ("range", "Annotations"),
-    ("module", "Modules"),
+    ("action", "pipeline"),
+    ("data_wait", "data waits"),
+    ("range", "ranges"),
+    ("module", "modules"),
 )
+_ACTION_COLORS: Final = {"F": BLUE, "B": ORANGE, "I": VERMILION, "W": PURPLE}
+"""Colors of forward, backward, input backward and weight backward, as in the figures of pipelines."""
 _SHARE_OF_STEPS: Final = 0.1
 _NUM_LANES: Final = len(_LANES) + 1
 
@@ -40,10 +43,9 @@ class _Spans:
     start_ns: Array
     end_ns: Array
     name: Array
-    thread: Array
 
     def take(self, rows: Array) -> _Spans:
-        return _Spans(self.start_ns[rows], self.end_ns[rows], self.name[rows], self.thread[rows])
+        return _Spans(self.start_ns[rows], self.end_ns[rows], self.name[rows])
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class EncodedLanes:
     ``schema.PHASES``), and ``lane_<kind>`` with start_us, end_us, text (index of ``texts``) and row, ordered by row and
     start."""
     lanes: list[dict[str, Any]]
-    """For every ``lane_<kind>`` that has spans: name, title, texts, num_rows and note."""
+    """For every ``lane_<kind>`` that has spans: name, title, texts and note; of actions also the
+    ``colors`` of the texts."""
 
 
 def encode_lanes(trace: Trace, max_chars: int) -> EncodedLanes:
@@ -63,26 +66,29 @@ def encode_lanes(trace: Trace, max_chars: int) -> EncodedLanes:
     packed = _encode_steps(trace, int(_SHARE_OF_STEPS * max_chars))
     lanes = []
     share = int((1 - 2 * _SHARE_OF_STEPS) * max_chars / _NUM_LANES)
-    for kind, title in (*_LANES, ("operator", "Operators")):
+    for kind, title in (*_LANES, ("operator", "operators")):
         spans = _operator_calls(trace) if kind == "operator" else _recorded_spans(trace, kind)
         if len(spans.start_ns):
             packed[f"lane_{kind}"], described = _encode_lane(trace, spans, share // 2)
             lanes.append({"name": f"lane_{kind}", "title": title, **described})
+            if kind == "action":
+                texts = described["texts"].items()
+                lanes[-1]["colors"] = {name: _ACTION_COLORS.get(text[:1], GRAY) for name, text in texts}
     return EncodedLanes(packed, lanes)
 
 
 def _recorded_spans(trace: Trace, kind: str) -> _Spans:
-    spans = trace.columns("spans", "kind", "name", "start_ns", "duration_ns", "thread")
+    spans = trace.columns("spans", "kind", "name", "start_ns", "duration_ns")
     rows = np.flatnonzero((spans["kind"] == SPAN_KINDS.index(kind)) & (spans["duration_ns"] >= 0))
     start = spans["start_ns"][rows]
-    return _Spans(start, start + spans["duration_ns"][rows], spans["name"][rows], spans["thread"][rows])
+    return _Spans(start, start + spans["duration_ns"][rows], spans["name"][rows])
 
 
 def _operator_calls(trace: Trace) -> _Spans:
-    ops = trace.columns("ops", "name", "start_ns", "duration_ns", "thread")
+    ops = trace.columns("ops", "name", "start_ns", "duration_ns")
     rows = np.flatnonzero((ops["start_ns"] >= 0) & (ops["duration_ns"] >= 0) & (ops["name"] >= 0))
     start = ops["start_ns"][rows]
-    return _Spans(start, start + ops["duration_ns"][rows], ops["name"][rows], ops["thread"][rows])
+    return _Spans(start, start + ops["duration_ns"][rows], ops["name"][rows])
 
 
 def _encode_lane(trace: Trace, spans: _Spans, max_chars: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -91,7 +97,7 @@ def _encode_lane(trace: Trace, spans: _Spans, max_chars: int) -> tuple[dict[str,
 
     def encode(max_spans: int) -> dict[str, Any]:
         kept = spans.take(np.sort(longest[:max_spans]))
-        row = nesting_rows(kept.start_ns, kept.end_ns, kept.thread)
+        row = nesting_rows(kept.start_ns, kept.end_ns)
         shown = np.flatnonzero(row < MAX_ROWS)
         order = shown[np.lexsort((kept.start_ns[shown], row[shown]))]
         start, end = kept.start_ns[order] // 1000, kept.end_ns[order] // 1000
@@ -112,10 +118,10 @@ def _encode_lane(trace: Trace, spans: _Spans, max_chars: int) -> tuple[dict[str,
     return packed, {"texts": texts, "note": note}
 
 
-def nesting_rows(start_ns: Array, end_ns: Array, thread: Array) -> Array:
+def nesting_rows(start_ns: Array, end_ns: Array) -> Array:
     """Return a row for every span so that spans of one row do not overlap: 0 for the outermost.
 
-    A span that lies within another one of its thread is below it. Threads whose spans overlap use rows of their own.
+    A span that begins while another one lasts is below it, whatever their threads.
     """
     row = np.zeros(len(start_ns), np.int64)
     order = np.lexsort((-end_ns, start_ns))

@@ -46,20 +46,18 @@ SERIES_COLORS: Final = (
     BLUE,
     ORANGE,
     GREEN,
-    PURPLE,
     SKY,
     VERMILION,
-    "#8272d1",
-    "#aaa43c",
-    "#aa4499",
-    "#35b8a8",
-    "#c9616f",
-    "#9c6b3e",
+    "#7506e5",
+    "#734c26",
+    "#b26afb",
+    "#913071",
+    "#cfae6e",
 )
-"""Colors of texts such as allocation sites, of runs, ranks and workers: those of Okabe and Ito and of Paul Tol's
-"muted" scheme, none so dark or light that it disappears in one of the themes."""
-SIZE_COLORS: Final = ("#6b6fb5", "#3f86b5", "#2a9c96", "#4db36e", "#97c33f", "#e6d22e")
-"""Colors of classes of sizes, smallest first: a scale of rising lightness, as in viridis."""
+"""Colors of texts such as allocation sites, of runs, ranks and workers: hues of Okabe and Ito, and those that differ
+most from them, from gray and from each other under normal vision, protanopia, deuteranopia and tritanopia."""
+SIZE_COLORS: Final = ("#414487", "#2a788e", "#22a884", "#7ad151", "#bddf26")
+"""Colors of classes of sizes, smallest first: viridis, whose lightness rises."""
 SERIES_DASHES: Final = ("solid", "dash", "dot", "dashdot")
 """Dashes of lines whose colors repeat."""
 NEUTRAL_COLOR: Final = GRAY

@@ -46,7 +46,6 @@ def draw_timeline(table: pd.DataFrame) -> go.Figure:
         if not np.isnan(values).all() and not np.array_equal(values, curves["requested"]):
             figure.add_trace(_line(column, dash, x, values / divisor, unit))
     top = int(np.argmax(curves["requested"]))
-    top = int(np.argmax(curves["requested"]))
     figure.add_annotation(
         x=x[top],
         y=curves["requested"][top] / divisor,

@@ -23,7 +23,8 @@ _MAX_LINE_DIGITS: Final = 9
 
 # The stack unwinder and the interpreter loop: part of every stack with C++ frames, whatever the program does.
 _MACHINERY_FUNCTION: Final = re.compile(
-    r"unwind::unwind|CapturedTraceback::gather|gather_with_cpp|^_start$|^__libc_start|"
+    r"unwind::unwind|CapturedTraceback::gather|gather_with_cpp|^_start$|^__libc_start|^clone3?$|"
+    r"^start_thread$|execute_native_thread_routine|"
     r"^_?Py(Eval|Object|Function|Run|_BytesMain)|^pymain_|^cfunction_|^method_vectorcall|^slot_tp_"
 )
 _MACHINERY_FILE: Final = re.compile(r"(Python|Objects|Modules)/\w+\.c$|ceval\.c$|pycore_ceval\.h$")

@@ -8,7 +8,6 @@ from typing import Any, Final
 from memtrace.dashboards.page import render
 from memtrace.dashboards.server.access import Guard
 from memtrace.dashboards.server.pages import MAX_REPORT_EVENTS, render_start
-from memtrace.dashboards.server.payloads import build_window_payload
 from memtrace.dashboards.server.served import ServedRank, ServedTrace
 from memtrace.dashboards.server.status import describe_status
 from starlette.applications import Starlette
@@ -64,7 +63,7 @@ def _payload(served: ServedTrace, request: Request) -> Response:
     with rank.lock:
         if rank.current is None:
             return PlainTextResponse("memtrace: the trace is still being indexed.\n", _BUSY)
-        version, payload = rank.version, build_window_payload(rank.current, device, *window)
+        version, payload = rank.version, rank.payload(device, *window)
     if payload is None:
         return JSONResponse({"version": version, "payload": None})
     return JSONResponse({"version": version, "payload": vars(payload)})

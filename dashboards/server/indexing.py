@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Final
 
 from memtrace.analysis.part_summary import PartSummary, summarize_part
@@ -39,12 +40,15 @@ def summarize_parts(trace: Trace, paths: Sequence[str], numbers: Sequence[int]) 
     Raises:
         TraceError: a part is damaged.
     """
-    is_large = len(numbers) >= MIN_PARTS_FOR_WORKERS
-    yield from _summarize_in_workers(trace, paths, numbers) if is_large else _summarize(trace, numbers)
-
-
-def _summarize(trace: Trace, numbers: Sequence[int]) -> Iterator[PartSummary]:
-    for number in numbers:
+    num_done = 0
+    if len(numbers) >= MIN_PARTS_FOR_WORKERS:
+        try:
+            for summary in _summarize_in_workers(trace, paths, numbers):
+                num_done += 1
+                yield summary
+        except (BrokenProcessPool, OSError):  # processes cannot be started here, or one was killed
+            pass
+    for number in numbers[num_done:]:
         yield summarize_part(trace, number)
 
 

@@ -48,7 +48,7 @@ def run_server(
     Raises:
         MemtraceError: the address cannot be listened on.
     """
-    listener = _listen(host, port) if descriptor is None else socket.socket(fileno=descriptor)
+    listener = start_listening(host, port) if descriptor is None else socket.socket(fileno=descriptor)
     bound_port = int(listener.getsockname()[1])
     token = token or new_token()
     app = create_app(served, token=token, host=host, cookie=f"memtrace-{bound_port}")
@@ -69,7 +69,8 @@ def run_server(
         served.stop()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def start_listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on an address; MemtraceError where that is not possible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

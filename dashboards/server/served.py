@@ -12,6 +12,7 @@ from typing import Final
 from memtrace.dashboards.page import view_id
 from memtrace.dashboards.server.index_cache import load_index, save_index
 from memtrace.dashboards.server.indexing import MIN_PARTS_FOR_WORKERS, missing_parts, summarize_parts
+from memtrace.dashboards.server.payloads import WindowPayload, build_window_payload
 
 from memtrace.analysis.indexed_trace import IndexedTrace
 from memtrace.analysis.live import GrowingSite, growing_sites
@@ -65,6 +66,7 @@ class ServedRank:
         self.lock = threading.RLock()
         self._paths = tuple(paths)
         self._index: TraceIndex | None = None
+        self._whole: dict[str, WindowPayload | None] = {}
         self._seen: tuple[int, int] | None = None
         self._sites: tuple[int, dict[str, list[GrowingSite]]] = (-1, {})
 
@@ -144,12 +146,20 @@ class ServedRank:
             if numbers:
                 index.drop_before(numbers[0])
             index.spans.extend(trace)
-            for device in index.devices:
-                index.peak(device)  # joins the curves now rather than for the first request
-            self.current = IndexedTrace(trace, index)
+            current = IndexedTrace(trace, index)
+            if self.folder is not None and len(missing) >= MIN_PARTS_FOR_WORKERS:
+                save_index(self.folder, index)
+            # What is asked first is computed now.
+            self._whole = {device: build_window_payload(current, device) for device in index.devices}
+            self.current = current
             self.version += 1
-        if self.folder is not None and len(missing) >= MIN_PARTS_FOR_WORKERS:
-            save_index(self.folder, index)
+
+    def payload(self, device: str, start_ns: int | None, end_ns: int | None) -> WindowPayload | None:
+        """Return the payload of a window of a device, while ``lock`` is held; None where it has no blocks there."""
+        assert self.current is not None
+        if start_ns is None and end_ns is None:
+            return self._whole.get(device)
+        return build_window_payload(self.current, device, start_ns, end_ns)
 
 
 class ServedTrace:

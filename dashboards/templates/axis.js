@@ -89,7 +89,7 @@ function axisTicks(axis, width, spacing) {
   const ticks = [];
   for (let n = Math.ceil(a / step); n * step <= b; n++) {
     const position = n * step;
-    ticks.push({ position, text: axis.isByEvent() ? Math.round(position).toLocaleString("en-US") : formatTick(position, step, b) });
+    ticks.push({ position, text: axis.isByEvent() ? (Math.round(position) + 0).toLocaleString("en-US") : formatTick(position, step, b) });
   }
   return ticks;
 }
@@ -98,7 +98,7 @@ function axisTicks(axis, width, spacing) {
 function formatTick(us, step, largest) {
   const [divisor, unit] = largest >= 1e6 ? [1e6, "s"] : largest >= 1e3 ? [1e3, "ms"] : [1, "µs"];
   const digits = Math.max(0, Math.ceil(Math.log10(divisor / step) - 1e-9));
-  return `${(us / divisor).toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })} ${unit}`;
+  return `${(us / divisor + 0).toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })} ${unit}`;
 }
 
 // Values of bytes for the ticks of an axis from 0 to `limit`: multiples of a power of two, at most `most` of them.

@@ -31,7 +31,8 @@ function mountTable(root, data, columns, act) {
   const head = make("tr"), body = make("tbody"), table = make("table", {}, make("thead", {}, head), body);
   const scroll = make("div", { className: "rows", tabIndex: -1 }, table);
   table.setAttribute("aria-label", "Blocks");
-  root.replaceChildren(scroll);
+  const empty = make("p", { className: "absent", textContent: "No block matches.", hidden: true });
+  root.replaceChildren(scroll, empty);
   columns.forEach((column, index) => head.append(make("th", { scope: "col", className: `${column.kind} col-${column.key}` },
     makeButton(column.title, () => sortBy(index)))));
 
@@ -52,6 +53,8 @@ function mountTable(root, data, columns, act) {
   }
 
   function redraw() {
+    scroll.hidden = !state.ordered.length;
+    empty.hidden = !scroll.hidden;
     const { ordered } = state, visible = Math.ceil((scroll.clientHeight || 500) / ROW);
     const first = Math.max(0, Math.floor(scroll.scrollTop / ROW) - EXTRA), end = Math.min(ordered.length, first + visible + 2 * EXTRA);
     const hadFocus = body.contains(document.activeElement);

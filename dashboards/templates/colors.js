@@ -2,7 +2,7 @@
 // for tracks, icicles and tables. The colors themselves are those of memtrace.dashboards.palette.
 const COLORINGS = [["category", "category"], ["site", "allocation site"], ["module", "module"], ["operator", "operator"],
   ["stream", "stream"], ["size", "size"]];
-const SIZE_STEPS = [0, 4 * 2 ** 10, 64 * 2 ** 10, 2 ** 20, 16 * 2 ** 20, 256 * 2 ** 20]; // smallest bytes of each color
+const SIZE_STEPS = [0, 64 * 2 ** 10, 2 ** 20, 16 * 2 ** 20, 256 * 2 ** 20]; // smallest bytes of each color
 const OTHER_COLOR = "#b9c0c7";
 const colorings = new WeakMap(); // data -> map of the mode -> coloring
 

@@ -21,7 +21,7 @@ function mountExplorer(root, data, store, colors) {
   const filters = mountFilters(data, store, goTo);
   const filterBy = (field, i) => {
     const { ofKind, ofBlock } = fields[field];
-    if (field === "step") store.set({ step: blocks.step[i] }, { push: true });
+    if (field === "step") store.set({ step: blocks.step[i], at: local.selection.row }, { push: true });
     else if (field === "module") store.set({ module: fields.module.ofKind(blocks.kind[i]) }, { push: true });
     else filters.addTerm(field, String(ofKind ? ofKind(blocks.kind[i]) : ofBlock(i)));
   };

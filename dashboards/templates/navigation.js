@@ -66,13 +66,22 @@ function keyActions(navigation, { select, clear }) {
   };
 }
 
+// A function that adds listeners to the window, which end when the element is no longer in the document: a page that
+// gets new data makes new elements, and the old data must not stay in memory.
+function listenWhileConnected(element) {
+  const life = new AbortController();
+  return (type, listener, options = {}) => addEventListener(type, (event) => {
+    if (element.isConnected) listener(event); else life.abort();
+  }, { ...options, signal: life.signal });
+}
+
 // Calls the handlers for what happens on an element: handlers.wheel(x, y, event) returns whether it is handled;
 // drag(kind, x0, x1, isDone) with kind "brush" or "pan"; click(x, y); hover(x, y) with null when the pointer leaves.
 function listenToPointers(element, handlers) {
-  const touches = new Map(); // pointer -> x
+  const touches = new Map(), listen = listenWhileConnected(element); // touches: pointer -> x
   let start = null, kind = null, pinch = null, lastPageScroll = -Infinity;
 
-  addEventListener("wheel", (event) => {
+  listen("wheel", (event) => {
     if (!event.defaultPrevented && !element.contains(event.target)) lastPageScroll = performance.now();
   }, { passive: true });
   element.addEventListener("wheel", (event) => {
@@ -90,7 +99,7 @@ function listenToPointers(element, handlers) {
     if (touches.size === 2) { pinch = spread(); kind = null; start = null; return; }
     start = { x: xOf(event), event };
   });
-  addEventListener("pointermove", (event) => {
+  listen("pointermove", (event) => {
     if (!touches.has(event.pointerId)) return;
     const x = xOf(event);
     touches.set(event.pointerId, x);
@@ -111,8 +120,8 @@ function listenToPointers(element, handlers) {
     else if (start && event.type === "pointerup") handlers.click(start.event);
     if (!touches.size) { start = null; kind = null; pinch = null; }
   };
-  addEventListener("pointerup", finish);
-  addEventListener("pointercancel", finish);
+  listen("pointerup", finish);
+  listen("pointercancel", finish);
   element.addEventListener("pointermove", (event) => { if (!touches.size) handlers.hover(event); });
   element.addEventListener("pointerleave", () => handlers.hover(null));
   element.addEventListener("dblclick", () => handlers.doubleClick());

@@ -8,7 +8,7 @@ const MAX_COARSENESS = 4; // a detail stays until the visible range is that much
 function createServed(source, store) {
   const views = new Map(); // view -> {overview, detail, shown, mounts, version, wanted, timer, loadedAt}
   const viewOf = (view) => {
-    if (!views.has(view)) views.set(view, { overview: null, detail: null, shown: null, mounts: new Set(), version: -1, wanted: "", timer: 0, loadedAt: 0 });
+    if (!views.has(view)) views.set(view, { overview: null, detail: null, shown: null, mounts: new Set(), version: -1, wanted: "", missing: "", timer: 0, loadedAt: 0 });
     return views.get(view);
   };
   let isPressed = false; // a payload never replaces what is being dragged
@@ -47,13 +47,17 @@ function createServed(source, store) {
     if (from === null) return;
     const [first, last] = entry.overview.range, margin = (to - from) / 2;
     const range = [Math.max(first, from - margin), Math.min(last + 1, to + margin)], wanted = range.join();
-    if (entry.wanted === wanted) return;
+    if (entry.wanted === wanted || entry.missing === wanted) return;
     entry.wanted = wanted;
     document.body.dataset.loading = "true";
     try {
       const { data } = await fetchData(view, range);
       if (entry.wanted === wanted && data) entry.detail = data;
-    } catch (error) { report(error); }
+      if (!data) entry.missing = wanted; // the device has no blocks there
+    } catch (error) {
+      report(error);
+      await new Promise((resolve) => setTimeout(resolve, POLL_MS)); // before the next attempt
+    }
     if (entry.wanted !== wanted) return;
     entry.wanted = "";
     delete document.body.dataset.loading;
@@ -150,7 +154,9 @@ function scopeStore(store, { rows }, life) {
       if (life.isOver) return;
       store.set(patch.at === undefined || patch.at === null ? patch : { ...patch, at: rows.toWhole(patch.at) }, options);
     },
-    subscribe(listener) { store.subscribe((state, changed) => { if (!life.isOver) listener(translate(state), changed); }); },
+    subscribe(listener) {
+      const stop = store.subscribe((state, changed) => { if (life.isOver) stop(); else listener(translate(state), changed); });
+    },
   };
 }
 
@@ -175,7 +181,7 @@ function focusPath(root, { path, value, selectionStart }) {
 
 // The status of the server, asked for every second: progress of the index, and running recordings.
 function createStatus(get, onStatus) {
-  const panel = document.getElementById("live"), lines = document.getElementById("live-lines");
+  const panel = document.getElementById("served-status"), lines = document.getElementById("served-lines");
   const known = new Set([...document.querySelectorAll(".view")].map((view) => view.dataset.view));
   let failure = "";
   const draw = (state) => {

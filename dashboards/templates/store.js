@@ -67,7 +67,7 @@ function createStore() {
       if (push) write("pushState"); else timer ??= setTimeout(() => write("replaceState"), WRITE_DELAY_MS);
       notify(before);
     },
-    // Calls listener(state, names of the changed fields) after every change.
-    subscribe: (listener) => { listeners.add(listener); },
+    // Calls listener(state, names of the changed fields) after every change, until the returned function is called.
+    subscribe: (listener) => { listeners.add(listener); return () => listeners.delete(listener); },
   };
 }

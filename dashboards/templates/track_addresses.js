@@ -2,7 +2,7 @@
 // Addresses that nothing uses are left out. Hold Ctrl (or pinch a touchpad) and scroll to zoom the addresses.
 
 function createAddressTrack({ data, store, axis, colors, layout, coloring, matching }) {
-  const HEIGHT = 280, canvas = make("canvas"), { blocks, segments } = data, offset = data.addresses.offset;
+  const canvas = make("canvas"), trackHeight = () => (layout.width > 1500 ? 380 : 280), { blocks, segments } = data, offset = data.addresses.offset;
   const fields = blockFields(data), byAxis = {}, local = { low: 0, high: 1 }; // visible addresses as shares of all
   const known = offset.some((value) => value >= 0);
   let span = 1;
@@ -18,13 +18,13 @@ function createAddressTrack({ data, store, axis, colors, layout, coloring, match
     return byAxis[key];
   }
   const lowest = () => local.low * span, visibleSpan = () => (local.high - local.low) * span;
-  const yOf = (address) => HEIGHT - ((address - lowest()) / visibleSpan()) * HEIGHT;
-  const addressAt = (y) => lowest() + ((HEIGHT - y) / HEIGHT) * visibleSpan();
+  const yOf = (address) => trackHeight() - ((address - lowest()) / visibleSpan()) * trackHeight();
+  const addressAt = (y) => lowest() + ((trackHeight() - y) / trackHeight()) * visibleSpan();
 
   function draw() {
     if (!known) return;
-    const { pen, ratio } = prepareTrack(canvas, layout.width, HEIGHT), theme = colors();
-    const width = Math.max(1, Math.round(layout.plot * ratio)), pixels = createPixels(width, Math.round(HEIGHT * ratio));
+    const { pen, ratio } = prepareTrack(canvas, layout.width, trackHeight()), theme = colors();
+    const width = Math.max(1, Math.round(layout.plot * ratio)), pixels = createPixels(width, Math.round(trackHeight() * ratio));
     const segmentFill = [mixColors(theme.muted, theme.panel, 0.2), mixColors(theme.accent, theme.panel, 0.25), mixColors(theme.muted, theme.panel, 0.3)].map((color) => pixelOf(color));
     paint(pixels, rangesOf("segments", segments), segments.offset, segments.size, (i) => segmentFill[segments.kind[i]], true);
     const { groups, codes } = coloring(), fills = groups.map(({ color }) => pixelOf(color)), isMatch = matching();
@@ -45,8 +45,8 @@ function createAddressTrack({ data, store, axis, colors, layout, coloring, match
       const x0 = Math.floor((begin[i] - a) * xScale), bottom = pixels.height - Math.floor((start[i] - low) * yScale);
       let x1 = Math.max(x0 + 1, Math.floor((end[i] - a) * xScale)), top = pixels.height - Math.floor((start[i] + size[i] - low) * yScale);
       if (top >= bottom) top = bottom - 1;
-      if (x1 - x0 > 4 && !isFramed) x1--;
-      if (bottom - top > 4) top++;
+      if (x1 - x0 > 7 && !isFramed) x1--;
+      if (bottom - top > 7 && !isFramed) top++;
       pixels.fill(x0, top, x1, bottom, pixelAt(i));
       count++;
     }
@@ -58,7 +58,7 @@ function createAddressTrack({ data, store, axis, colors, layout, coloring, match
     pen.textAlign = "right";
     const step = 2 ** Math.ceil(Math.log2(Math.max(visibleSpan() / 5, 1)));
     for (let address = Math.ceil(lowest() / step) * step; address <= lowest() + visibleSpan(); address += step) {
-      pen.fillText(formatRoundBytes(address), layout.left - 6, Math.min(HEIGHT - 7, Math.max(7, yOf(address))));
+      pen.fillText(formatRoundBytes(address), layout.left - 6, Math.min(trackHeight() - 7, Math.max(7, yOf(address))));
     }
     pen.textAlign = "left";
   }
@@ -79,7 +79,7 @@ function createAddressTrack({ data, store, axis, colors, layout, coloring, match
   // The block at a place, or else the nearest one within two pixels; and the segment.
   function find(position, y) {
     const { begin, end } = rangesOf("blocks", blocks), address = addressAt(y), [a, b] = axis.visible();
-    const slackX = ((b - a) / layout.plot) * 2, slackY = (visibleSpan() / HEIGHT) * 2;
+    const slackX = ((b - a) / layout.plot) * 2, slackY = (visibleSpan() / trackHeight()) * 2;
     let block = -1, least = Infinity;
     for (let i = 0; i < begin.length; i++) {
       if (offset[i] < 0 || begin[i] - slackX > position || end[i] + slackX < position || offset[i] - slackY > address || offset[i] + blocks.size[i] + slackY < address) continue;
@@ -113,7 +113,7 @@ function createAddressTrack({ data, store, axis, colors, layout, coloring, match
   }
   // Zooms the addresses about a place; returns whether anything changes.
   function zoomAddresses(y, factor) {
-    const center = local.low + ((HEIGHT - y) / HEIGHT) * (local.high - local.low);
+    const center = local.low + ((trackHeight() - y) / trackHeight()) * (local.high - local.low);
     const size = Math.min(1, Math.max((local.high - local.low) * factor, 1e-7));
     const low = Math.min(Math.max(center - (center - local.low) * (size / (local.high - local.low)), 0), 1 - size);
     const isChanged = size !== local.high - local.low;

@@ -4,7 +4,7 @@
 const CURVE_LINES = [["allocated", "allocated (with rounding)", [2, 3]], ["reserved", "reserved", []]];
 
 function createCurveTrack({ data, store, axis, colors, layout, layers }) {
-  const HEIGHT = 270, canvas = make("canvas");
+  const canvas = make("canvas"), trackHeight = () => (layout.width > 1500 ? 350 : 270);
   let total = null, totalOf = null; // sum of the visible layers, and the layers it belongs to
   let limit = 1, highestTotal = 0;
 
@@ -53,16 +53,17 @@ function createCurveTrack({ data, store, axis, colors, layout, layers }) {
     if (data.capacity_bytes && data.capacity_bytes < highest * 2.5 && !isFit) highest = Math.max(highest, data.capacity_bytes);
     return highest * 1.06;
   }
-  const levelAtRow = (row) => { const place = data.placeOfRow(row); return Math.max(data.total[place], data.curve.allocated?.[place] ?? 0, data.curve.reserved?.[place] ?? 0); };
+  const levelAtRow = (row) => { const place = data.placeOfRow(row); return Math.max(data.total[place], data.curve.allocated?.[place] ?? 0); };
   const failureTop = (i) => Math.max(0, data.failures.bytes[i]) + levelAtRow(data.failures.event[i]);
-  const yOf = (bytes) => HEIGHT - (bytes / limit) * HEIGHT;
+  const yOf = (bytes) => trackHeight() - (bytes / limit) * trackHeight();
 
   function draw() {
-    const { pen, ratio } = prepareTrack(canvas, layout.width, HEIGHT), range = axis.visible();
+    const { pen, ratio } = prepareTrack(canvas, layout.width, trackHeight()), range = axis.visible();
     const count = Math.max(1, Math.round(layout.plot * ratio)), columns = columnsOf(range, count);
     limit = chooseLimit(columns);
     drawAreas(pen, ratio, count, columns);
     drawGrid(pen);
+    drawSteps(pen);
     for (const line of columns.drawn) drawLine(pen, line, count);
     drawCapacity(pen);
     drawFailures(pen);
@@ -73,8 +74,8 @@ function createCurveTrack({ data, store, axis, colors, layout, layers }) {
   }
 
   function drawAreas(pen, ratio, count, { shown, best }) {
-    const height = Math.round(HEIGHT * ratio), pixels = createPixels(count, height);
-    const fills = shown.map(({ color }) => pixelOf(color));
+    const height = Math.round(trackHeight() * ratio), pixels = createPixels(count, height);
+    const fills = shown.map((layer) => pixelOf(colorOfLayer(layer, colors())));
     for (let column = 0; column < count;) {
       let end = column + 1;
       while (end < count && best[end] === best[column]) end++;
@@ -105,9 +106,19 @@ function createCurveTrack({ data, store, axis, colors, layout, layers }) {
     pen.globalAlpha = 1;
     pen.textAlign = "right";
     for (const bytes of byteTicks(limit, 6)) {
-      pen.fillText(formatRoundBytes(bytes), layout.left - 6, Math.min(HEIGHT - 7, Math.max(7, yOf(bytes))));
+      pen.fillText(formatRoundBytes(bytes), layout.left - 6, Math.min(trackHeight() - 7, Math.max(7, yOf(bytes))));
     }
     pen.textAlign = "left";
+  }
+
+  function drawSteps(pen) { // where steps begin, unless the lines would cover the curve
+    const { start_us } = data.steps, xs = Array.from(start_us, (us) => layout.xOf(axis.positionOfTime(us)));
+    const inside = xs.filter((x) => x > layout.left + 1 && x < layout.left + layout.plot);
+    if (inside.length > layout.plot / 12) return;
+    pen.fillStyle = colors().muted;
+    pen.globalAlpha = 0.5;
+    for (const x of inside) pen.fillRect(Math.round(x), 0, 1, trackHeight());
+    pen.globalAlpha = 1;
   }
 
   function drawLine(pen, line, count) {
@@ -146,7 +157,7 @@ function createCurveTrack({ data, store, axis, colors, layout, layers }) {
     pen.strokeStyle = pen.fillStyle = colors().warn;
     let free = -Infinity; // where the next label fits
     for (let i = 0; i < event.length; i++) {
-      const x = layout.xOf(axis.positionOfRow(event[i]));
+      const x = layout.xOf(axis.isByEvent() ? event[i] : data.failures.time_us[i]);
       if (x < layout.left || x > layout.left + layout.plot) continue;
       const top = Math.max(1, yOf(failureTop(i)));
       pen.lineWidth = 2;
@@ -187,7 +198,7 @@ function createCurveTrack({ data, store, axis, colors, layout, layers }) {
   function describe(position) {
     const positions = axis.positions(), place = Math.max(0, lowerBound(positions, position + 1e-9) - 1);
     const shown = shownLayers().filter(({ values }) => values[place] > 0);
-    const rows = shown.reverse().map(({ label, color, values }) => [label, formatBytes(values[place]), color]);
+    const rows = shown.reverse().map((layer) => [layer.label, formatBytes(layer.values[place]), colorOfLayer(layer, colors())]);
     rows.push(["live (requested)", formatBytes(data.total[place]), null]);
     for (const line of lines) {
       const at = lowerBound(line.positions(), position + 1e-9) - 1;

@@ -14,7 +14,8 @@ function makeElements(root, tracks, { data, store }) {
   }), brush, instant, cursor, tip);
   const selectionText = make("span"), selection = make("p", { className: "selection", hidden: true });
   selection.setAttribute("aria-live", "polite");
-  const keys = make("p", { className: "note keys", textContent: "Scroll or W/S to zoom, Shift+drag or A/D to pan, drag to select a range, "
+  const touch = "Drag to pan, pinch to zoom. Tap the curve to choose an instant, a block to see its details.";
+  const keys = make("p", { className: "note keys", textContent: matchMedia("(pointer: coarse)").matches ? touch : "Scroll or W/S to zoom, Shift+drag or A/D to pan, drag to select a range, "
     + "F to zoom to the selection, [ and ] for the previous and next step, P for the peak, double-click or 0 for everything. "
     + "Click the curve to choose an instant, a block to see its details." });
   root.replaceChildren(tools, legend, area, selection, keys);
@@ -61,12 +62,12 @@ function drawRuler(canvas, axis, layout, theme) {
 }
 
 // A button for each area of the curve, which hides and shows it, and a sample of each line.
-function drawLegend(legend, { store, layers }, curve) {
+function drawLegend(legend, { store, layers, colors }, curve) {
   const hidden = () => new Set((store.get().hide ?? "").split(",").filter(Boolean).map(Number));
-  const key = JSON.stringify(layers().map(({ label, color }) => [label, color]));
+  const shown = layers().map((layer) => ({ label: layer.label, color: colorOfLayer(layer, colors()) })), key = JSON.stringify(shown);
   if (legend.dataset.key !== key) {
     legend.dataset.key = key;
-    legend.replaceChildren(...layers().map((layer, n) => makeLegendButton(layer, () => {
+    legend.replaceChildren(...shown.map((layer, n) => makeLegendButton(layer, () => {
       const next = hidden();
       if (!next.delete(n)) next.add(n);
       store.set({ hide: [...next].sort((a, b) => a - b).join(",") || null }, { push: true });

@@ -43,8 +43,10 @@ function createLanesTrack({ data, store, axis, colors, layout }) {
     let y = 0, drawnSpans = 0;
     for (const lane of lanes) {
       pen.fillStyle = colors().muted;
+      if (layout.left < 70) pen.font = "11px system-ui, sans-serif";
       fillTextWithin(pen, lane.title, 2, y + ROW / 2, layout.left - 6);
       const { start, end } = spansOf(lane);
+      pen.font = "12px system-ui, sans-serif";
       pen.save();
       pen.beginPath();
       pen.rect(layout.left, y, layout.plot, lane.rows.length * ROW);
@@ -129,7 +131,7 @@ function createLanesTrack({ data, store, axis, colors, layout }) {
     const found = find(position, y);
     if (!found || found.i < 0) return;
     const { lane, i } = found, { step, module } = store.get();
-    if (lane.kind === "step") store.set({ step: step === lane.index[i] ? null : lane.index[i] }, { push: true });
+    if (lane.kind === "step") store.set({ step: step === lane.index[i] ? null : lane.index[i], at: null }, { push: true });
     else if (lane.kind === "module") store.set({ module: module === lane.textOf(i) ? null : lane.textOf(i) }, { push: true });
     else store.set({ brush: [lane.start_us[i], Math.max(lane.end_us[i], lane.start_us[i] + 1)], show: "range" }, { push: true });
   }

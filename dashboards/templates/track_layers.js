@@ -32,10 +32,13 @@ function layerBlocks(data, { groups, codes, order }, matching) {
   }
   const shown = order.map((code) => layers[code]).filter((layer) => layer.isUsed);
   if (rest.some((bytes) => bytes > 0)) {
-    shown.push({ label: matching ? "other blocks" : "blocks not on this page", color: OTHER_COLOR, values: rest.map((bytes) => Math.max(0, bytes)) });
+    shown.push({ label: matching ? "other blocks" : "blocks not on this page", isRest: true, values: rest.map((bytes) => Math.max(0, bytes)) });
   }
   return shown;
 }
+
+// The blocks that are no group of their own are in the background.
+const colorOfLayer = ({ isRest, color }, theme) => (isRest ? mixColors(theme.muted, theme.panel, 0.35) : color);
 
 // The layers of the curve: by category they are columns of the curve itself, exact whatever blocks the page has.
 function curveLayers(data, mode, coloring, matching) {

@@ -105,7 +105,7 @@ function mountTracks(root, data, store, colors) {
     doubleClick() { addresses.showAll?.(); navigation.showAll(); requestDraw(); },
   });
   const act = keyActions(navigation, { select, clear });
-  addEventListener("keydown", (event) => {
+  listenWhileConnected(area)("keydown", (event) => {
     if (root.closest("[hidden]") || event.target.closest?.("input, select, textarea, [contenteditable]")) return;
     if ((area.matches(":hover") || area.contains(document.activeElement)) && act(event)) event.preventDefault();
   });

@@ -67,9 +67,17 @@ class RequestRoom:
     outside_excess_bytes: int
     """Memory outside torch's allocator with which the request would have succeeded, as far as it is unusual; else 0."""
 
+    @property
+    def certain_bytes(self) -> int:
+        """By how much live memory must shrink for the request to fit although freed memory lies in pieces too.
+
+        Twice as much as now may then be unused.
+        """
+        return self.missing_bytes + self.state.free_bytes
+
     def is_covered_by(self, saved_bytes: int) -> bool | None:
         """Return whether the request fits if live memory shrinks; None: it depends on where the freed blocks lie."""
-        if saved_bytes >= self.missing_bytes:
+        if saved_bytes >= self.certain_bytes:
             return True
         return False if saved_bytes < self.lacking_bytes else None
 

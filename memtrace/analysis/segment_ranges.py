@@ -117,4 +117,10 @@ def _find_segment_ranges(trace: Trace, device: str) -> SegmentRanges:
     segments = zip(start.tolist(), (start + size).tolist(), table["expandable"][held].tolist(), strict=True)
     ranges = np.array(reserved.finish(list(segments)), dtype=np.int64).reshape(-1, 5)
     ranges = ranges[np.lexsort((ranges[:, 0], ranges[:, 2]))]
-    return SegmentRanges(*ranges[:, [0, 1, 2, 3]].T, is_expandable=ranges[:, 4] > 0)
+    return SegmentRanges(
+        address=ranges[:, 0],
+        size=ranges[:, 1],
+        begin_row=ranges[:, 2],
+        end_row=ranges[:, 3],
+        is_expandable=ranges[:, 4] > 0,
+    )

@@ -34,7 +34,7 @@ def select_plot_points(values: Array, max_points: int) -> Array:
 class MemoryCurve:
     """Bytes of a device at chosen instants, one element per instant in every array; exact at each of them.
 
-    The first instant is the start of the trace, before its first event.
+    The first instant is the start of the trace, before its first event, and the last one its last event.
     """
 
     time_ns: Array
@@ -65,10 +65,12 @@ def compute_memory_curve(trace: Trace, device: str, max_instants: int) -> Memory
     requested, allocated = requested_bytes(trace, device), allocated_bytes(trace, device)
     reserved = reserved_bytes(trace, device)
     curves = [curve for curve in (requested, allocated, reserved) if curve is not None]
-    changes = np.zeros(trace.num_rows("events") + 1, np.bool_)
-    for changed in (np.array([-1]), *(curve.rows for curve in curves)):
-        changes[changed + 1] = True
-    rows = np.flatnonzero(changes) - 1
+    is_chosen = np.zeros(trace.num_rows("events") + 1, np.bool_)
+    for curve in curves:
+        is_chosen[curve.rows + 1] = True
+    num_changes = int(is_chosen.sum())
+    is_chosen[[0, -1]] = True
+    rows = np.flatnonzero(is_chosen) - 1
     levels = [level_at(curve, rows) for curve in curves]
     chosen = _highest_of_bins(levels, max_instants)
     kept = rows[chosen]
@@ -78,7 +80,7 @@ def compute_memory_curve(trace: Trace, device: str, max_instants: int) -> Memory
         by_category=_bytes_by_category(trace, device, kept),
         allocated=None if allocated is None else level_at(allocated, kept),
         reserved=None if reserved is None else level_at(reserved, kept),
-        num_changes=len(rows) - 1,
+        num_changes=num_changes,
     )
 
 

@@ -28,7 +28,7 @@ def load_ipython_extension(shell: Any) -> None:
     from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
     @magics_class
-    class MemtraceMagics(Magics):  # type: ignore[misc]
+    class MemtraceMagics(Magics):
         @magic_arguments()
         @argument("-o", "--output", help="keep the trace in this folder, such as run.memtrace")
         @argument("-t", "--trace", metavar="NAME", help="assign the trace to this variable")

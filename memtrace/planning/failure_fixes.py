@@ -41,16 +41,18 @@ def failure_fixes(trace: Trace, failure: OutOfMemory, options: AnalysisOptions) 
     if failure.cause == "outside memory":
         return [_less_outside_memory(failure)]
     room = failure.room
-    shortfall = Shortfall(room.lacking_bytes, room.missing_bytes) if room and failure.cause == "capacity" else None
+    shortfall = Shortfall(room.lacking_bytes, room.certain_bytes) if room and failure.cause == "capacity" else None
     fixes = [*_update_fixes(estimate_update(trace, failure)), *line_fixes(trace, failure.device, shortfall, options)]
     fixes += _pass_fixes(trace, failure, shortfall)
     # In a first step that is cut short by lack of memory, more requests would follow than a setting makes fit.
     if failure.cause == "fragmentation" or len(step_rows(trace).number):
-        fixes += allocator_fixes(trace, failure.device, has_failed=True, capacity_bytes=_capacity(failure, options))
+        fixes += allocator_fixes(
+            trace, failure.device, has_failed=True, capacity_bytes=known_capacity(failure, options)
+        )
     return select_useful(fixes, shortfall)
 
 
-def _capacity(failure: OutOfMemory, options: AnalysisOptions) -> int | None:
+def known_capacity(failure: OutOfMemory, options: AnalysisOptions) -> int | None:
     """Return the memory that the device gave to the allocator: as stated, or as the driver reported at the failure."""
     if options.capacity_bytes is not None or failure.room is None or failure.device_free_bytes is None:
         return options.capacity_bytes
@@ -132,12 +134,14 @@ def _checkpointing(layers: CheckpointEstimate) -> Fix:
 
 def _micro_batches(batch: BatchEstimate) -> Fix:
     count = batch.num_micro_batches
+    share, at_least = format_share(batch.share), "" if batch.is_whole_step else "at least "
+    fits = f"about {share} of the batch fits at once" if batch.is_whole_step else "more than this request may follow"
     return Fix(
-        f"Split the batch into {format_count(count, 'micro-batch', 'micro-batches')} and accumulate their gradients: "
-        f"about {format_share(batch.share)} of the batch fits at once.",
+        f"Split the batch into {at_least}{format_count(count, 'micro-batch', 'micro-batches')} and accumulate their "
+        f"gradients: {fits}.",
         f"for x_part, y_part in zip(x.chunk({count}), y.chunk({count})):\n"
         f"    (loss_function(model(x_part), y_part) / {count}).backward()",
         batch.saved_bytes,
         f"{count} smaller passes per step; batch normalization sees fewer samples",
-        True,
+        True if batch.is_whole_step else None,
     )

@@ -70,12 +70,12 @@ class Shortfall:
 
     lacking_bytes: int
     """A saving below this is not enough."""
-    missing_bytes: int
+    certain_bytes: int
     """A saving from this on is enough; in between it depends on where the freed blocks lie."""
 
     def is_covered_by(self, saved_bytes: int) -> bool | None:
         """Return whether a saving is enough; None: it depends on where the freed blocks lie."""
-        if saved_bytes >= self.missing_bytes:
+        if saved_bytes >= self.certain_bytes:
             return True
         return False if saved_bytes < self.lacking_bytes else None
 
@@ -100,7 +100,7 @@ def line_fixes(trace: Trace, device: str, shortfall: Shortfall | None, options: 
 
 def select_useful(fixes: Iterable[Fix], shortfall: Shortfall | None) -> list[Fix]:
     """Return the fixes that are enough, or that save at least a part of what is missing."""
-    least = 0 if shortfall is None else MIN_USEFUL_SHARE * shortfall.missing_bytes
+    least = 0 if shortfall is None else MIN_USEFUL_SHARE * shortfall.certain_bytes
     return [fix for fix in fixes if fix.is_enough or fix.saved_bytes >= least]
 
 
@@ -121,7 +121,7 @@ def step_fixes(trace: Trace, device: str, shortfall: Shortfall | None) -> Iterat
     except MemtraceError:  # no steps, no module calls, or nothing that backward needs
         return
     peak = step.cost.peak_bytes
-    target = None if shortfall is None else max(peak - shortfall.missing_bytes, 0)
+    target = None if shortfall is None else max(peak - shortfall.certain_bytes, 0)
     choice = None if target is None else minimize_cost(found.model, target, max_seconds=SOLVER_SECONDS)
     if choice is None:
         target, choice = None, minimize_peak(found.model, max_seconds=SOLVER_SECONDS)

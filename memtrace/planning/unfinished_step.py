@@ -69,6 +69,8 @@ class BatchEstimate:
     """Least power of two by which the batch can be divided."""
     saved_bytes: int
     """Bytes by which that lowers what is live when the allocation failed."""
+    is_whole_step: bool
+    """Whether what follows the failed allocation is counted as well; otherwise more may be needed."""
 
 
 def estimate_checkpointing(trace: Trace, failure: OutOfMemory) -> CheckpointEstimate | None:
@@ -172,7 +174,7 @@ def estimate_batch(trace: Trace, failure: OutOfMemory, layers: CheckpointEstimat
     live = live_after(table, trace.devices.index(failure.device), failure.event)
     in_passes = np.isin(table.phase[live], [PHASE["forward"], PHASE["backward"]])
     growing = np.isin(table.category[live], [CATEGORY[name] for name in _GROWING])
-    growing |= (table.category[live] == CATEGORY["unknown"]) & in_passes & (table.module[live] >= 0)
+    growing |= (table.category[live] == CATEGORY["unknown"]) & in_passes
     batch_bytes = int(table.size[live[growing]].sum()) + failure.asked_bytes
     if layers is not None and layers.num_layers is not None and failure.phase == "forward":
         batch_bytes += max(layers.num_layers - layers.num_calls - 1, 0) * layers.layer_bytes
@@ -187,7 +189,8 @@ def estimate_batch(trace: Trace, failure: OutOfMemory, layers: CheckpointEstimat
     if not 1 / MAX_MICRO_BATCHES <= share < 1:
         return None
     count = 1 << int(np.ceil(np.log2(1 / share)))
-    return BatchEstimate(share, count, batch_bytes - batch_bytes // count)
+    is_whole_step = failure.phase == "backward" or (layers is not None and layers.num_layers is not None)
+    return BatchEstimate(share, count, batch_bytes - batch_bytes // count, is_whole_step)
 
 
 def _waiting_blocks(trace: Trace, failure: OutOfMemory) -> Array:

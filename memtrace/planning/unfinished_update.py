@@ -53,7 +53,9 @@ def estimate_update(trace: Trace, failure: OutOfMemory) -> UpdateEstimate | None
     name = _optimizer_name(trace, failure)
     table, device = blocks(trace), trace.devices.index(failure.device)
     live = live_after(table, device, failure.event)
-    gradients = table.size[live[table.category[live] == CATEGORY["gradient"]]]
+    of_category = {each: table.size[live[table.category[live] == CATEGORY[each]]] for each in ("gradient", "parameter")}
+    # Files of other tools name no gradients: one of each parameter exists then.
+    gradients = of_category["gradient"] if len(of_category["gradient"]) else of_category["parameter"]
     if name is None or not len(gradients):
         return None
     memory, implementation = OPTIMIZERS[name], default_implementation(failure.device)
@@ -95,7 +97,9 @@ def _optimizer_name(trace: Trace, failure: OutOfMemory) -> str | None:
 def _peak_of_passes(trace: Trace, device: int, failure_row: int) -> int:
     """Return the peak of what forward and backward held so far, without gradients and what the optimizer made."""
     table = blocks(trace)
-    others = (table.category != CATEGORY["gradient"]) & (table.category != CATEGORY["optimizer_state"])
+    is_gradient = table.category == CATEGORY["gradient"]
+    is_gradient |= (table.category == CATEGORY["unknown"]) & (table.phase == PHASE["backward"])
+    others = ~is_gradient & (table.category != CATEGORY["optimizer_state"])
     counted = np.flatnonzero((table.device == device) & others & (table.phase != PHASE["optimizer"]))
     counted = counted[table.alloc_event[counted] <= failure_row]
     ended = counted[(table.free_event[counted] >= 0) & (table.free_event[counted] <= failure_row)]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Final
 
+from memtrace.analysis.attribution import step_rows
 from memtrace.analysis.growth import measure_growth
 from memtrace.analysis.oom import OutOfMemory, RequestRoom, explain_out_of_memory
 from memtrace.analysis.options import DEFAULT_OPTIONS, AnalysisOptions
@@ -16,8 +17,17 @@ from memtrace.analysis.summary import Summary, describe_peak, summarize_job, sum
 from memtrace.analysis.thresholds import MIN_FINDING_SHARE, MIN_WAIT_SHARE
 from memtrace.categories import describe_category_share
 from memtrace.display import Displayed
-from memtrace.planning.failure_fixes import failure_fixes
-from memtrace.planning.fixes import NO_COST, Fix, Shortfall, allocator_fixes, line_fixes, select_useful, step_fixes
+from memtrace.planning.failure_fixes import failure_fixes, known_capacity
+from memtrace.planning.fixes import (
+    NO_COST,
+    Fix,
+    Shortfall,
+    allocator_fixes,
+    line_fixes,
+    select_useful,
+    step_fixes,
+    trace_argument,
+)
 from memtrace.planning.recorded_step import main_device
 from memtrace.planning.unfinished_step import state_to_come
 from memtrace.planning.unfinished_update import estimate_update
@@ -41,6 +51,8 @@ class Verdict(Displayed):
     sentences: tuple[str, ...]
     fixes: tuple[Fix, ...]
     """Those that are enough first, of these what costs nothing; then by the bytes saved."""
+    next_command: str | None = None
+    """Command that looks for a mix of changes with which a step fits; None: it fits, or no step was recorded."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +144,18 @@ def _find_verdict(trace: Trace, device: str | None, options: AnalysisOptions) ->
     least = max(int(MIN_FINDING_SHARE * peak.bytes), 1)
     fixes = [fix for fix in fixes if fix.saved_bytes >= least or fix.is_enough]
     fixes.sort(key=lambda fix: (not fix.is_enough, fix.cost != NO_COST if fix.is_enough else False, -fix.saved_bytes))
-    return Verdict(device, tuple(sentences), tuple(fixes[:MAX_FIXES]))
+    return Verdict(device, tuple(sentences), tuple(fixes[:MAX_FIXES]), _next_command(trace, device, failure, options))
+
+
+def _next_command(trace: Trace, device: str, failure: OutOfMemory | None, options: AnalysisOptions) -> str | None:
+    if failure is not None:
+        has_shortage, capacity = failure.cause == "capacity", known_capacity(failure, options)
+    else:
+        capacity = options.capacity_bytes
+        has_shortage = _lacking_bytes(trace, device, capacity) is not None
+    if not has_shortage or capacity is None or not len(step_rows(trace).number):
+        return None
+    return f"memtrace plan auto {trace_argument(trace)} --device {device} --capacity {capacity}B -o plan.json"
 
 
 def _step_fixes(trace: Trace, device: str, options: AnalysisOptions) -> Iterator[Fix]:
@@ -213,7 +236,8 @@ def _describe_room(failure: OutOfMemory, room: RequestRoom) -> Iterator[str]:
             "large."
         )
     elif failure.cause == "capacity":
-        unused = f", {format_bytes(room.lacking_bytes)} even without fragmentation" if room.lacking_bytes else ""
+        has_pieces = 0 < room.lacking_bytes < room.missing_bytes
+        unused = f", {format_bytes(room.lacking_bytes)} even without fragmentation" if has_pieces else ""
         largest = max(room.largest_fit_bytes, failure.device_free_bytes or 0)
         yield (
             f"{format_bytes(room.missing_bytes)} were missing{unused}; a request of {format_bytes(largest)} would have "

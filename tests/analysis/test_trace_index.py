@@ -50,7 +50,7 @@ def assert_exact(trace: Trace, device: str, points, *, categories: bool = True) 
     }
 
 
-@settings(max_examples=int(os.environ.get("INDEX_EXAMPLES", "12")), deadline=None)
+@settings(max_examples=int(os.environ.get("INDEX_EXAMPLES", "5")), deadline=None)
 @given(st.integers(0, 10**6), st.data())
 def test_points_and_extremes_of_windows_are_those_of_the_whole_trace(seed: int, data: st.DataObject) -> None:
     random = Random(seed)
@@ -102,7 +102,7 @@ def assert_same_blocks(indexed: IndexedTrace, device: str) -> None:
     assert num_blocks == len(on_device)
 
 
-@settings(max_examples=int(os.environ.get("INDEX_EXAMPLES", "12")), deadline=None)
+@settings(max_examples=int(os.environ.get("INDEX_EXAMPLES", "5")), deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 30), st.integers(4, 60))
 def test_an_overview_has_the_levels_and_the_largest_blocks_of_the_trace(
     seed: int, num_blocks: int, num_points: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from memtrace.cli import COMMANDS, cli
+from memtrace.cli import COMMANDS, cli, main
 from memtrace.cli.plan import PLANS
 
 from tests.cli.runner import run_memtrace
@@ -95,4 +96,20 @@ def test_errors(arguments: tuple[str, ...], message: str) -> None:
     result = run_memtrace(*arguments, columns=COLUMNS)
     assert result.returncode == 2 and result.stdout == ""
     assert message in " ".join(result.stderr.split())
-    assert all(len(line) <= COLUMNS or " " not in line.strip() for line in result.stderr.splitlines())
+
+
+class Terminal(io.StringIO):
+    """A stderr that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_errors_in_lines_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = Terminal()
+    monkeypatch.setattr("sys.stderr", stderr)
+    with pytest.raises(SystemExit):
+        main(["report", "x", "-o", "a/folder/that/is/not/there/x.html"])
+    lines = stderr.getvalue().splitlines()
+    assert len(lines) > 1 and all(len(line) <= COLUMNS for line in lines)
+    assert "Create it, or pass another path with -o." in " ".join(lines)

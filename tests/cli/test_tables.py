@@ -59,5 +59,14 @@ def test_a_last_column_without_room_goes_below_its_row() -> None:
     ]
 
 
+def test_a_long_name_continues_behind_its_punctuation() -> None:
+    row = ["chimera:f=2,method=doubling", "1.82 s", "157 MiB"]
+    assert render(["schedule", "step", "peak"], [row], 40) == [
+        "schedule           step  peak",
+        "chimera:f=2,     1.82 s  157 MiB",
+        "method=doubling",
+    ]
+
+
 def test_brackets_in_headers_are_no_markup() -> None:
     assert render(["saves", "site [module]"], [["1 B", "x"]], 80)[0] == "saves  site [module]"

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from memtrace.dashboards.palette import SERIES_COLORS
 from memtrace.dashboards.payload import build_payload
 
 from memtrace.analysis.block_catalog import BlockCatalog, catalog_blocks
@@ -31,6 +32,7 @@ async function open({ packed, plain }) {
 }
 function answer(question) {
   if (question.packed) return open(question);
+  if (question.texts) return Object.fromEntries(assignColors(question.texts, question.palette));
   const { row, group, onlyOwn, color } = question, hierarchy = hierarchyOf(data, group, onlyOwn);
   const coloring = coloringOf(data, color), sums = sumTree(data, hierarchy, liveAt(data.blocks, row), coloring);
   const pathOf = (node) => (node > 0 ? [...pathOf(hierarchy.parent[node]), hierarchy.title[node]] : []);
@@ -91,3 +93,13 @@ def test_stacks_without_own_frames_have_a_box_of_their_own(scripts: Scripts) -> 
     boxes = scripts.ask({"row": 399, "group": "stack", "onlyOwn": True, "color": "size"})
     assert boxes[0]["bytes"] == sum(box["bytes"] for box in boxes if len(box["path"]) == 1)
     assert boxes[0]["count"] == len(live_after(trace, 399))
+
+
+def test_texts_keep_their_colors_unless_a_larger_text_has_them(scripts: Scripts) -> None:
+    palette = list(SERIES_COLORS)
+    texts = [f"train.py:{line} main" for line in range(len(palette))]
+    colors = scripts.ask({"texts": texts, "palette": palette})
+    assert sorted(colors.values()) == sorted(palette)
+    for number in range(len(texts)):
+        alone = scripts.ask({"texts": [texts[number]], "palette": palette})[texts[number]]
+        assert colors[texts[number]] == alone or alone in [colors[text] for text in texts[:number]]

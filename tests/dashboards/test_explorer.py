@@ -19,6 +19,7 @@ from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import find_peak, requested_bytes
 from memtrace.format.schema import PHASES
 from memtrace.trace import Trace
+from memtrace.units import format_bytes
 from tests.builders import event, op, step, trace_of
 from tests.dashboards.browser import needs_chromium, opened
 from tests.dashboards.test_page import HOSTILE, hostile_trace
@@ -28,6 +29,11 @@ STEP_NS = 40_000
 NUM_STEPS = 10
 MAX_ROWS_IN_SIGHT = 30
 """Rows of the table that are in the document at least."""
+CATCH_FILES = """() => {
+  URL.createObjectURL = (file) => { window.saved = file.text(); return ""; };
+  HTMLAnchorElement.prototype.click = () => {};
+}"""
+"""Keeps what the page saves as a file, instead of downloading it."""
 SHOWN = """explorer => [{...explorer.dataset}, [...explorer.querySelectorAll('tbody tr[data-block]')].map(row => row.dataset.block),
   location.hash]"""
 MODULES = ("GPT", "GPT.blocks.3", "GPT.blocks.3.mlp", "GPT.blocks.30")
@@ -165,11 +171,10 @@ def draw_explorer(page: Any) -> None:
 
 
 def shown_blocks(page: Any) -> set[int]:
-    """The blocks that the explorer lists."""
-    with page.expect_download() as download:
-        page.get_by_role("button", name="Save as CSV").click()
-    with download.value.path().open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+    """The blocks that the explorer lists, as it saves them."""
+    page.evaluate(CATCH_FILES)
+    page.get_by_role("button", name="Save as CSV").click()
+    rows = list(csv.DictReader(page.evaluate("window.saved").splitlines()))
     assert sum(int(row["size_bytes"]) for row in rows) == int(page.locator(".explorer").get_attribute("data-bytes"))
     return {int(row["block"]) for row in rows}
 
@@ -267,6 +272,30 @@ def test_the_explorer_works_with_the_keyboard_alone(page: Any) -> None:
 def test_a_search_that_cannot_be_read_is_reported(page: Any) -> None:
     page.get_by_role("searchbox", name="Search blocks").fill("size:>large")
     assert page.get_by_role("status").filter(has_text="size needs bytes such as >1MiB").is_visible()
+    page.get_by_role("searchbox", name="Search blocks").fill("no such block")
+    assert page.get_by_text("No block matches.").is_visible()
+    assert page.locator(".explorer .headline").inner_text().endswith("0 B in 0 blocks that match the filters.")
+
+
+@needs_chromium
+def test_the_sums_of_blocks_that_the_page_leaves_out_complete_the_totals(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memtrace.dashboards.explorer.MAX_BLOCKS", 40)
+    trace = random_trace()
+    table, peak = blocks(trace), find_peak(trace, "cpu").requested
+    path = report(trace, tmp_path / "page.html")
+    with opened(browser, path) as page:
+        draw_explorer(page)
+        explorer = page.locator(".explorer")
+        catalog = catalog_blocks(trace, "cpu", 40)
+        left_out = live_after(trace, peak.event) - set(catalog.place.tolist())
+        rest = f"{format_bytes(int(table.size[list(left_out)].sum()))} in {len(left_out)} smaller block"
+        assert f" and {rest}" in explorer.locator(".headline").inner_text()
+        explorer.locator("canvas").hover(position={"x": 5, "y": 5})
+        assert f"{format_bytes(peak.bytes)} in {len(live_after(trace, peak.event))} blocks, 100 %" in (
+            explorer.locator(".tooltip").inner_text()
+        )
 
 
 @needs_chromium

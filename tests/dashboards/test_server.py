@@ -173,7 +173,7 @@ def live_ids(data: dict[str, Any], row: int) -> set[int]:
     return set(table["block"][(begin <= row) & (end > row)].astype(int).tolist())
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.integers(0, 10**6), st.integers(10, 80), st.data())
 def test_an_exact_window_has_the_live_sets_the_curve_and_the_rows_of_the_analysis(
     tmp_path_factory: pytest.TempPathFactory, seed: int, part_rows: int, data: st.DataObject
@@ -261,6 +261,7 @@ def test_all_results_of_a_range_are_a_page_of_their_own(client: TestClient, monk
 # The index.
 
 
+@pytest.mark.slow
 def test_worker_processes_make_the_same_index(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = load(folder).rank(0)
     numbers = trace.part_numbers
