@@ -19,13 +19,17 @@ NULLCUDA := $(CUDA_VENV)/nullcuda
 CUDA_FUZZ_SEEDS ?= 20
 export CUDA_FUZZ_SEEDS
 
-.PHONY: demo test test-all test-cuda test-cuda-null cuda-env lint mypy docs docs-serve dist check-dist bench clean
+.PHONY: demo integrations test test-all test-cuda test-cuda-null cuda-env lint mypy docs docs-serve dist check-dist bench clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH)
 	$(PIP) -e ".[dev]"
 	touch $@
+
+# The frameworks whose integrations are tested; without them these tests are skipped. torch stays as it is.
+integrations: $(READY)
+	$(PIP) -e ".[integrations]"
 
 demo: $(READY)
 	mkdir -p out

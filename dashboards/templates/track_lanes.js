@@ -43,7 +43,7 @@ function createLanesTrack({ data, store, axis, colors, layout }) {
     let y = 0, drawnSpans = 0;
     for (const lane of lanes) {
       pen.fillStyle = colors().muted;
-      if (layout.left < 70) pen.font = "11px system-ui, sans-serif";
+      if (layout.left < 80) pen.font = "11px system-ui, sans-serif";
       fillTextWithin(pen, lane.title, 2, y + ROW / 2, layout.left - 6);
       const { start, end } = spansOf(lane);
       pen.font = "12px system-ui, sans-serif";

@@ -25,7 +25,7 @@ function mountTracks(root, data, store, colors) {
     if (!area.clientWidth) return;
     const begin = performance.now();
     layout.width = area.clientWidth;
-    layout.left = layout.width < 600 ? 58 : 84;
+    layout.left = layout.width < 600 ? 64 : 84;
     layout.plot = layout.width - layout.left - 2;
     drawRuler(ruler, axis, layout, colors());
     for (const [, track] of tracks) track.draw();
@@ -100,7 +100,7 @@ function mountTracks(root, data, store, colors) {
     click(event) {
       const place = trackAt(event);
       if (place && place.x >= layout.left) place.track.click(positionAt(place.x), place.y);
-      area.focus({ preventScroll: true });
+      if (event.pointerType !== "touch") area.focus({ preventScroll: true }); // for keys
     },
     doubleClick() { addresses.showAll?.(); navigation.showAll(); requestDraw(); },
   });

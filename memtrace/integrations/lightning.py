@@ -136,7 +136,7 @@ def _with_framework_bases(cls: Any, packages: tuple[str, ...]) -> Any:
     return new_class(cls.__name__, (cls, *bases), exec_body=lambda namespace: namespace.update(body))
 
 
-def _restore(cls: type, state: dict[str, Any]) -> Any:
+def _restore(cls: Any, state: dict[str, Any]) -> Any:
     """Return an unpickled or copied callback."""
     callback = cls.__new__(cls)
     callback.__dict__.update(state)

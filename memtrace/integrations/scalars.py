@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from memtrace.errors import TraceError
+from memtrace.format.schema import CATEGORIES
 
 if TYPE_CHECKING:
     from memtrace.analysis.step_memory import StepMemory
@@ -38,7 +39,7 @@ def step_scalars(memory: StepMemory) -> dict[str, float]:
             "reserved_bytes": device.reserved_bytes,
             "growth_bytes": device.growth_bytes,
         }
-        values |= {f"peak_bytes_by_category/{name}": size for name, size in device.category_bytes.items()}
+        values |= {f"peak_bytes_by_category/{name}": device.category_bytes.get(name, 0) for name in CATEGORIES}
         scalars |= {f"{prefix}/{name}": float(value) for name, value in values.items() if value is not None}
     return scalars
 

@@ -115,7 +115,7 @@ def estimate_checkpointing(trace: Trace, failure: OutOfMemory) -> CheckpointEsti
         saved[best] + to_come * (layer_bytes - output_bytes),
         layer_bytes,
         output_bytes,
-        _layers_fit(failure, saved[best], to_come, layer_bytes, output_bytes, _backward_bytes(trace, layers)),
+        _layers_fit(trace, failure, saved[best], to_come, layer_bytes, output_bytes, _backward_bytes(trace, layers)),
     )
 
 
@@ -126,7 +126,13 @@ def _backward_bytes(trace: Trace, layers: list[Array]) -> int:
 
 
 def _layers_fit(
-    failure: OutOfMemory, kept_bytes: int, to_come: int, layer_bytes: int, output_bytes: int, backward_bytes: int
+    trace: Trace,
+    failure: OutOfMemory,
+    kept_bytes: int,
+    to_come: int,
+    layer_bytes: int,
+    output_bytes: int,
+    backward_bytes: int,
 ) -> bool | None:
     """Return whether forward and backward find room if each layer keeps its output alone; None: unknown."""
     if failure.room is None or failure.cause != "capacity":
@@ -135,19 +141,21 @@ def _layers_fit(
         return failure.room.is_covered_by(kept_bytes)
     # One layer at a time is computed as a whole, again in backward: first beside the outputs of all layers, at last
     # beside the gradients of all parameters.
-    beside = max(to_come * output_bytes, _gradients_to_come(failure)) + state_to_come(failure)
+    beside = max(to_come * output_bytes, _gradients_to_come(failure)) + state_to_come(trace, failure)
     needed = beside + layer_bytes + output_bytes + backward_bytes
     return needed <= (failure.device_free_bytes or 0) + kept_bytes
 
 
-def state_to_come(failure: OutOfMemory) -> int:
-    """Return the bytes of the state that an optimizer creates in its first step, where that did not end yet; else 0.
+def state_to_come(trace: Trace, failure: OutOfMemory) -> int:
+    """Return the bytes of the state that an optimizer creates in its first step, where that has not begun; else 0.
 
     The optimizer is taken to be Adam: its state is larger than that of most others.
     """
     trains = failure.phase == "backward" or (failure.phase == "forward" and failure.likely_activation_bytes > 0)
     held = failure.live_bytes_by_category
-    has_state = not trains or held.get("optimizer_state", 0) > 0
+    phases = op_column(trace, trace.columns("events", "op_id")["op_id"][: failure.event], "phase")
+    has_stepped = bool((phases == PHASE["optimizer"]).any())
+    has_state = not trains or has_stepped or held.get("optimizer_state", 0) > 0
     return 0 if has_state else OPTIMIZERS["adam"].state * held.get("parameter", 0)
 
 
@@ -181,7 +189,7 @@ def estimate_batch(trace: Trace, failure: OutOfMemory, layers: CheckpointEstimat
     if layers is not None and failure.phase == "forward":
         batch_bytes += _backward_bytes(trace, [live[table.waits_for_backward[live]]])
     trains = failure.phase == "backward" or failure.likely_activation_bytes > 0
-    to_come = _gradients_to_come(failure) + state_to_come(failure) if trains else 0
+    to_come = _gradients_to_come(failure) + state_to_come(trace, failure) if trains else 0
     fixed_bytes = failure.live_bytes - int(table.size[live[growing]].sum()) + to_come
     # What is reserved and unused may be in pieces: it is not counted as room.
     room = failure.live_bytes + (failure.device_free_bytes or 0) - fixed_bytes

@@ -203,7 +203,7 @@ def _describe_failure(trace: Trace, failure: OutOfMemory) -> Iterator[str]:
             for clause in held
         ]
     yield f"Tensors held {format_bytes(failure.live_bytes)}{': ' if held else ''}{', '.join(held)}."
-    state_bytes = state_to_come(failure)
+    state_bytes = state_to_come(trace, failure) if failure.cause == "capacity" else 0
     if state_bytes:
         yield (
             f"The optimizer had no state yet: that of Adam takes {format_bytes(state_bytes)}, which the changes below "

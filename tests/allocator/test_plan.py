@@ -180,6 +180,15 @@ def test_figures_exist_only_for_a_gpu() -> None:
     assert "2 of 2 allocations replay at their recorded address" in note
 
 
+def test_a_sweep_is_computed_once_per_trace_and_capacity() -> None:
+    trace = out_of_memory_trace()
+    first, again = plan_allocator(trace), plan_allocator(trace)
+    assert first.devices[0] is again.devices[0]
+    assert plan_allocator(trace, capacity=1 << 40).devices[0] is not first.devices[0]
+    watched = plan_allocator(trace, progress=lambda: None)
+    assert watched.devices[0].predictions == first.devices[0].predictions
+
+
 def out_of_memory_trace() -> Trace:
     """The hand-made out-of-memory error as a trace with segments, as a reader returns it."""
     history = failed_request()

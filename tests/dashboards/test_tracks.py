@@ -116,7 +116,7 @@ def test_every_pixel_column_is_as_high_as_the_data(page: Any) -> None:
     page.wait_for_function(f"() => Number({CURVE}.dataset.highest) === {highest_in(trace, 610, 810)}")
     tops = page.evaluate(
         f"""() => {{
-          const canvas = {CURVE}, pen = canvas.getContext("2d"), left = innerWidth < 600 ? 58 : 84, tops = [];
+          const canvas = {CURVE}, pen = canvas.getContext("2d"), left = 84, tops = [];
           const {{ data, width, height }} = pen.getImageData(left, 0, canvas.width - left - 2, canvas.height);
           for (let x = 0; x < width; x++) {{
             let y = 0; // unknown blocks are #8c9299

@@ -54,6 +54,14 @@ def test_a_cell_shows_its_peak_and_runs_in_the_namespace_of_the_user(
     assert not list(tmp_path.glob("*.memtrace"))
 
 
+def test_a_cell_computes_bitwise_the_same(shell: Any) -> None:
+    results = []
+    for magic in ("", "%%memtrace -q\n"):
+        shell.run_cell(f"{magic}import torch\ntorch.manual_seed(3)\n{CELL}\nresult = weight.detach().clone()")
+        results.append(shell.user_ns["result"])
+    assert results[0].equal(results[1])
+
+
 def test_the_trace_is_kept_in_a_variable_and_a_folder_on_request(
     shell: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

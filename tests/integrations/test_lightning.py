@@ -164,6 +164,7 @@ def test_a_wrong_option_is_reported_before_the_training(tmp_path: Path) -> None:
         MemtraceCallback(tmp_path / "run.memtrace", max_steps=0)
 
 
+@pytest.mark.slow
 def test_each_rank_of_ddp_records_its_own_part_also_under_the_name_pytorch_lightning(tmp_path: Path) -> None:
     if find_spec("pytorch_lightning") is None:
         pytest.skip("pytorch_lightning is not installed")

@@ -25,7 +25,7 @@ from memtrace.trace import Trace
 from tests.recording.helpers import part_written, wait_until
 
 
-def train(recording: Recording, num_steps: int, after_step: Any = None) -> None:
+def train(recording: Recording, num_steps: int, after_step: Any = None) -> torch.nn.Module:
     model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 1))
     optimizer = torch.optim.Adam(model.parameters())
     kept = []
@@ -37,6 +37,7 @@ def train(recording: Recording, num_steps: int, after_step: Any = None) -> None:
         recording.step()
         if after_step is not None:
             after_step(step)
+    return model
 
 
 def expected_scalars(trace: Trace) -> dict[int, dict[str, float]]:
@@ -54,6 +55,17 @@ def test_measures_of_steps_are_those_of_the_other_analyses(tmp_path: Path) -> No
     assert [sum(memory.category_bytes.values()) for memory in measured] == columns.peak_bytes.tolist()
     assert {name for memory in measured for name in memory.category_bytes} <= set(CATEGORY_LABELS)
     assert all(memory.reserved_bytes is None for memory in measured)  # the CPU's allocator has no segments
+
+
+def test_training_is_bitwise_the_same_with_a_stream(tmp_path: Path) -> None:
+    results = []
+    for sinks in (None, [lambda step, scalars: None]):
+        torch.manual_seed(7)
+        with memtrace.record(tmp_path / "run.memtrace", flush_seconds=0.01) as recording:
+            if sinks is not None:
+                ScalarStream(recording, sinks)
+            results.append([parameter.detach().clone() for parameter in train(recording, 8).parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_steps_are_logged_while_the_recording_runs(tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ def test_limits_are_checked_and_the_messages_show_what_held_the_peak(pytester: p
     result.stdout.no_fnmatch_line("*test_memory.py::test_small  (*")
 
 
+@pytest.mark.slow
 def test_workers_of_xdist_report_together_and_the_marker_of_memray_is_left_to_it(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_memory=TESTS)
     pytester.makeini("[pytest]\nmemtrace = true\n")

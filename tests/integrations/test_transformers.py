@@ -79,6 +79,39 @@ def test_training_is_bitwise_the_same_with_the_callback(tmp_path: Path) -> None:
     assert plain.state.global_step == followed.state.global_step == 8
 
 
+class Events(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Writes down the events of a training and what the trainer's state is at each of them."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, bool, bool]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+
+        def event(args: Any, state: Any, control: Any, **objects: Any) -> None:
+            self.seen.append((name, state.global_step, control.should_evaluate, control.should_save))
+
+        return event
+
+
+def test_other_callbacks_get_the_same_events(tmp_path: Path) -> None:
+    seen = []
+    for callbacks in ([], [callback(tmp_path)]):
+        events = Events()
+        make_trainer(
+            tmp_path, *callbacks, events, eval_strategy="steps", eval_steps=3, gradient_accumulation_steps=2,
+            num_train_epochs=2, save_strategy="steps", save_steps=2,
+        ).train()  # fmt: skip
+        seen.append(events.seen)
+    assert seen[0] == seen[1]
+    order = [name for name, step, *_ in seen[0] if step == 0]
+    assert order == [
+        "on_init_end", "on_train_begin", "on_epoch_begin", "on_step_begin", "on_substep_end", "on_pre_optimizer_step",
+        "on_optimizer_step",
+    ]  # fmt: skip
+
+
 def test_sinks_get_the_scalars_of_the_analysis_under_the_global_step(tmp_path: Path) -> None:
     got: dict[int, dict[str, float]] = {}
     make_trainer(tmp_path, callback(tmp_path, sinks=[got.__setitem__])).train()
