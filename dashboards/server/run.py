@@ -19,6 +19,7 @@ from memtrace.dashboards.server.served import ServedTrace
 from memtrace.errors import MemtraceError
 
 DEFAULT_HOST: Final = "127.0.0.1"
+NICENESS: Final = 10
 _PARENT_SECONDS: Final = 0.5
 
 
@@ -61,6 +62,8 @@ def run_server(
     if open_browser:
         threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
     if parent is not None:
+        with contextlib.suppress(OSError):
+            os.nice(NICENESS)  # the training goes first
         threading.Thread(target=_end_with_parent, args=(server, parent), daemon=True).start()
     try:
         with contextlib.suppress(KeyboardInterrupt), listener:

@@ -149,8 +149,9 @@ class ServedRank:
             current = IndexedTrace(trace, index)
             if self.folder is not None and len(missing) >= MIN_PARTS_FOR_WORKERS:
                 save_index(self.folder, index)
-            # What is asked first is computed now.
-            self._whole = {device: build_window_payload(current, device) for device in index.devices}
+            # What is asked first is computed now; later versions of a recording may never be asked for.
+            is_first = self.current is None
+            self._whole = {device: build_window_payload(current, device) for device in index.devices if is_first}
             self.current = current
             self.version += 1
 
@@ -158,7 +159,9 @@ class ServedRank:
         """Return the payload of a window of a device, while ``lock`` is held; None where it has no blocks there."""
         assert self.current is not None
         if start_ns is None and end_ns is None:
-            return self._whole.get(device)
+            if device not in self._whole:
+                self._whole[device] = build_window_payload(self.current, device)
+            return self._whole[device]
         return build_window_payload(self.current, device, start_ns, end_ns)
 
 
