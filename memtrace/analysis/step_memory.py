@@ -29,7 +29,7 @@ class DeviceStepMemory:
     live_end_bytes: int
     """Bytes live when the step ends."""
     growth_bytes: int | None
-    """Increase of ``live_end_bytes`` since the end of the previous step; None: the previous step is not in the trace."""
+    """Increase of ``live_end_bytes`` since the end of the previous step; None without that step."""
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,8 @@ def _open_steps_after(trace: Trace, last: StepMemory | None) -> Trace:
     try:
         return trace.window(last.step + 1)
     except TraceError:
-        if trace.manifest.options.last_steps is None:
+        options = trace.manifest.options
+        if options is None or options.last_steps is None:
             raise
         return trace  # the ring may have deleted the next step: it keeps few
 
