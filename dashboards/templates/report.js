@@ -80,7 +80,7 @@ const visibleElements = () => [...document.querySelectorAll(".figure, .widget")]
 function selectView() {
   const views = [...document.querySelectorAll(".view")];
   const current = views.find((view) => view.dataset.view === store.get().view) ?? views[0];
-  for (const view of views) view.hidden = view !== current;
+  for (const part of document.querySelectorAll(".view-head, .view")) part.hidden = part.dataset.view !== current?.dataset.view;
   const choice = document.getElementById("view");
   if (choice && current) choice.value = current.dataset.view;
   for (const element of visibleElements()) if (!showing.has(element)) observer.observe(element);
