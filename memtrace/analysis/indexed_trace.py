@@ -13,7 +13,7 @@ from memtrace.trace import Trace
 if TYPE_CHECKING:
     pass
 
-MAX_EXACT_EVENTS: Final = 400_000
+MAX_EXACT_EVENTS: Final = 300_000
 """Events of the parts of a window up to which it is analyzed itself, without the index."""
 
 MAX_SPANS: Final = 20_000
