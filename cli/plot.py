@@ -26,7 +26,8 @@ SEVERAL_TRACES: Final = ("categories", "steps", "step-peaks", "access-intervals"
 @click.command("plot")
 @click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path())
 @click.option("--figure", "name", type=click.Choice([*ONE_TRACE, *SEVERAL_TRACES]), default="timeline",
-              show_default=True, metavar="NAME", help=f"Figure to draw: {', '.join((*ONE_TRACE, *SEVERAL_TRACES))}.")  # fmt: skip
+              show_default=True, metavar="NAME",
+              help=f"Figure to draw: {', '.join((*ONE_TRACE, *SEVERAL_TRACES))}.")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(dir_okay=False), default="plot.html", show_default=True,
               help="File to write; its suffix names the format: png, svg, pdf, jpeg, webp or html. All but html need "
               "kaleido and a browser.")  # fmt: skip

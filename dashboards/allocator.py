@@ -1,4 +1,4 @@
-"""Figures of the caching allocator: segments over time, blocks at the peak, and reserved memory under other settings.
+"""Figures of the caching allocator: blocks at the peak, and reserved memory under other settings.
 
 Each figure takes a table of `memtrace.allocator` and is bounded in size; its note says what is left out.
 """
@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import plotly.graph_objects as go
+from memtrace.dashboards.palette import BLUE, ORANGE
 from numpy.typing import NDArray
 
 from memtrace.allocator.exact_replay import reproduce_exactly
-from memtrace.allocator.plan import plan_allocator, settings_table
+from memtrace.allocator.plan import MAX_SWEPT_ENTRIES, settings_table, sweep_device
 from memtrace.allocator.requests import history_rows
-from memtrace.allocator.state_tables import block_map_at_peak, free_bytes_by_segment, segment_lifetimes
+from memtrace.allocator.state_tables import block_map_at_peak, free_bytes_by_segment
 from memtrace.analysis.options import DEFAULT_OPTIONS, AnalysisOptions
-from memtrace.units import choose_byte_unit, choose_time_unit, format_bytes, format_count, format_duration
+from memtrace.units import choose_byte_unit, choose_time_unit, format_bytes, format_count
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,42 +27,26 @@ if TYPE_CHECKING:
     from memtrace.allocator.replay import PreparedHistory, ReplayResult
     from memtrace.trace import Trace
 
-MAX_ENTRIES: Final = 100_000
-"""Longest history that the page replays under many settings, in a second or two. `memtrace plan allocator` has no
-limit."""
-MAX_SEGMENTS: Final = 1500
-"""Most segments drawn over time: the largest."""
 MAX_ROWS: Final = 120
 """Most segments in the block map: those with most free memory."""
 FIGURE_HEIGHT: Final = 460
-LIVE_COLOR: Final = "#0072b2"
-FREE_COLOR: Final = "#e69f00"
-SMALL_COLOR: Final = "#56b4e9"
-
-
-def segments_section(trace: Trace, device: str) -> go.Figure | None:
-    """Return the segments over time; None where the device has no allocator history that replays exactly."""
-    reproduced = _reproduce(trace, device)
-    if reproduced is None or not len(reproduced[0].history.time_ns):
-        return None
-    times = reproduced[0].history.time_ns
-    return segments_figure(segment_lifetimes(reproduced[0]), int(times[0]), int(times[-1]))
+LIVE_COLOR: Final = BLUE
+FREE_COLOR: Final = ORANGE
 
 
 def state_section(trace: Trace, device: str) -> go.Figure | None:
-    """Return the blocks at the peak of reserved memory; None as in `segments_section`."""
+    """Return the blocks at the peak of reserved memory; None where there is no history that replays exactly."""
     reproduced = _reproduce(trace, device)
     return None if reproduced is None else block_map_figure(block_map_at_peak(reproduced[0]))
 
 
 def sweep_section(trace: Trace, device: str, options: AnalysisOptions = DEFAULT_OPTIONS) -> go.Figure | None:
-    """Return the reserved memory under other settings; None as in `segments_section`."""
+    """Return the reserved memory under other settings; None as in `state_section`."""
     reproduced = _reproduce(trace, device)
     if reproduced is None:
         return None
     _, result = reproduced
-    plans = plan_allocator(trace, capacity=options.capacity_bytes).devices
-    plan = next(plan for plan in plans if plan.device == device)
+    plan = sweep_device(trace, device, options.capacity_bytes)
     figure = sweep_figure(settings_table(plan))
     check = (
         f"The model reproduces the recording: {result.num_allocations_exact:,} of "
@@ -73,36 +58,7 @@ def sweep_section(trace: Trace, device: str, options: AnalysisOptions = DEFAULT_
 
 def _reproduce(trace: Trace, device: str) -> tuple[PreparedHistory, ReplayResult] | None:
     """Replay the history of a device; None where it has none, is too long for the page, or does not replay exactly."""
-    return None if len(history_rows(trace, device)) > MAX_ENTRIES else reproduce_exactly(trace, device)
-
-
-def segments_figure(segments: pd.DataFrame, first_ns: int, last_ns: int) -> go.Figure:
-    """Draw each segment as a bar from its allocation to its release; its height shows bytes.
-
-    Args:
-        segments: the table of `segment_lifetimes`.
-        first_ns: start of the history, where bars of older segments begin.
-        last_ns: end of the history, where bars of segments still held end.
-    """
-    shown = segments.nlargest(MAX_SEGMENTS, "size_bytes").sort_values("address")
-    nanoseconds, time_name = choose_time_unit(last_ns - first_ns)
-    size = shown["size_bytes"].to_numpy(np.int64)
-    num_bytes, byte_name = choose_byte_unit(int(size.sum()))
-    top = np.cumsum(size) / num_bytes
-    begin_ns = shown["from_ns"].fillna(first_ns).to_numpy(np.int64) - first_ns
-    end_ns = shown["to_ns"].fillna(last_ns).to_numpy(np.int64) - first_ns
-    text = [
-        f"{format_bytes(int(bytes_))} at {address:#x}, held for {format_duration(int(held))}"
-        for bytes_, address, held in zip(size, shown["address"], end_ns - begin_ns, strict=True)
-    ]
-    boxes = _Boxes(begin_ns / nanoseconds, end_ns / nanoseconds, top - size / num_bytes, top, np.array(text, object))
-    small = shown["small"].to_numpy(np.bool_)
-    figure = go.Figure()
-    for name, rows, color in (("Large segments", ~small, LIVE_COLOR), ("Small segments (2 MiB)", small, SMALL_COLOR)):
-        if rows.any():
-            figure.add_trace(boxes.take(rows).as_trace(name, color))
-    note = _left_out_note(len(shown), len(segments), "largest segments")
-    return _styled(figure, f"Time ({time_name})", f"Segments, stacked by address ({byte_name})", note)
+    return None if len(history_rows(trace, device)) > MAX_SWEPT_ENTRIES else reproduce_exactly(trace, device)
 
 
 def block_map_figure(blocks: pd.DataFrame) -> go.Figure:

@@ -62,10 +62,14 @@ def _describe(comparison: RunComparison) -> Iterator[str]:
     """Return the comparison in sentences: first and last run, then the largest differences."""
     first, last = comparison.runs[0], comparison.runs[-1]
     change = last.peak_bytes - first.peak_bytes
-    yield (
-        f"The peak of {last.label} is {format_bytes(last.peak_bytes)}, {signed_bytes(change)} "
-        f"({signed_share(change, first.peak_bytes)}) compared with {format_bytes(first.peak_bytes)} of {first.label}."
-    )
+    if change:
+        yield (
+            f"The peak of {last.label} is {format_bytes(last.peak_bytes)}, {signed_bytes(change)} "
+            f"({signed_share(change, first.peak_bytes)}) compared with {format_bytes(first.peak_bytes)} of "
+            f"{first.label}."
+        )
+    else:
+        yield f"{first.label} and {last.label} have the same peak, {format_bytes(first.peak_bytes)}."
     if len(comparison.runs) > 2:
         ranked = sorted(comparison.runs, key=lambda run: run.peak_bytes)
         yield (

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import plotly.graph_objects as go
-from memtrace.dashboards.palette import LINE_COLORS
+from memtrace.dashboards.palette import SERIES_COLORS
 from memtrace.dashboards.text import figure_text
 
 from memtrace.analysis.attribution import step_rows
@@ -35,7 +35,7 @@ def growth_figure(trace: Trace, device: str) -> go.Figure | None:
     shown = np.unique(np.linspace(0, len(step) - 1, MAX_POINTS).astype(np.int64))
     divisor, unit = choose_byte_unit(float(max(curve.live_bytes.max() for curve in curves)))
     figure = go.Figure()
-    for curve, color in zip(curves, LINE_COLORS, strict=False):
+    for curve, color in zip(curves, SERIES_COLORS, strict=False):
         style = {"width": 3, "dash": "solid"} if curve.is_leak else {"width": 1.4, "dash": "dot"}
         figure.add_trace(
             go.Scatter(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import plotly.graph_objects as go
-from memtrace.dashboards.palette import CATEGORY_COLORS, STACK_ORDER
+from memtrace.dashboards.palette import CATEGORY_COLORS, GRAY, STACK_ORDER
 
 from memtrace.analysis.block_lifetimes import compute_block_lifetimes
 from memtrace.analysis.peak import find_peak
@@ -44,7 +44,7 @@ def lifetimes_figure(trace: Trace, device: str) -> go.Figure | None:
             )
     peak_ns = find_peak(trace, device).time_ns
     if peak_ns is not None:
-        figure.add_vline(x=peak_ns / divisor, line={"dash": "dot", "width": 1.5, "color": "#8c9299"},
+        figure.add_vline(x=peak_ns / divisor, line={"dash": "dot", "width": 1.5, "color": GRAY},
                          annotation_text="peak", annotation_position="top")  # fmt: skip
     figure.update_layout(
         meta={"ns_per_unit": divisor, "note": f"The {len(lifetimes.block_ids):,} largest of "

@@ -17,8 +17,6 @@ SKY: Final = "#56b4e9"
 ORANGE: Final = "#e69f00"
 YELLOW: Final = "#f0e442"
 GRAY: Final = "#8c9299"
-LINE_COLORS: Final = (BLUE, VERMILION, GREEN, PURPLE, SKY, ORANGE, GRAY, YELLOW)
-"""Colors of lines and bars that are no categories, in the order of their use."""
 
 CATEGORY_COLORS: Final[dict[str, str]] = {
     "parameter": BLUE,
@@ -113,7 +111,7 @@ PATH_HUES: Final = (BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW, GRAY)
 """Colors of the paths of a pipeline: directions, or chunks of an interleaved schedule."""
 SYNC_COLOR: Final = VERMILION
 """Gradient synchronization."""
-BUBBLE_COLOR: Final = "#8c929933"
+BUBBLE_COLOR: Final = f"{GRAY}33"
 """Where a worker is idle."""
 
 

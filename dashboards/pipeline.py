@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import plotly.graph_objects as go
-from memtrace.dashboards.palette import CATEGORY_COLORS
+from memtrace.dashboards.palette import (
+    BLUE,
+    BUBBLE_COLOR,
+    CATEGORY_COLORS,
+    ORANGE,
+    PURPLE,
+    SERIES_COLORS,
+    SYNC_COLOR,
+    VERMILION,
+)
 from memtrace.dashboards.schedules import simulation_figure
 from memtrace.dashboards.sections import Section
 
@@ -33,14 +42,11 @@ MAX_POINTS: Final = 600
 MAX_LABELED_ACTIONS: Final = 400
 """Largest number of actions that are labeled with their micro-batch."""
 KINDS: Final = (
-    (FORWARD, "forward", "#0072b2"),
-    (BACKWARD, "backward", "#e69f00"),
-    (INPUT_BACKWARD, "input backward", "#d55e00"),
-    (WEIGHT_BACKWARD, "weight backward", "#cc79a7"),
+    (FORWARD, "forward", BLUE),
+    (BACKWARD, "backward", ORANGE),
+    (INPUT_BACKWARD, "input backward", VERMILION),
+    (WEIGHT_BACKWARD, "weight backward", PURPLE),
 )
-SYNC_COLOR: Final = "#009e73"
-BUBBLE_COLOR: Final = "#8c929933"
-LINE_COLORS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c9299", "#f0e442")
 _LEGEND_ABOVE: Final = {"orientation": "h", "y": 1.02, "yanchor": "bottom"}
 
 
@@ -207,7 +213,7 @@ def rank_memory_figure(trace: Trace, device: str = "") -> go.Figure | None:
                 y=memory.live_bytes[kept] / divisor,
                 name=f"rank {memory.rank}",
                 mode="lines",
-                line={"shape": "hv", "width": 1.5, "color": LINE_COLORS[place % len(LINE_COLORS)]},
+                line={"shape": "hv", "width": 1.5, "color": SERIES_COLORS[place % len(SERIES_COLORS)]},
                 hovertemplate=f"%{{y:,.2f}} {unit}",
             )
         )
@@ -258,7 +264,7 @@ def predicted_peaks_figure(prediction: PipelinePrediction) -> go.Figure:
     measured = [(worker.measured_peak_bytes, worker.measured_in_flight) for worker in workers]
     predicted = [(worker.predicted_peak_bytes, worker.predicted_in_flight) for worker in workers]
     figure = go.Figure()
-    for label, color, values in (("measured", "#0072b2", measured), ("predicted", "#e69f00", predicted)):
+    for label, color, values in (("measured", BLUE, measured), ("predicted", ORANGE, predicted)):
         figure.add_trace(
             go.Bar(
                 x=[f"rank {worker.rank}" for worker in workers],

@@ -18,6 +18,7 @@ from memtrace.dashboards.compared_runs import (
 )
 from memtrace.dashboards.palette import (
     CATEGORY_COLORS,
+    GREEN,
     NEUTRAL_COLOR,
     SERIES_COLORS,
     STACK_ORDER,
@@ -160,7 +161,7 @@ def swap_figure(compared: ComparedRuns) -> go.Figure | None:
     stays = [run.peak_bytes - (run.swappable_at_peak_bytes or 0) for run in runs]
     figure = go.Figure()
     for name, color, values in (
-        ("swap candidates at the peak", "#009e73", swappable),
+        ("swap candidates at the peak", GREEN, swappable),
         ("rest of the peak", NEUTRAL_COLOR, stays),
     ):
         figure.add_trace(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from memtrace.dashboards.delta_encoding import encode_columns
 from memtrace.dashboards.payload import build_payload
+from memtrace.dashboards.source_lines import SourceOptions
 
 from memtrace.analysis.part_summary import LEVELS
 from memtrace.format.arrays import Array
@@ -57,7 +58,7 @@ def build_window_payload(
     if window is None:
         overview = indexed.overview(device, start_ns, end_ns, max_points=MAX_POINTS, max_blocks=MAX_BLOCKS)
     small = overview.trace if overview is not None else window.trace if window is not None else indexed.trace
-    payload = build_payload(small, device) if device in small.devices else None
+    payload = build_payload(small, device, sources=SourceOptions()) if device in small.devices else None
     if payload is None:
         return None
     served: dict[str, Any] = {

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from memtrace.trace import Trace
 
+MAX_SWEPT_ENTRIES: Final = 100_000
+"""Longest history that is replayed under many settings unasked: a second or two."""
 ESTIMATE_NOTE: Final = (
     "This is an estimate from the requests alone, all on one stream. It does not include the workspaces of cuBLAS "
     "(8.1 MiB per stream, 32 MiB on Hopper) and cuDNN, the CUDA context, and the memory of other libraries."
@@ -97,13 +99,18 @@ def plan_allocator(
         SettingError: a setting requires the size of the device, which is unknown.
     """
     if settings is None and progress is None:
-        sweeps = [trace.cached(_sweep_device, device, capacity) for device in devices_to_plan(trace)]
+        sweeps = [sweep_device(trace, device, capacity) for device in devices_to_plan(trace)]
         return AllocatorPlan(devices=tuple(sweeps))
     devices = []
     for device in devices_to_plan(trace):
         source = read_device_history(trace, device)
         devices.append(plan_device(source, settings, capacity=capacity, progress=progress or (lambda: None)))
     return AllocatorPlan(devices=tuple(devices))
+
+
+def sweep_device(trace: Trace, device: str, capacity: int | None = None) -> DeviceAllocatorPlan:
+    """Return the plan of one device for a sweep of settings (cached); the arguments are those of `plan_allocator`."""
+    return trace.cached(_sweep_device, device, capacity)
 
 
 def _sweep_device(trace: Trace, device: str, capacity: int | None) -> DeviceAllocatorPlan:

@@ -1,4 +1,4 @@
-"""Tables of the allocator's state: lifetimes of segments, block map at the peak, reserved memory over time."""
+"""Tables of the allocator's state: block map at the peak, reserved memory over time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from memtrace.allocator.alloc_free_pairs import pair_by_address
 from memtrace.allocator.history import (
     SEGMENT_ALLOC,
     SEGMENT_FREE,
@@ -37,47 +36,6 @@ _BLOCK_MAP_COLUMNS: Final = (
     "pool",
     "small",
 )
-
-
-def segment_lifetimes(prepared: PreparedHistory) -> pd.DataFrame:
-    """Return one row per segment of a history; an expandable segment is a part mapped at the start.
-
-    Columns: address, size_bytes, stream, small, expandable, from_ns (NA: older than the history), to_ns (NA: held at
-    the end). Source: segment_alloc and segment_free entries, and the segments at the start.
-    """
-    import pandas as pd
-
-    history, older = prepared.history, prepared.start.segments
-    rows = np.flatnonzero((history.kind == SEGMENT_ALLOC) | (history.kind == SEGMENT_FREE))
-    pairs = pair_by_address(history.address[rows], history.kind[rows] == SEGMENT_ALLOC)
-    allocs = np.flatnonzero(history.kind[rows] == SEGMENT_ALLOC)
-    first_frees = _first_frees(older.address, history.address[rows], pairs.held_before)
-    frees = np.concatenate([first_frees, pairs.partner[allocs]])
-    times = history.time_ns[rows]
-    small = history.size[rows[allocs]] == prepared.rules.small_segment_bytes
-    table: pd.DataFrame = pd.DataFrame(
-        {
-            "address": np.concatenate([older.address, history.address[rows[allocs]]]),
-            "size_bytes": np.concatenate([older.size, history.size[rows[allocs]]]),
-            "stream": np.concatenate([older.stream, history.stream[rows[allocs]]]),
-            "small": np.concatenate([older.small, small]),
-            "expandable": np.concatenate([older.expandable, np.zeros(len(allocs), np.bool_)]),
-        }
-    )
-    from_ns = np.concatenate([np.full(len(older), -1, np.int64), times[allocs]])
-    to_ns = np.where(frees >= 0, np.append(times, 0)[frees], -1)
-    for name, column in (("from_ns", from_ns), ("to_ns", to_ns)):
-        table[name] = pd.array(column, dtype="Int64")
-        table.loc[column < 0, name] = pd.NA
-    return table
-
-
-def _first_frees(address: Int64s, entry_address: Int64s, held_before: Int64s) -> Int64s:
-    """Return the entry that releases each older segment; -1: none."""
-    order = held_before[np.argsort(entry_address[held_before], kind="stable")]
-    place = np.searchsorted(entry_address[order], address)
-    entry = np.append(order, -1)[np.minimum(place, len(order))]
-    return np.where((place < len(order)) & (np.append(entry_address, -1)[entry] == address), entry, -1)
 
 
 def block_map_at_peak(prepared: PreparedHistory) -> pd.DataFrame:

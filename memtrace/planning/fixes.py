@@ -9,7 +9,8 @@ from typing import Final
 
 import numpy as np
 
-from memtrace.allocator.plan import plan_allocator
+from memtrace.allocator.plan import MAX_SWEPT_ENTRIES, sweep_device
+from memtrace.allocator.requests import devices_to_plan
 from memtrace.analysis.findings import find_device_waste
 from memtrace.analysis.options import AnalysisOptions
 from memtrace.analysis.peak import find_peak
@@ -203,11 +204,17 @@ def allocator_fixes(trace: Trace, device: str, *, has_failed: bool, capacity_byt
         has_failed: Whether a request failed on it.
         capacity_bytes: Memory of the device for the process; None: what the trace reveals.
     """
-    if device == "cpu" or find_peak(trace, device).reserved is None or trace.num_rows("events") > MAX_PATTERN_EVENTS:
+    # Where memory ran out, the answer is worth a longer wait.
+    max_events = MAX_PATTERN_EVENTS if has_failed or capacity_bytes is not None else MAX_SWEPT_ENTRIES
+    if find_peak(trace, device).reserved is None or trace.num_rows("events") > max_events:
         return
-    plans = plan_allocator(trace, capacity=capacity_bytes).devices
-    plan = next((plan for plan in plans if plan.device == device), None)
-    if plan is None or plan.suggestion is None or plan.replay is None or plan.baseline is None:
+    if device not in devices_to_plan(trace):
+        return
+    try:
+        plan = sweep_device(trace, device, capacity_bytes)
+    except MemtraceError:  # a size, address or setting that no device can have
+        return
+    if plan.suggestion is None or plan.replay is None or plan.baseline is None:
         return
     chosen = next(each for each in plan.predictions if each.setting == plan.suggestion.setting)
     has_limit = has_failed or capacity_bytes is not None

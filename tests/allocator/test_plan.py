@@ -20,7 +20,7 @@ from memtrace.allocator.operations import run_operations
 from memtrace.allocator.plan import DeviceAllocatorPlan, plan_allocator, plan_device, settings_table, workload_of
 from memtrace.allocator.requests import RequestHistory, devices_to_plan, read_device_history
 from memtrace.allocator.settings import MIB, AllocatorSettings
-from memtrace.allocator.state_tables import block_map_at_peak, reserved_over_time, segment_lifetimes
+from memtrace.allocator.state_tables import block_map_at_peak, reserved_over_time
 from memtrace.allocator.what_if import Workload, predict_settings, simulate_settings, sweep_settings
 from memtrace.errors import MemtraceError
 from memtrace.trace import Trace
@@ -132,10 +132,6 @@ def test_address_order_does_not_matter_in_torch_2_13() -> None:
 def test_tables_agree_with_the_history() -> None:
     recorded = history(TRAINING)
     prepared, result = reproduce_history(recorded)
-    segments = segment_lifetimes(prepared)
-    assert segments["from_ns"].notna().all(), "the history starts with an empty allocator"
-    held = segments[segments["to_ns"].isna()]
-    assert held["size_bytes"].sum() == recorded.segments.size.sum()
     state = block_map_at_peak(prepared)
     assert state["size_bytes"].sum() == result.peak_reserved_bytes
     curve = reserved_over_time(workload_of(prepared), AllocatorSettings(), recorded.time_ns)
@@ -146,33 +142,23 @@ def test_tables_agree_with_the_history() -> None:
     assert moments[np.minimum(at, len(moments) - 1)].max() == result.peak_reserved_bytes
 
 
-def test_segments_older_than_a_partial_history_have_no_start_time() -> None:
-    whole = history(TRAINING)
-    part = drop_first_entries(whole, len(whole) // 2)
-    segments = segment_lifetimes(reproduce_history(part)[0])
-    assert segments["from_ns"].isna().any()
-    assert len(reproduce_history(part)[0].operations.request_entries) > 0
-
-
 def test_figures_show_the_tables() -> None:
     recorded = history(TRAINING)
     prepared, _ = reproduce_history(recorded)
-    segments = figures.segments_figure(segment_lifetimes(prepared), 0, int(recorded.time_ns[-1]))
     state = figures.block_map_figure(block_map_at_peak(prepared))
     sweep = figures.sweep_figure(settings_table(plan_device(recorded)), capacity=1 << 30)
     curve = reserved_over_time(workload_of(prepared), AllocatorSettings(), recorded.time_ns)
     reserved = figures.reserved_figure({"default": curve})
-    assert {trace.name for trace in segments.data} == {"Large segments", "Small segments (2 MiB)"}
     assert {trace.name for trace in state.data} == {"Live", "Free"}
     assert len(sweep.data) == 2 and len(sweep.data[0].y) == len(plan_device(recorded).predictions)
     divisor, unit = choose_byte_unit(int(curve["reserved_bytes"].max()))
     assert reserved.data[0].y.max() * divisor == curve["reserved_bytes"].max()
     assert reserved.layout.yaxis.title.text == f"Reserved memory ({unit})"
-    assert all(len(figure.to_json()) < 1_000_000 for figure in (segments, state, sweep, reserved))
+    assert all(len(figure.to_json()) < 1_000_000 for figure in (state, sweep, reserved))
 
 
 def test_figures_exist_only_for_a_gpu() -> None:
-    for build in (figures.segments_section, figures.state_section, figures.sweep_section):
+    for build in (figures.state_section, figures.sweep_section):
         assert build(cpu_trace(), "cpu") is None
         drawn = build(out_of_memory_trace(), "cuda:0")
         assert drawn is not None and len(drawn.data) > 0
