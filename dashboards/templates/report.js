@@ -80,7 +80,7 @@ const visibleElements = () => [...document.querySelectorAll(".figure, .widget")]
 function selectView() {
   const views = [...document.querySelectorAll(".view")];
   const current = views.find((view) => view.dataset.view === store.get().view) ?? views[0];
-  for (const view of views) view.hidden = view !== current;
+  for (const part of document.querySelectorAll(".view-head, .view")) part.hidden = part.dataset.view !== current?.dataset.view;
   const choice = document.getElementById("view");
   if (choice && current) choice.value = current.dataset.view;
   for (const element of visibleElements()) if (!showing.has(element)) observer.observe(element);
@@ -122,13 +122,20 @@ document.getElementById("print").addEventListener("click", async () => {
   print();
 });
 
-// Draws, one after the other and only while the browser has nothing else to do, what nobody has scrolled to yet: it is
+// Draws, one after the other and only while neither the browser nor the reader is busy, what nobody has scrolled to yet: it is
 // there when it comes into sight or is printed.
+const QUIET_MS = 1500; // without input
+let lastInput = -Infinity;
+for (const kind of ["pointerdown", "pointermove", "wheel", "keydown"]) {
+  addEventListener(kind, () => { lastInput = performance.now(); }, { passive: true, capture: true });
+}
 const whenIdle = globalThis.requestIdleCallback ?? ((act) => setTimeout(act, 200));
 async function drawTheRest() {
   const next = visibleElements().find((element) => !showing.has(element));
-  if (next) await show(next);
-  if (next) whenIdle(drawTheRest);
+  if (!next) return;
+  const wait = lastInput + QUIET_MS - performance.now();
+  if (wait <= 0) await show(next);
+  setTimeout(() => whenIdle(drawTheRest), Math.max(wait, 0));
 }
 applyTheme();
 selectView();

@@ -29,7 +29,7 @@ class DeviceStepMemory:
     live_end_bytes: int
     """Bytes live when the step ends."""
     growth_bytes: int | None
-    """Increase of ``live_end_bytes`` since the end of the previous step; None for the first step."""
+    """Increase of ``live_end_bytes`` since the end of the previous step; None without that step."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ def measure_step_memory(
     for place, number in enumerate(steps.number[chosen].tolist()):
         devices = []
         for device, column in zip(trace.devices, columns, strict=True):
-            before = previous.live_end_bytes(device) if previous is not None else None
+            is_next = previous is not None and previous.step + 1 == number
+            before = previous.live_end_bytes(device) if previous is not None and is_next else None
             devices.append(column.at(place, device, before))
         previous = StepMemory(number, tuple(devices))
         result.append(previous)

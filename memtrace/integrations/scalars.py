@@ -19,6 +19,7 @@ from memtrace.format.schema import CATEGORIES
 if TYPE_CHECKING:
     from memtrace.analysis.step_memory import StepMemory
     from memtrace.recording.session import Recording
+    from memtrace.trace import Trace
 
 logger = logging.getLogger("memtrace")
 PREFIX: Final = "memtrace"
@@ -96,6 +97,8 @@ class ScalarStream:
         with self._lock:
             measured, self._measured = self._measured, []
         for memory in measured:
+            while self._numbers and next(iter(self._numbers)) < memory.step:
+                self._numbers.pop(next(iter(self._numbers)))  # a ring deleted this step before it was measured
             number, scalars = self._numbers.pop(memory.step, memory.step), step_scalars(memory)
             for sink in list(self._sinks):
                 try:
@@ -131,8 +134,7 @@ def _measure_new_steps(recording: Recording, last: StepMemory | None, *, is_comp
     from memtrace.trace import load
 
     try:
-        trace = load(recording.rank_folder)
-        window = trace if last is None else trace.window(last.step + 1)
+        window = _open_steps_after(load(recording.rank_folder), last)
         if not steps_are_marked(window):
             return ()  # steps that only the events reveal are no steps of the recording
         times = window.columns("events", "time_ns")["time_ns"]
@@ -140,6 +142,18 @@ def _measure_new_steps(recording: Recording, last: StepMemory | None, *, is_comp
         return ()  # nothing new has been written yet, or a ring deleted a part that was being read
     # The events of a step can be written later than its end.
     return measure_step_memory(window, previous=last, until_ns=None if is_complete else int(times.max(initial=0)))
+
+
+def _open_steps_after(trace: Trace, last: StepMemory | None) -> Trace:
+    if last is None:
+        return trace
+    try:
+        return trace.window(last.step + 1)
+    except TraceError:
+        options = trace.manifest.options
+        if options is None or options.last_steps is None:
+            raise
+        return trace  # the ring may have deleted the next step: it keeps few
 
 
 def _warn(what: str, error: Exception) -> None:

@@ -7,6 +7,7 @@ Trainer(..., callbacks=[MemtraceCallback("run.memtrace")]).train()
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from os import PathLike
 from types import TracebackType
@@ -16,6 +17,9 @@ from transformers import TrainerCallback
 
 from memtrace.integrations.adapter import VALIDATION, RecorderAdapter, protected
 from memtrace.integrations.scalars import Sink
+
+_last_adapter: list[weakref.ref[RecorderAdapter]] = []
+"""The adapter of the training that has begun last."""
 
 
 class MemtraceCallback(TrainerCallback):
@@ -56,6 +60,8 @@ class MemtraceCallback(TrainerCallback):
     @protected
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Start to record; the model is on its device, and its optimizer exists."""
+        _end_recording_of_earlier_training()
+        _last_adapter[:] = [weakref.ref(self.adapter)]
         sinks = self._sinks if state.is_world_process_zero else ()
         self.adapter.start(model=objects.get("model"), sinks=sinks)
         self.adapter.begin_step()
@@ -110,3 +116,10 @@ class MemtraceCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """End the recording."""
         self.adapter.end()
+
+
+def _end_recording_of_earlier_training() -> None:
+    """End the recording of a training that an exception ended, which nobody reported."""
+    adapter = _last_adapter[0]() if _last_adapter else None
+    if adapter is not None:
+        adapter.end()

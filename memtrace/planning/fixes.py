@@ -99,9 +99,18 @@ def line_fixes(trace: Trace, device: str, shortfall: Shortfall | None, options: 
 
 
 def select_useful(fixes: Iterable[Fix], shortfall: Shortfall | None) -> list[Fix]:
-    """Return the fixes that are enough, or that save at least a part of what is missing."""
+    """Return the fixes that are enough, or that save at least a part of what is missing.
+
+    A fix with a cost is left out where another one saves as much without.
+    """
+    found = list(fixes)
     least = 0 if shortfall is None else MIN_USEFUL_SHARE * shortfall.certain_bytes
-    return [fix for fix in fixes if fix.is_enough or fix.saved_bytes >= least]
+    free = max((fix.saved_bytes for fix in found if fix.cost == NO_COST), default=-1)
+    return [
+        fix
+        for fix in found
+        if (fix.is_enough or fix.saved_bytes >= least) and (fix.cost == NO_COST or fix.saved_bytes > free)
+    ]
 
 
 def _is_enough(shortfall: Shortfall | None, saved_bytes: int) -> bool | None:

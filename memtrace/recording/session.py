@@ -278,6 +278,7 @@ class Recording(Displayed):
     def _abandon(self) -> None:
         """Become inert in a forked child, whose parent goes on recording."""
         self._is_over = True
+        self._subscribers.clear()
         if self._recorder is not None:
             self._recorder.abandon()
 

@@ -23,6 +23,11 @@ class Subscribers:
         self._step_ended.append(step_ended)
         self._recording_ended.append(recording_ended)
 
+    def clear(self) -> None:
+        """Forget all functions."""
+        self._step_ended.clear()
+        self._recording_ended.clear()
+
     def step_ended(self, step: int) -> None:
         """Call the functions that are called at the end of a step."""
         for function in list(self._step_ended):

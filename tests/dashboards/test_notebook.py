@@ -201,10 +201,9 @@ RESULT_PACKAGES = ("analysis", "allocator", "pipeline", "planning")
 
 def exported_results() -> Iterator[type]:
     """The results of analyses and planners that commands print."""
-
     for home, _ in (*COMMANDS.values(), *PLANS.values()):
         result = getattr(import_module(home), "RESULT", None)
-        if isinstance(result, type):
+        if isinstance(result, type) and result.__module__.split(".")[1] in RESULT_PACKAGES:
             yield result
 
 

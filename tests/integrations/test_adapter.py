@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -168,6 +169,24 @@ def test_a_subscriber_that_fails_is_reported_once_and_training_goes_on(
     assert steps == [0, 1, 2]
     assert ends == [False, False]
     assert ["no connection" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_forked_child_does_not_call_subscribers(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+
+    def ended(*_: int) -> None:
+        with calls.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+    with memtrace.record(tmp_path / "run.memtrace") as recording:
+        recording.subscribe(ended, ended)
+        if (child := os.fork()) == 0:
+            recording.step()
+            recording.__exit__(None, None, None)
+            os._exit(0)
+        os.waitpid(child, 0)
+        recording.step()
+    assert calls.read_text().split() == [str(os.getpid())] * 2
 
 
 def test_a_range_of_an_inner_recording_is_in_both_traces(tmp_path: Path) -> None:

@@ -92,6 +92,25 @@ def test_steps_are_logged_while_the_recording_runs(tmp_path: Path) -> None:
         assert totals == {name: value for name, value in got[step].items() if "by_category" not in name}
 
 
+def test_steps_that_a_ring_deleted_are_left_out(tmp_path: Path) -> None:
+    got: dict[int, dict[str, float]] = {}
+    with memtrace.record(tmp_path / "run.memtrace", last_steps=1, flush_seconds=0.02) as recording:
+        stream = ScalarStream(recording, [got.__setitem__])
+        stream._is_over.set()  # as if the thread were far behind
+
+        def flush(step: int) -> None:
+            with part_written(recording):
+                torch.ones(10)
+            if step == 0:
+                stream._measure(is_complete=False)
+
+        train(recording, 6, flush)
+    kept = steps_table(memtrace.load(tmp_path / "run.memtrace"))["step"].tolist()
+    assert len(kept) < 6
+    assert set(kept) <= set(got) <= {0, *kept}
+    assert "memtrace/cpu/growth_bytes" not in got[kept[0]]
+
+
 def test_marks_of_the_program_replace_the_steps_of_its_optimizer(tmp_path: Path) -> None:
     got: dict[int, dict[str, float]] = {}
     with memtrace.record(tmp_path / "run.memtrace") as recording:

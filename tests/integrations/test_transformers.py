@@ -155,6 +155,18 @@ def test_an_exception_that_leaves_the_context_closes_the_recording(tmp_path: Pat
     assert len(steps_table(trace)) == 2
 
 
+def test_the_next_training_ends_the_recording_of_one_that_failed(tmp_path: Path) -> None:
+    failed = callback(tmp_path)
+    with pytest.raises(ValueError, match="bad batch"):
+        make_trainer(tmp_path, failed, model=FailingLoss()).train()
+    assert failed.adapter.is_recording
+    (tmp_path / "next").mkdir()
+    make_trainer(tmp_path, callback(tmp_path / "next")).train()
+    assert not failed.adapter.is_recording
+    assert len(steps_table(recorded(tmp_path))) == 2
+    assert not any("recorded inside" in note for note in recorded(tmp_path / "next").manifest.coverage.notes)
+
+
 def test_a_resumed_training_logs_the_steps_that_follow_the_checkpoint(tmp_path: Path) -> None:
     numbers: list[int] = []
     make_trainer(tmp_path, save_strategy="steps", save_steps=5).train()

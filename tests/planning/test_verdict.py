@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memtrace
 from memtrace.analysis.findings import find_device_waste
-from memtrace.planning.fixes import describe_saving
+from memtrace.planning.fixes import NO_COST, Fix, describe_saving, select_useful
 from memtrace.planning.unfinished_step import estimate_checkpointing
 from memtrace.planning.verdict import MAX_FIXES, choose_rank, find_verdict, judge_job, order_devices
 from memtrace.trace import Trace
@@ -126,3 +126,10 @@ def test_growth_is_reported_where_steps_leave_memory_behind() -> None:
 def test_a_saving_names_what_it_costs(tmp_path: Path) -> None:
     fix = find_verdict(record_failure(tmp_path / "run.memtrace", checkpointed=False)).fixes[0]
     assert describe_saving(fix).endswith("Cost: their forward runs twice.")
+
+
+def test_a_fix_with_a_cost_is_left_out_where_a_free_one_saves_as_much() -> None:
+    free = Fix("free", None, 100, NO_COST, None)
+    dear, dearer = Fix("dear", None, 100, "slower", None), Fix("dearer", None, 101, "slower", None)
+    assert select_useful([dear, free, dearer], None) == [free, dearer]
+    assert select_useful([dear], None) == [dear]
