@@ -38,6 +38,7 @@ def create_app(served: ServedTrace, *, token: str, host: str, cookie: str = "mem
 
     def answer(make: Callable[[Request], Response]) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
+            served.note_request()
             try:
                 return await run_in_threadpool(make, request)
             except _BadRequest as error:

@@ -25,6 +25,8 @@ from memtrace.trace import Trace, load
 
 FOLLOW_SECONDS: Final = 0.5
 """Time between two looks at the manifest of a recording that is being written."""
+IDLE_SECONDS: Final = 10.0
+"""A recording is not followed while no request has come for this long."""
 NUM_GROWING_SITES: Final = 5
 NUM_ATTEMPTS: Final = 5
 """A ring can delete a part between the moments at which the folder is listed and the part is read."""
@@ -193,6 +195,7 @@ class ServedTrace:
         self._trace = trace if rank is None else trace.rank(rank)
         self._page: str | None = None
         self._page_lock = threading.Lock()
+        self._asked_at = time.monotonic()
         self.ranks = {number: ServedRank(paths, number, folders.get(number)) for number in chosen}
         self._traces = {number: trace.rank(number) for number in chosen}
         self._is_over = threading.Event()
@@ -207,6 +210,10 @@ class ServedTrace:
                 self._page = make(self._trace)
             return self._page
 
+    def note_request(self) -> None:
+        """Note that somebody watches: a recording is followed only then, because it shares the machine."""
+        self._asked_at = time.monotonic()
+
     def start(self) -> None:
         """Begin to index, and to follow."""
         self._thread.start()
@@ -220,5 +227,6 @@ class ServedTrace:
             served.update(self._traces.pop(number))
         self.is_indexed.set()
         while self.follow and not self._is_over.wait(FOLLOW_SECONDS):
-            for served in self.ranks.values():
-                served.update()
+            if time.monotonic() - self._asked_at < IDLE_SECONDS:
+                for served in self.ranks.values():
+                    served.update()

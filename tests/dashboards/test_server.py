@@ -314,6 +314,7 @@ def test_a_growing_trace_is_followed_part_by_part(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served, "FOLLOW_SECONDS", 0.01)
+    monkeypatch.setattr(served, "IDLE_SECONDS", 1e9)
     complete, growing = folder / "rank=0", tmp_path / "growing.memtrace" / "rank=0"
     growing.mkdir(parents=True)
     manifest = read_manifest(complete / "manifest.json")
