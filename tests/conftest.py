@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ from hypothesis import settings
 from memtrace.trace import Trace
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+# A shell that starts the tests in the background has them ignore interrupts, and so would the programs that they start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # CI repeats the same examples, so that a change is judged by what it changes; elsewhere every run tries new ones.
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):

@@ -78,8 +78,9 @@ def test_devices_are_shown_where_a_rank_has_several() -> None:
 
 def test_the_page_of_a_job_begins_with_the_overview_and_names_what_it_leaves_out(many_ranks: Trace) -> None:
     page = render(many_ranks)
-    assert page.index("Peak memory by rank and category") < page.index('class="view"')
-    views = re.findall(r'data-view="([^"]+)"', page)
+    overview = page.index("Peak memory by rank and category")
+    assert page.index("Verdict: rank 21, cpu") < overview < page.index('class="view"')
+    views = re.findall(r'class="view" id="[^"]*" data-view="([^"]+)"', page)
     assert len(views) == MAX_VIEWS and views[0] == "21-cpu"
     assert '<a href="#view=21-cpu">21</a>' in page
     assert "--rank 7" in page

@@ -36,6 +36,8 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     shell = InteractiveShell.instance(config=config)
     shell.run_line_magic("load_ext", "memtrace")
     yield shell
+    # Functions that IPython calls at exit keep the shell, which must not keep what the cells made.
+    shell.reset()
     InteractiveShell.clear_instance()
 
 

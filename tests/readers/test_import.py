@@ -48,14 +48,17 @@ class CommandResult(NamedTuple):
 def run_memtrace(*arguments: str | Path) -> CommandResult:
     """Run the command line in this process."""
     stdout, stderr = io.StringIO(), io.StringIO()
+    exit_code: object = 0
     with (
         mock.patch("sys.argv", ["memtrace", *map(str, arguments)]),
         contextlib.redirect_stdout(stdout),
         contextlib.redirect_stderr(stderr),
-        pytest.raises(SystemExit) as exit_info,
     ):
-        main()
-    return CommandResult(exit_info.value.code, stdout.getvalue(), stderr.getvalue())
+        try:
+            main()
+        except SystemExit as error:
+            exit_code = error.code
+    return CommandResult(exit_code, stdout.getvalue(), stderr.getvalue())
 
 
 @pytest.fixture

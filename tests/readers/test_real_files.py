@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from memtrace.cli.output import SCHEMA_VERSION, SCHEMA_VERSION_KEY
 
 import memtrace
 from memtrace.analysis import blocks_table, compute_coverage, steps_table
@@ -67,6 +68,7 @@ def test_the_summary_command_prints_the_summary_of_a_file(data: Path, summarize_
     assert process.returncode == 0, process.stderr
     printed = json.loads(process.stdout)
     assert printed.pop("verdict")["device"] == "cuda:0"
+    assert printed.pop(SCHEMA_VERSION_KEY) == SCHEMA_VERSION
     assert printed == summarize_real_file(name)
 
 
