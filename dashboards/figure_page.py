@@ -9,11 +9,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
-from memtrace.dashboards.assets import CONTENT_SECURITY_POLICY, packed_plotly, script_safe, style_sheet
+from memtrace.dashboards.assets import CONTENT_SECURITY_POLICY, inline_sources, script_safe
 from memtrace.dashboards.palette import THEMES, plotly_template
 from memtrace.dashboards.sections import Section, Table
 from memtrace.dashboards.text import name_text
@@ -22,7 +22,8 @@ from memtrace import __version__
 from memtrace.categories import CATEGORY_LABELS
 from memtrace.units import format_share
 
-MAX_SENTENCE_CHARS = 600
+SCRIPTS: Final = ("format.js", "figures.js", "figure_page.js")
+MAX_SENTENCE_CHARS: Final = 600
 """Longest sentence at the head of a page."""
 
 
@@ -88,7 +89,7 @@ def render_figure_page(page: FigurePage) -> str:
         version=__version__,
         content_security_policy=CONTENT_SECURITY_POLICY,
         themes=script_safe(json.dumps({name: {"template": plotly_template(name)} for name in THEMES}, sort_keys=True)),
-        inline=_inline_sources(environment),
+        inline=inline_sources(environment, SCRIPTS),
     )
 
 
@@ -115,17 +116,3 @@ def _render_panel(section: Section, argument: Any) -> _Panel:
         table,
         note,
     )
-
-
-def _inline_sources(environment: Environment) -> dict[str, Markup]:
-    """Return the style sheet, the script of the page, and plotly.js."""
-
-    def source(name: str) -> str:
-        assert environment.loader is not None
-        return environment.loader.get_source(environment, name)[0]
-
-    return {
-        "style": style_sheet(source("report.css")),
-        "script": Markup(source("figures.js")),
-        "plotly": packed_plotly(),
-    }

@@ -47,7 +47,7 @@ def lifetimes_figure(trace: Trace, device: str) -> go.Figure | None:
         figure.add_vline(x=peak_ns / divisor, line={"dash": "dot", "width": 1.5, "color": GRAY},
                          annotation_text="peak", annotation_position="top")  # fmt: skip
     figure.update_layout(
-        meta={"ns_per_unit": divisor, "note": f"The {len(lifetimes.block_ids):,} largest of "
+        meta={"note": f"The {len(lifetimes.block_ids):,} largest of "
               f"{format_count(lifetimes.num_blocks, 'block')}, each {format_bytes(int(lifetimes.size_bytes.min()))} or "
               "larger. Gaps between used addresses are omitted."},
         xaxis={"title": {"text": f"time since the start of the recording ({unit})"}},

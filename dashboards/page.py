@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 from memtrace.dashboards import overview, pipeline, ranks
-from memtrace.dashboards.assets import CONTENT_SECURITY_POLICY, packed_plotly, script_safe, style_sheet
+from memtrace.dashboards.assets import CONTENT_SECURITY_POLICY, inline_sources, script_safe
 from memtrace.dashboards.contents import DEVICE_SECTIONS, GLOSSARY
 from memtrace.dashboards.palette import THEMES, plotly_template
 from memtrace.dashboards.payload import Payload, build_payload
@@ -40,6 +40,7 @@ _MARKUP_BYTES: Final = 1_500_000
 
 SCRIPTS: Final = (
     "format.js",
+    "figures.js",
     "store.js",
     "axis.js",
     "block_columns.js",
@@ -191,7 +192,7 @@ def fill_template(
         content_security_policy=CONTENT_SECURITY_POLICY + ("; connect-src 'self'" if served is not None else ""),
         served=None if served is None else script_safe(served),
         themes=_json({name: {"template": plotly_template(name), "colors": THEMES[name]} for name in THEMES}),
-        inline=_inline_sources(environment),
+        inline=inline_sources(environment, SCRIPTS),
     )
 
 
@@ -289,18 +290,3 @@ def _make_panel(
 
 def _json(value: Any) -> Markup:
     return script_safe(json.dumps(value, sort_keys=True))
-
-
-def _inline_sources(environment: Environment) -> dict[str, Markup]:
-    """Return the style sheet, our scripts, and plotly.js packed: most pages are read without a figure that needs it."""
-
-    def source(name: str) -> str:
-        assert environment.loader is not None
-        return environment.loader.get_source(environment, name)[0]
-
-    return {
-        "style": style_sheet(source("report.css")),
-        "worker": Markup(source("worker.js")),
-        "script": Markup('(() => {\n"use strict";\n' + "".join(map(source, SCRIPTS)) + "})();"),
-        "plotly": packed_plotly(),
-    }

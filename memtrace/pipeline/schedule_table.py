@@ -1,7 +1,7 @@
 """A schedule as a drawing: for each action its worker, its interval, and the path of its micro-batch.
 
 Source of the layout: the figures of Chimera (Li and Hoefler, SC 2021): a row for each worker, time to the right, the
-micro-batch in each cell, and the directions of the pipelines told apart.
+micro-batch in each cell, and a color for each direction of the pipelines.
 """
 
 from __future__ import annotations

@@ -1,0 +1,2 @@
+// A page of figures and tables.
+startPage(drawFigure)();
