@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from memtrace.cli.feedback import FEEDBACK, Verbosity
 
-from memtrace.format.schema import NO_BLOCKS
 from memtrace.text import to_printable
 from memtrace.units import UNKNOWN
 
@@ -130,11 +129,6 @@ def _describe_rank(trace: Trace) -> str:
         f"rank {trace.manifest.rank}: {origin} ({recorder}), {trace.num_rows('events'):,} events, "
         f"{trace.num_rows('ops'):,} operator calls"
     )
-
-
-def missing_blocks_reason(trace: Trace) -> str | None:
-    """Return why a trace has no results about its blocks, as the end of a sentence; None where it has blocks."""
-    return None if trace.has_blocks else f"unavailable: {NO_BLOCKS}"
 
 
 def print_json(result: Any) -> None:

@@ -58,8 +58,6 @@ SIZE_COLORS: Final = ("#414487", "#2a788e", "#22a884", "#7ad151", "#bddf26")
 """Colors of classes of sizes, smallest first: viridis, whose lightness rises."""
 SERIES_DASHES: Final = ("solid", "dash", "dot", "dashdot")
 """Dashes of lines whose colors repeat."""
-NEUTRAL_COLOR: Final = GRAY
-"""Color of what has no category, on either background."""
 GROWTH_COLOR: Final = VERMILION
 """More memory than in the run that it is compared with."""
 SHRINKAGE_COLOR: Final = BLUE

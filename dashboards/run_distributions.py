@@ -18,8 +18,8 @@ from memtrace.dashboards.compared_runs import (
 )
 from memtrace.dashboards.palette import (
     CATEGORY_COLORS,
+    GRAY,
     GREEN,
-    NEUTRAL_COLOR,
     SERIES_COLORS,
     STACK_ORDER,
     series_line,
@@ -162,14 +162,14 @@ def swap_figure(compared: ComparedRuns) -> go.Figure | None:
     figure = go.Figure()
     for name, color, values in (
         ("swap candidates at the peak", GREEN, swappable),
-        ("rest of the peak", NEUTRAL_COLOR, stays),
+        ("rest of the peak", GRAY, stays),
     ):
         figure.add_trace(
             go.Bar(
                 x=labels,
                 y=[None if value is None else value / divisor for value in values],
                 name=name,
-                marker={"color": color, "opacity": 1 if color != NEUTRAL_COLOR else 0.45},
+                marker={"color": color, "opacity": 1 if color != GRAY else 0.45},
                 customdata=texts,
                 hovertemplate="%{x}: %{customdata}<extra></extra>",
             )

@@ -95,7 +95,7 @@ between threads. `text` columns are dictionary-encoded strings.
 
 `manifest.json` contains the fields of `memtrace.format.manifest.Manifest`. Its member `parts` lists the numbers of the
 parts of each table as ranges (first and last number), so that a lost file is noticed. While a recording runs, the
-folder of its rank has the file `live.json` as well (`memtrace.format.live_status`), which is no part of the trace.
+folder of its rank also contains `live.json` (`memtrace.format.live_status`), which does not belong to the trace.
 """
 
 

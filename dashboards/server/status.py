@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any
 
 from memtrace.dashboards.server.served import ServedRank, ServedTrace
 
 from memtrace.analysis.live import known_capacity, measure_live
 from memtrace.analysis.live_recording import read_live_recording
 from memtrace.errors import TraceError
-
-NUM_SAMPLES: Final = 180
 
 
 def describe_status(served: ServedTrace) -> dict[str, Any]:

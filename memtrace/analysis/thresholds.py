@@ -150,8 +150,6 @@ MIN_SWAP_BYTES: Final = 1 << 20
 
 # -- verdicts and explanations ----------------------------------------------------------------------------------------
 
-MIN_CATEGORY_SHARE: Final = 0.1
-"""Share of the peak that a category must hold to be a hint."""
 MIN_WAIT_SHARE: Final = 0.1
 """Share of the time of all steps that waiting for data must take to be a hint."""
 MIN_ROUNDING_SHARE: Final = 0.1

@@ -19,7 +19,7 @@ from memtrace.format.typed_json import InvalidMember, parse_value, read_json_fil
 
 LIVE_STATUS_NAME: Final = "live.json"
 LIVE_STATUS_TEMPORARY: Final = f".{LIVE_STATUS_NAME}.tmp"
-"""Left behind by a process that died while it wrote the status; it is no part of the trace."""
+"""A temporary file that remains if the process dies while it writes the status; readers of the trace ignore it."""
 MAX_STEPS: Final = 64
 """Number of the last steps in the status."""
 MAX_SAMPLES: Final = 180
