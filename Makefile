@@ -19,7 +19,7 @@ NULLCUDA := $(CUDA_VENV)/nullcuda
 CUDA_FUZZ_SEEDS ?= 20
 export CUDA_FUZZ_SEEDS
 
-.PHONY: demo integrations test test-all test-cuda test-cuda-null cuda-env lint mypy docs docs-serve dist check-dist bench clean
+.PHONY: demo integrations test test-all test-compat test-cuda test-cuda-null cuda-env lint mypy docs docs-serve dist check-dist bench clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +42,11 @@ test: $(READY)
 
 test-all: $(READY)
 	$(PYTEST)
+
+# The wheel with each supported version of Python and torch that this machine has, each in an empty environment; the table
+# of results is printed at the end. Variables: tests/compatibility/__main__.py.
+test-compat: dist
+	$(BIN)/python -m tests.compatibility
 
 $(CUDA_READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(CUDA_VENV)

@@ -19,14 +19,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from windows import measure_windows
 
 from memtrace.format.decode import device_names
 from memtrace.format.manifest import read_manifest, write_manifest
 from memtrace.format.part_writer import PART_ROWS, PartWriter
-from memtrace.format.schema import arrow_schema
 from memtrace.format.split import split_tables
+from memtrace.trace import load
 
 BATCH_ROWS = 1 << 14
 
@@ -46,7 +45,7 @@ import sys, time, numpy as np, pyarrow.parquet as pq
 from pathlib import Path
 began = time.perf_counter()
 for part in sorted(Path(sys.argv[1]).glob("events-*.parquet")):
-    table = pq.read_table(part, columns=["time_ns", "kind", "block_id", "size"])
+    table = pq.read_table(part, columns=["elapsed_ns", "kind", "block_reference", "size"])
     kind = table["kind"].combine_chunks()
     sizes = table["size"].to_numpy()
     np.nancumsum(sizes)
@@ -69,15 +68,14 @@ def record_base(folder: Path, steps: int) -> Path:
     return folder / "base.memtrace" / "rank=0"
 
 
-def tile(base: Path, target: Path, num_events: int) -> int:
-    """Repeat the steps between the second and the last of ``base`` until there are that many events, in many parts."""
+def tile(base: Path, target: Path, num_events: int, *, whole_tiles: bool = False) -> int:
+    """Repeat the steps between the second and the last of ``base`` until there are that many events, in many parts.
+
+    With ``whole_tiles`` every part but the first has the same number of repetitions.
+    """
     target.mkdir(parents=True)
-    tables = {
-        name: pa.concat_tables([pq.read_table(part) for part in sorted(base.glob(f"{name}-*.parquet"))])
-        .unify_dictionaries()
-        .cast(arrow_schema(name))
-        for name in ("events", "ops", "spans", "labels", "names")
-    }
+    recorded = load(base)
+    tables = {name: recorded.arrow_table(name) for name in ("events", "ops", "spans", "labels", "names")}
     steps = tables["spans"].filter(pc.equal(pc.cast(tables["spans"]["kind"], pa.string()), "step"))
     starts = steps["start_ns"].to_numpy()
     low, high = int(starts[2]), int(starts[-1])
@@ -109,7 +107,7 @@ def tile(base: Path, target: Path, num_events: int) -> int:
         for batch, columns in split_tables({**rows, "names": tables["names"]}, devices, starts):
             names = batch.pop("names", None)
             writer.append(batch if names is None or writer.num_events else {**batch, "names": names}, columns)
-            if writer.rows_in_part >= PART_ROWS:
+            if writer.rows_in_part >= PART_ROWS and not whole_tiles:
                 writer.flush()
 
     append(
@@ -149,6 +147,8 @@ def tile(base: Path, target: Path, num_events: int) -> int:
                 "labels": shifted(labels_body, "block_id", move(labels_body["block_id"].to_numpy())),
             }
         )
+        if whole_tiles and (number + 1) % max(1, PART_ROWS // len(body)) == 0:
+            writer.flush()
     writer.flush()
     manifest = read_manifest(base / "manifest.json")
     write_manifest(target, replace(manifest, num_events=writer.num_events, parts=writer.parts))

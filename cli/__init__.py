@@ -43,6 +43,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "plan": ("memtrace.cli.plan", "Plan changes, predict their effect, and prove it."),
     "export": ("memtrace.cli.export", "Write a trace for Perfetto, pprof, speedscope, memory_viz or as CSV."),
     "import": ("memtrace.cli.import_", "Convert memory files of other tools to a trace."),
+    "upload": ("memtrace.cli.upload", "Upload a trace to S3 or another storage."),
     "doctor": ("memtrace.cli.doctor", "Check the installation and list what is missing."),
     "completion": ("memtrace.cli.completion", "Print the completion script of a shell."),
 }

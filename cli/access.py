@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -11,6 +12,7 @@ from memtrace.cli.bandwidths import takes_bandwidths
 from memtrace.cli.output import console, escape, plain_table, print_json
 from memtrace.cli.quantities import BYTES_OR_ZERO
 from memtrace.cli.tabular import print_csv
+from memtrace.cli.workers import Workers, takes_workers
 
 from memtrace.analysis.access import AccessAnalysis, analyze_access
 from memtrace.analysis.bandwidth import CopyBandwidths
@@ -30,13 +32,19 @@ CSV_COLUMNS: Final = ("site", "category", "bytes", "num_intervals", "median_ns",
 
 @click.command("access")
 @selects_traces
+@takes_workers
 @takes_bandwidths
 @click.option("--min-bytes", type=BYTES_OR_ZERO, default=MIN_SWAP_BYTES, metavar="SIZE",
               help="Smallest block to swap; default: 1MiB.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV, one row per swap candidate.")
 def command(
-    selection: Selection, bandwidths: CopyBandwidths | None, min_bytes: int, as_json: bool, as_csv: bool
+    selection: Selection,
+    workers: Workers,
+    bandwidths: CopyBandwidths | None,
+    min_bytes: int,
+    as_json: bool,
+    as_csv: bool,
 ) -> None:
     """Show the access intervals of TRACE and the swap candidates.
 
@@ -51,7 +59,7 @@ def command(
       memtrace access run.memtrace --bandwidth bandwidths.json
     """
     trace = selection.open_rank()
-    result = analyze_access(trace, bandwidths, min_bytes=min_bytes)
+    result = workers.ask([(trace, selection.source)], partial(analyze_access, min_bytes=min_bytes), bandwidths)
     if as_json:
         print_json(result)
     elif as_csv:

@@ -12,6 +12,7 @@ from memtrace.cli.feedback import FEEDBACK
 from memtrace.cli.output import open_traces
 
 if TYPE_CHECKING:
+    from memtrace.engine import TraceSource
     from memtrace.trace import Trace
 
 RANK: Final = click.option("--rank", type=int, help="Rank to analyze, for traces of several ranks.")
@@ -39,9 +40,13 @@ class Selection:
         """The traces as the user named them."""
         return " ".join(self.paths)
 
-    def open(self) -> Trace:
-        """Open the traces: all ranks or the selected one, and of each rank the window of steps."""
-        trace = open_traces(self.paths)
+    def open(self, work_during_read: Callable[[], object] | None = None) -> Trace:
+        """Open the traces: all ranks or the selected one, and of each rank the window of steps.
+
+        Args:
+            work_during_read: called once while another process reads a file, to use the time.
+        """
+        trace = open_traces(self.paths, work_during_read)
         return self._window(trace if self.rank is None else trace.rank(self.rank))
 
     def open_rank(self) -> Trace:
@@ -50,6 +55,13 @@ class Selection:
         if self.rank is None and len(trace.ranks) > 1:
             FEEDBACK.note(f"showing rank {trace.ranks[0]} of {len(trace.ranks)}; select another with --rank")
         return self._window(trace.rank(trace.ranks[0] if self.rank is None else self.rank))
+
+    @property
+    def source(self) -> TraceSource:
+        """How workers open the traces."""
+        from memtrace.engine import TraceSource
+
+        return TraceSource.of(self.paths, self.rank, self.from_step, self.to_step)
 
     def _window(self, trace: Trace) -> Trace:
         if self.from_step is None and self.to_step is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import click
@@ -21,6 +20,7 @@ from memtrace.analysis.bandwidth import (
 from memtrace.analysis.options import AnalysisOptions
 from memtrace.analysis.thresholds import MIN_SWAP_BYTES
 from memtrace.errors import MemtraceError
+from memtrace.format.storage import to_path
 
 
 def takes_bandwidths(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,7 +94,7 @@ def bandwidths_here(device: str) -> CopyBandwidths:
 
 def _read_bandwidths(file: str) -> CopyBandwidths:
     try:
-        return bandwidths_from_json(json.loads(Path(file).read_text(encoding="utf-8")))
+        return bandwidths_from_json(json.loads(to_path(file).read_text(encoding="utf-8")))
     except OSError as error:
         raise MemtraceError(f"{file}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Final
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.output import console, escape, plain_table, print_json
+from memtrace.cli.paths import PathOrUrl
 from memtrace.cli.quantities import BYTES_OR_ZERO
 from memtrace.cli.tabular import print_csv
+from memtrace.cli.workers import Workers, takes_workers
 
 from memtrace.analysis.check import LimitCheck, LimitReport, MemoryLimits
 from memtrace.errors import MemtraceError
+from memtrace.format.storage import AnyPath
 from memtrace.units import format_bytes, format_count, parse_bytes
 
 RESULT: Final = LimitReport
@@ -23,6 +25,7 @@ RESULT: Final = LimitReport
 
 @click.command("check")
 @selects_traces
+@takes_workers
 @click.option("--max-peak", type=BYTES_OR_ZERO, help="Maximum peak memory, such as 20GiB, summed over the devices.")
 @click.option("--max-growth", type=BYTES_OR_ZERO, help="Maximum growth of live memory per step, such as 1MiB.")
 @click.option(
@@ -39,18 +42,19 @@ RESULT: Final = LimitReport
 )
 @click.option(
     "--limits",
-    type=click.Path(path_type=Path),
+    type=PathOrUrl(),
     help="JSON file with limits under peak, growth, categories and modules; the options above take precedence.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print one CSV row per rank and limit.")
 def command(
     selection: Selection,
+    workers: Workers,
     max_peak: int | None,
     max_growth: int | None,
     max_category: tuple[str, ...],
     max_module: tuple[str, ...],
-    limits: Path | None,
+    limits: AnyPath | None,
     as_json: bool,
     as_csv: bool,
 ) -> None:
@@ -63,7 +67,8 @@ def command(
     Example:
       memtrace check run.memtrace --max-peak 20GiB --max-growth 0
     """
-    from memtrace.analysis.check import check_limits, read_limits
+    from memtrace.analysis.check import check_categories, read_limits
+    from memtrace.engine.questions import check_ranks
 
     from_file = read_limits(limits) if limits is not None else MemoryLimits()
     wanted = MemoryLimits(
@@ -76,7 +81,10 @@ def command(
         raise MemtraceError(
             "no limits given; pass --max-peak, --max-growth, --max-category, --max-module or a file with --limits"
         )
-    report = check_limits(selection.open(), wanted, rank=selection.rank)
+    check_categories(wanted)
+    trace = selection.open()
+    with workers.engine(trace, selection.source) as engine:
+        report = check_ranks(engine, trace, selection.source, wanted, selection.rank)
     if as_json:
         print_json(report)
     elif as_csv:

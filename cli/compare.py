@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
-from memtrace.cli.arguments import RANK, WINDOW
+from memtrace.cli.arguments import RANK, WINDOW, Selection
 from memtrace.cli.output import (
     console,
     escape,
-    open_traces,
     plain_table,
     print_json,
     print_line,
@@ -20,10 +18,12 @@ from memtrace.cli.output import (
 )
 from memtrace.cli.pages import check_output_folder, output_errors
 from memtrace.cli.tabular import print_csv
+from memtrace.cli.workers import Workers, takes_workers
 
 from memtrace.analysis.compare import GroupComparison, Run, RunComparison, RunSummary
 from memtrace.analysis.diff import GROUPINGS
 from memtrace.categories import CATEGORY_LABELS
+from memtrace.format.storage import to_path
 from memtrace.units import format_bytes, format_count, format_duration, format_share
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ _GROUPING_TITLES: Final = {"category": "category", "module": "module", "site": "
 @click.option("--device", help="Device to compare (e.g. cuda:0).  [default: the accelerator that all runs have]")
 @WINDOW[0]
 @WINDOW[1]
+@takes_workers
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print one CSV row per run.")
 def command(
@@ -57,6 +58,7 @@ def command(
     device: str | None,
     from_step: int | None,
     to_step: int | None,
+    workers: Workers,
     as_json: bool,
     as_csv: bool,
 ) -> None:
@@ -80,11 +82,13 @@ def command(
         raise click.UsageError(f"--from-step {from_step} is greater than --to-step {to_step}.")
     if output is not None:
         check_output_folder(output)
-    from memtrace.analysis.compare import compare_runs
+    from memtrace.engine.comparisons import compare_matched_runs, match_compared_runs
 
-    runs = open_runs(traces, labels, rank, device, from_step, to_step)
-    with working("comparing"):
-        result = compare_runs(runs)
+    sides = [Selection((trace,), None, from_step, to_step) for trace in traces]
+    opened = [(side.open(), side.source) for side in sides]
+    with working("comparing"), workers.engine(*opened[0]) as engine:
+        runs = match_compared_runs(engine, opened, label_traces(traces, labels), rank, device)
+        result = compare_matched_runs(engine, runs, [side.source for side in sides])
     if output is not None:
         write_page(runs, result, output)
     if as_json:
@@ -95,23 +99,11 @@ def command(
         _print_comparison(console(), result)
 
 
-def open_runs(
-    traces: Sequence[str],
-    labels: Sequence[str] = (),
-    rank: int | None = None,
-    device: str | None = None,
-    from_step: int | None = None,
-    to_step: int | None = None,
-) -> tuple[Run, ...]:
-    """Open traces and match their ranks and devices; each is cut to the window of steps."""
-    from memtrace.analysis.compare import label_paths, match_runs, unique_labels
-    from memtrace.analysis.windows import step_window
+def label_traces(traces: Sequence[str], labels: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return a label for each trace: those that the user chose, else the ends of the paths that differ."""
+    from memtrace.analysis.compare import label_paths, unique_labels
 
-    names = unique_labels(labels) if labels else label_paths([Path(trace) for trace in traces])
-    opened = [open_traces([trace]) for trace in traces]
-    if from_step is not None or to_step is not None:
-        opened = [step_window(trace, from_step, to_step) for trace in opened]
-    return match_runs(opened, names, rank=rank, device=device)
+    return unique_labels(labels) if labels else label_paths([to_path(trace) for trace in traces])
 
 
 def write_page(runs: Sequence[Run], result: RunComparison | None, output: str) -> None:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Final
 
 import click
 from memtrace.cli.arguments import RANK, WINDOW, Selection
-from memtrace.cli.compare import open_runs, write_page
+from memtrace.cli.compare import label_traces, write_page
 from memtrace.cli.output import console, escape, plain_table, print_json
 from memtrace.cli.pages import check_output_folder
 from memtrace.cli.tabular import print_csv
+from memtrace.cli.workers import Workers, takes_workers
 
 from memtrace.analysis.diff import GROUPINGS, MEASURES, MemoryChange, TraceComparison, TraceTotals
 from memtrace.format.schema import NO_BLOCKS
@@ -36,6 +37,7 @@ _GROUPING_TITLES: Final = {"category": "category", "module": "module", "site": "
 @RANK
 @WINDOW[0]
 @WINDOW[1]
+@takes_workers
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print one CSV row per change.")
 def command(
@@ -45,6 +47,7 @@ def command(
     rank: int | None,
     from_step: int | None,
     to_step: int | None,
+    workers: Workers,
     as_json: bool,
     as_csv: bool,
 ) -> None:
@@ -59,15 +62,21 @@ def command(
       memtrace diff before.memtrace after.memtrace
       memtrace diff before.memtrace after.memtrace -o diff.html
     """
-    from memtrace.analysis.diff import compare_traces
+    from memtrace.engine.comparisons import compare_two, match_compared_runs
 
     if from_step is not None and to_step is not None and from_step > to_step:
         raise click.UsageError(f"--from-step {from_step} is after --to-step {to_step}")
     if output is not None:
         check_output_folder(output)
-        write_page(open_runs((before, after), (), rank, None, from_step, to_step), None, output)
-    old, new = (Selection((path,), rank, from_step, to_step).open_rank() for path in (before, after))
-    result = compare_traces(old, new)
+        jobs = [Selection((path,), None, from_step, to_step) for path in (before, after)]
+        opened = [(job.open(), job.source) for job in jobs]
+        with workers.engine(*opened[0]) as engine:
+            runs = match_compared_runs(engine, opened, label_traces((before, after)), rank, None)
+        write_page(runs, None, output)
+    sides = [Selection((path,), rank, from_step, to_step) for path in (before, after)]
+    old, new = (side.open_rank() for side in sides)
+    with workers.engine(old, sides[0].source) as engine:
+        result = compare_two(engine, (old, sides[0].source), (new, sides[1].source))
     if as_json:
         print_json(result)
     elif as_csv:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -9,6 +10,7 @@ import click
 from memtrace.cli.output import print_json, print_line
 
 from memtrace.analysis.bandwidth import CopyBandwidths, CopyCost
+from memtrace.readers.pickle_scanner.build import ScannerError, load_scanner
 from memtrace.recording.environment import Environment, examine_environment
 from memtrace.units import format_duration
 
@@ -23,26 +25,36 @@ class DoctorReport:
 
 
 RESULT: Final = DoctorReport
-_OBSERVERS: Final = {"native": "native", "dispatch": "dispatch (pure Python)"}
+_OBSERVERS: Final = {"native": "native", "dispatch": "dispatch (pure Python)", None: "none"}
 _CUDA_EVENTS: Final = {
     "observer": "native observer",
     "history": "torch's allocator history",
     None: "none (torch is built without CUDA)",
 }
+_NOT_BUILT: Final = 1
+"""Exit status of --build where the native observer is not available."""
 
 
 @click.command("doctor")
 @click.option(
     "--bandwidth", is_flag=True, help="Also measure the copies of an offload between device and host (takes seconds)."
 )
-@click.option("--rebuild", is_flag=True, help="Build the native observer anew, even if that has failed before.")
+@click.option(
+    "--build",
+    is_flag=True,
+    help="Build the native observer and the reader of snapshots if they are not in the cache, as in a Dockerfile; exit "
+    "with 1 if the observer cannot be built.",
+)
+@click.option("--rebuild", is_flag=True, help="Like --build, but build it anew, even if that has failed before.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
-def command(as_json: bool, bandwidth: bool, rebuild: bool) -> None:
+@click.pass_context
+def command(context: click.Context, as_json: bool, bandwidth: bool, build: bool, rebuild: bool) -> None:
     """Check the installation on this machine and list what is missing.
 
     \b
     Examples:
       memtrace doctor
+      memtrace doctor --build
       memtrace doctor --bandwidth
     """
     report = DoctorReport(examine_environment(rebuild=rebuild), _measure_bandwidths() if bandwidth else None)
@@ -50,6 +62,11 @@ def command(as_json: bool, bandwidth: bool, rebuild: bool) -> None:
         print_json(report)
     else:
         _print(report)
+    if build or rebuild:
+        with suppress(ScannerError):  # without it, snapshots are read in Python
+            load_scanner()
+        if report.environment.observer != "native":
+            context.exit(_NOT_BUILT)
 
 
 def _measure_bandwidths() -> CopyBandwidths:
@@ -63,8 +80,9 @@ def _print(report: DoctorReport) -> None:
     facts = [(name, version or "not installed") for name, version in environment.versions.items()]
     facts += [
         ("compiler", environment.compiler or "none"),
+        ("torch headers", environment.torch_headers or "none"),
         ("build cache", environment.build_cache),
-        ("observer", _OBSERVERS[environment.observer]),
+        ("observer", _describe_observer(environment)),
         ("CUDA events", _CUDA_EVENTS[environment.cuda_events]),
         ("CUDA headers", environment.cuda_headers or "none"),
         ("GPU", ", ".join(environment.gpus) or "none"),
@@ -73,11 +91,19 @@ def _print(report: DoctorReport) -> None:
         facts += [("D2H copies", _format_cost(bandwidth.d2h)), ("H2D copies", _format_cost(bandwidth.h2d))]
         facts.append(("copy source", bandwidth.source))
     for label, value in facts:
-        print_line(f"{label:<14}{value}")
+        print_line(f"{label:<15}{value}")
     for sentence in environment.advice:
         print_line(f"Warning: {sentence}")
     if not environment.advice:
         click.echo("No problems found.")
+
+
+def _describe_observer(environment: Environment) -> str:
+    if environment.observer != "native":
+        return _OBSERVERS[environment.observer]
+    if environment.build_seconds is None:
+        return f"{_OBSERVERS[environment.observer]}, from the cache"
+    return f"{_OBSERVERS[environment.observer]}, built in {environment.build_seconds:.0f} s"
 
 
 def _format_cost(cost: CopyCost) -> str:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.feedback import FEEDBACK
 from memtrace.cli.output import print_confirmation, working
+from memtrace.cli.paths import PathOrUrl
 
 from memtrace.exporters import FORMATS, MEASURES
 from memtrace.exporters.options import JOB_FORMATS, STACK_FORMATS
 from memtrace.units import format_bytes
 
 if TYPE_CHECKING:
+    from memtrace.format.storage import AnyPath
     from memtrace.trace import Trace
 
 _READERS: Final = {
@@ -30,13 +31,13 @@ _READERS: Final = {
 @click.command("export")
 @selects_traces
 @click.option("-f", "--format", "format_", type=click.Choice(FORMATS), required=True, help="Format to write.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True,
+@click.option("-o", "--output", type=PathOrUrl(), required=True,
               help="File to write; for csv, the folder.")  # fmt: skip
 @click.option("--what", "measures", type=click.Choice(MEASURES), multiple=True,
               help="For pprof and speedscope: count the peak, all allocations, or those freed in the same step. The "
               "first one given is shown first.  [default: all of them]")  # fmt: skip
 @click.option("--overwrite", is_flag=True, help="Replace the output.")
-def command(selection: Selection, format_: str, output: Path, measures: tuple[str, ...], overwrite: bool) -> None:
+def command(selection: Selection, format_: str, output: AnyPath, measures: tuple[str, ...], overwrite: bool) -> None:
     """Write TRACE in the format of another tool.
 
     \b
@@ -61,8 +62,10 @@ def command(selection: Selection, format_: str, output: Path, measures: tuple[st
 
     with working(f"writing {output}"):
         export_trace(trace, output, format=format_, measures=measures or MEASURES, overwrite=overwrite)
-    if output.is_dir():
-        print_confirmation(f"Wrote {', '.join(sorted(path.name for path in output.glob('*.csv')))} to {output}.")
+    if format_ == "csv":
+        from memtrace.exporters.csv_tables import CSV_TABLES
+
+        print_confirmation(f"Wrote {', '.join(sorted(CSV_TABLES))} to {output}.")
         return
     num_bytes = output.stat().st_size
     print_confirmation(f"Wrote {output} ({format_bytes(num_bytes)}). {_READERS[format_].format(output=output)}")

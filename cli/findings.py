@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -10,6 +11,7 @@ from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.output import console, escape, plain_table, print_json
 from memtrace.cli.quantities import BYTES
 from memtrace.cli.tabular import print_csv
+from memtrace.cli.workers import Workers, takes_workers
 
 from memtrace.analysis.findings import DeviceWaste, Finding, WastedMemory
 from memtrace.units import UNKNOWN, format_bytes, format_count
@@ -29,6 +31,7 @@ _KINDS_OF_FIX: Final = (
 
 @click.command("findings")
 @selects_traces
+@takes_workers
 @click.option(
     "--min-bytes",
     type=BYTES,
@@ -36,7 +39,7 @@ _KINDS_OF_FIX: Final = (
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print one CSV row per finding.")
-def command(selection: Selection, min_bytes: int | None, as_json: bool, as_csv: bool) -> None:
+def command(selection: Selection, workers: Workers, min_bytes: int | None, as_json: bool, as_csv: bool) -> None:
     """Find wasted memory in TRACE and estimate what each fix would save.
 
     Findings are leaks, retained autograd graphs, unused or redundant allocations, and blocks that are allocated too
@@ -50,7 +53,8 @@ def command(selection: Selection, min_bytes: int | None, as_json: bool, as_csv: 
     """
     from memtrace.analysis.findings import find_wasted_memory
 
-    result = find_wasted_memory(selection.open_rank(), min_bytes=min_bytes)
+    trace = selection.open_rank()
+    result = workers.ask([(trace, selection.source)], partial(find_wasted_memory, min_bytes=min_bytes))
     if as_json:
         print_json(result)
     elif as_csv:

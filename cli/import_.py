@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from memtrace.cli.output import print_confirmation
+from memtrace.cli.paths import PathOrUrl
+
+if TYPE_CHECKING:
+    from memtrace.format.storage import AnyPath
 
 
 @click.command("import")
-@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="New trace (*.memtrace).")
+@click.argument("files", nargs=-1, required=True, type=PathOrUrl())
+@click.option("-o", "--output", required=True, type=PathOrUrl(), help="New trace (*.memtrace).")
 @click.option("--overwrite", is_flag=True, help="Replace the trace in the output folder.")
-def command(files: tuple[Path, ...], output: Path, overwrite: bool) -> None:
+def command(files: tuple[AnyPath, ...], output: AnyPath, overwrite: bool) -> None:
     """Convert FILES of other tools to one trace.
 
     The files can be CUDA memory snapshots, Chrome traces of torch.profiler and memory timelines. Several files are the

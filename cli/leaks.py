@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -10,6 +11,7 @@ from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.output import console, escape, plain_table, print_json
 from memtrace.cli.quantities import BYTES
 from memtrace.cli.tabular import print_csv
+from memtrace.cli.workers import Workers, takes_workers
 
 from memtrace.analysis.leaks import LeakAnalysis, find_leaks
 from memtrace.analysis.thresholds import MIN_GROWING_STEPS
@@ -28,13 +30,16 @@ CSV_COLUMNS: Final = ("site", "category", "bytes_per_step", "num_growing_steps",
 
 @click.command("leaks")
 @selects_traces
+@takes_workers
 @click.option("--min-steps", type=click.IntRange(2), default=MIN_GROWING_STEPS, show_default=True, metavar="STEPS",
               help="Minimum number of growing steps before growth is reported as a leak.")  # fmt: skip
 @click.option("--capacity", type=BYTES, metavar="SIZE",
               help="Memory capacity (e.g. 16GiB); estimates how many steps until it is exhausted.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV, one row per leak.")
-def command(selection: Selection, min_steps: int, capacity: int | None, as_json: bool, as_csv: bool) -> None:
+def command(
+    selection: Selection, workers: Workers, min_steps: int, capacity: int | None, as_json: bool, as_csv: bool
+) -> None:
     """Find memory of TRACE that grows from step to step, and the lines that allocate it.
 
     \b
@@ -42,7 +47,8 @@ def command(selection: Selection, min_steps: int, capacity: int | None, as_json:
       memtrace leaks run.memtrace --capacity 16GiB
     """
     trace = selection.open_rank()
-    result = find_leaks(trace, min_growing_steps=min_steps, capacity_bytes=capacity)
+    find = partial(find_leaks, min_growing_steps=min_steps, capacity_bytes=capacity)
+    result = workers.ask([(trace, selection.source)], find)
     if as_json:
         print_json(result)
     elif as_csv:

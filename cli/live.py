@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import click
 from memtrace.cli.live_view import draw_screen, plain_lines
 from memtrace.cli.output import console, print_line
+from memtrace.cli.paths import PathOrUrl
 from memtrace.cli.quantities import BYTES
 
 from memtrace.analysis.live import GrowingSite, LiveMeasures, growing_sites, known_capacity, measure_live
@@ -19,6 +20,8 @@ from memtrace.analysis.live_recording import LiveRecording, rank_folders, read_l
 from memtrace.errors import MemtraceError, TraceError
 from memtrace.format.live_status import LiveSample
 from memtrace.format.schema import MANIFEST_NAME
+from memtrace.format.storage import AnyPath, StoragePath
+from memtrace.recording.remote_trace import LOCAL_FOLDER
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,13 +43,13 @@ class WatchedDevice:
 
 
 @click.command("live")
-@click.argument("trace", type=click.Path(path_type=Path))
+@click.argument("trace", type=PathOrUrl())
 @click.option("--rank", type=int, help="Watch only this rank.")
 @click.option("--capacity", type=BYTES, metavar="SIZE",
               help="Memory capacity (e.g. 24GiB) for the time to out-of-memory.  [default: as recorded]")  # fmt: skip
 @click.option("--interval", type=click.FloatRange(min=0.1), default=DEFAULT_INTERVAL_SECONDS, show_default=True,
               metavar="SECONDS", help="Time between two updates.")  # fmt: skip
-def command(trace: Path, rank: int | None, capacity: int | None, interval: float) -> None:
+def command(trace: AnyPath, rank: int | None, capacity: int | None, interval: float) -> None:
     """Watch TRACE while it is being recorded: memory now, this step, growth, and the time to out-of-memory.
 
     TRACE is the folder that memtrace.record is writing. The command ends when the recording ends; stop it with Ctrl-C.
@@ -58,6 +61,11 @@ def command(trace: Path, rank: int | None, capacity: int | None, interval: float
       memtrace live run.memtrace --capacity 24GiB
       ssh machine memtrace live run.memtrace
     """
+    if isinstance(trace, StoragePath):
+        raise MemtraceError(
+            f"{trace}: a recording can be watched where it is written to disk. On the machine that records, pass the "
+            f"folder of the trace in {LOCAL_FOLDER}."
+        )
     if not trace.exists():
         raise MemtraceError(f"{trace} does not exist. Start the recording first, then pass the folder that it writes.")
     folders = rank_folders(trace)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from memtrace.cli.feedback import FEEDBACK, Verbosity
 
+from memtrace.format.storage import to_path
 from memtrace.text import to_printable
 from memtrace.units import UNKNOWN
 
@@ -29,6 +30,8 @@ SCHEMA_VERSION: Final = 1
 """Version of the JSON that commands print. It grows when a member is removed, renamed or changes its meaning, and not
 when one is added."""
 SCHEMA_VERSION_KEY: Final = "schema_version"
+MAX_NAMED_TRACES: Final = 3
+"""Of more traces, progress states the number."""
 SLOW_BYTES: Final = 20 << 20
 """Files from this size on take over a second to read, so progress is shown."""
 
@@ -104,18 +107,25 @@ def working(task: str) -> AbstractContextManager[None]:
     return FEEDBACK.working(task)
 
 
-def open_traces(traces: Sequence[str]) -> Trace:
-    """Open a trace folder, or files (several are the ranks of one job); then show progress until the first output."""
+def open_traces(traces: Sequence[str], work_during_read: Callable[[], object] | None = None) -> Trace:
+    """Open a trace folder, or files (several are the ranks of one job); then show progress until the first output.
+
+    Args:
+        traces: the folder or the files.
+        work_during_read: called once while another process reads a file, to use the time.
+    """
     from memtrace.trace import load
 
     FEEDBACK.end()
-    names = " ".join(traces)
-    size_bytes = sum(Path(trace).stat().st_size for trace in traces if Path(trace).is_file())
+    names = " ".join(traces) if len(traces) <= MAX_NAMED_TRACES else f"{len(traces)} traces"
+    files = [path for path in map(to_path, traces) if isinstance(path, Path) and path.is_file()]
+    size_bytes = sum(file.stat().st_size for file in files)
     # The reader forks where there is no other thread, such as one for progress.
     with FEEDBACK.working(f"reading {names}") if size_bytes > SLOW_BYTES else nullcontext():
-        trace = load(*traces)
-    for rank in trace.ranks:
-        FEEDBACK.detail(_describe_rank(trace.rank(rank)))
+        trace = load(*traces, work_during_read=work_during_read)
+    if FEEDBACK.verbosity == Verbosity.VERBOSE:
+        for rank in trace.each_rank():
+            FEEDBACK.detail(_describe_rank(rank))
     FEEDBACK.begin(f"analyzing {names}")
     return trace
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from memtrace.errors import MemtraceError
+from memtrace.format.storage import StoragePath, to_path
+from memtrace.format.storage_writer import check_writable_url
 
 
 def check_output_folder(output: str) -> None:
     """Reject a path in a folder that does not exist, before any work is done.
 
     Raises:
-        MemtraceError: the folder does not exist.
+        MemtraceError: the folder does not exist, or the URL cannot be written to.
     """
-    folder = Path(output).parent
+    target = to_path(output)
+    if isinstance(target, StoragePath):
+        check_writable_url(target)
+        return
+    folder = target.parent
     if not folder.is_dir():
         raise MemtraceError(f"{output}: the folder {folder} does not exist. Create it, or pass another path with -o.")
 

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
+from memtrace.cli.feedback import FEEDBACK
 from memtrace.cli.output import console, plain_table, print_json, working
 from memtrace.cli.quantities import BYTES
+from memtrace.cli.workers import Workers, takes_workers
 
 from memtrace.errors import MemtraceError
 from memtrace.pipeline.prediction import PipelineComparison, PipelineReport, predict_recorded_pipeline
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
     from memtrace.cli.tables import PlainTable
     from rich.console import Console
 
-    from memtrace.pipeline.measured import MeasuredPipeline, MeasuredStage
+    from memtrace.pipeline.measured import MeasuredPipeline
+    from memtrace.pipeline.measured_stages import MeasuredStage
     from memtrace.pipeline.schedules.schedule import Schedule
     from memtrace.trace import Trace
 
@@ -26,6 +29,7 @@ RESULT: Final = PipelineReport
 
 @click.command("pipeline")
 @selects_traces
+@takes_workers
 @click.option("--capacity", type=BYTES, help="Memory of one worker (e.g. 16GiB); shows the headroom.")
 @click.option("--predict", type=click.Path(), metavar="TRACE",
               help="Trace of one process that trained the whole model, one micro-batch per step; compares the peaks "
@@ -42,6 +46,7 @@ RESULT: Final = PipelineReport
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables; unknown values are null.")
 def command(
     selection: Selection,
+    workers: Workers,
     capacity: int | None,
     predict: str | None,
     schedule: str | None,
@@ -59,15 +64,18 @@ def command(
     Example:
       memtrace pipeline job.memtrace --capacity 16GiB
     """
-    from memtrace.pipeline.measured import measure_pipeline
+    from memtrace.pipeline.measured import analyze_pipeline, measure_pipeline
     from memtrace.pipeline.recorded_versions import recorded_schedule_with_updates
 
     if predict is None and (schedule or partition or layers):
         raise MemtraceError("--schedule, --partition and --layer need --predict TRACE, the trace to predict from.")
-    with working(f"reading {selection.name}"):
-        trace = selection.open()
+    trace = selection.open()
+    with working(f"measuring {selection.name}"), workers.engine(trace, selection.source) as engine:
+        trace = analyze_pipeline(trace, engine.analyzer(selection.source))
         measured = measure_pipeline(trace, capacity)
         predicted = None if predict is None else _predict(trace, predict, schedule, partition, layers)
+    for left_out in measured.unreadable:
+        FEEDBACK.note(f"rank {left_out.rank} is left out: {left_out.reason}")
     if as_json:
         print_json(PipelineReport(measured=measured, predicted=predicted))
         return

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Final
 
 import click
 from memtrace.cli.output import console, escape, plain_table, print_json
+from memtrace.cli.paths import PathOrUrl
 
+from memtrace.format.storage import AnyPath
 from memtrace.planning.compare import PlanDifference, compare_plans
 from memtrace.planning.plan import read_plan
 from memtrace.units import format_bytes, format_duration
@@ -16,10 +17,10 @@ RESULT: Final = PlanDifference
 
 
 @click.command("diff")
-@click.argument("plan", type=click.Path(path_type=Path))
-@click.argument("other", type=click.Path(path_type=Path))
+@click.argument("plan", type=PathOrUrl())
+@click.argument("other", type=PathOrUrl())
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON; unknown values are null.")
-def command(plan: Path, other: Path, as_json: bool) -> None:
+def command(plan: AnyPath, other: AnyPath, as_json: bool) -> None:
     """Compare PLAN with OTHER: what only one of them changes, and the costs that they predict.
 
     \b

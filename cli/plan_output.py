@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from memtrace.cli.arguments import Selection
 from memtrace.cli.output import console, escape, plain_table, print_confirmation, print_json, working
+from memtrace.cli.paths import PathOrUrl
 
+from memtrace.format.storage import AnyPath
 from memtrace.units import format_bytes, format_count, format_duration, format_share
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ class PlanRequest:
     """Where a plan comes from and where it goes."""
 
     selection: Selection
-    output: Path | None
+    output: AnyPath | None
     """File of the plan; None: not written."""
     program: tuple[str, ...]
     """Script and arguments of the program that proves the plan; empty: no proof."""
@@ -41,7 +43,7 @@ def makes_plan(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @click.argument("traces", metavar="[TRACE...]", nargs=-1, type=click.Path())
     @click.option("--rank", type=int, help="Rank to plan for, for traces of several ranks.")
-    @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PLAN.json",
+    @click.option("-o", "--output", type=PathOrUrl(), metavar="PLAN.json",
                   help="Write the plan, for memtrace.apply and memtrace record --apply.")  # fmt: skip
     @click.option("--prove", metavar="'PROGRAM ARGS'",
                   help="Instead of reading TRACE: record this program, apply the plan, record it again.")  # fmt: skip
@@ -50,7 +52,7 @@ def makes_plan(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_request(
         traces: tuple[str, ...],
         rank: int | None,
-        output: Path | None,
+        output: AnyPath | None,
         prove: str | None,
         as_json: bool,
         **options: Any,

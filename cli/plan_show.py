@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Final
 
 import click
 from memtrace.cli.output import print_json
+from memtrace.cli.paths import PathOrUrl
 from memtrace.cli.plan_output import print_plan
 
+from memtrace.format.storage import AnyPath
 from memtrace.planning.plan import Plan, read_plan
 
 RESULT: Final = Plan
 
 
 @click.command("show")
-@click.argument("plan", type=click.Path(path_type=Path))
+@click.argument("plan", type=PathOrUrl())
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON; unknown values are null.")
-def command(plan: Path, as_json: bool) -> None:
+def command(plan: AnyPath, as_json: bool) -> None:
     """Print PLAN, a file that another plan command wrote with -o.
 
     \b

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import click
-from memtrace.cli.arguments import RANK, WINDOW
-from memtrace.cli.output import open_traces, print_line, working
+from memtrace.cli.arguments import RANK, WINDOW, Selection
+from memtrace.cli.compare import label_traces
+from memtrace.cli.output import print_line, working
 from memtrace.cli.pages import check_output_folder, output_errors
+from memtrace.cli.workers import Workers, takes_workers
 
 from memtrace.errors import MemtraceError
 from memtrace.units import format_bytes
 
 if TYPE_CHECKING:
+    from memtrace import plots
+    from memtrace.engine import Engine, TraceSource
+    from memtrace.engine.comparisons import OpenTrace
     from memtrace.trace import Trace
 
 ONE_TRACE: Final = ("timeline", "lifetimes", "segments", "ranks")
@@ -37,6 +42,7 @@ SEVERAL_TRACES: Final = ("categories", "steps", "step-peaks", "access-intervals"
 @click.option("--device", help="Device to draw (e.g. cuda:0).  [default: the one with the highest peak]")
 @WINDOW[0]
 @WINDOW[1]
+@takes_workers
 @click.option("--theme", type=click.Choice(["light", "dark"]), default="light", show_default=True, help="Colors.")
 @click.option("--width", type=click.IntRange(100, 10_000), default=900, show_default=True,
               help="Width in pixels at scale 1.")  # fmt: skip
@@ -52,6 +58,7 @@ def command(
     device: str | None,
     from_step: int | None,
     to_step: int | None,
+    workers: Workers,
     theme: str,
     width: int,
     height: int | None,
@@ -76,39 +83,64 @@ def command(
     check_output_folder(output)
     from memtrace.dashboards.images import write_figure
 
-    opened = _open(traces, name, from_step, to_step)
-    with working(f"drawing {name}"):
-        figure = _draw(name, opened, labels or _default_labels(traces), rank, device, theme)
+    of_one_job = name in ONE_TRACE
+    sides = [Selection(paths, None, from_step, to_step) for paths in ([traces] if of_one_job else zip(traces))]
+    opened = [(side.open(), side.source) for side in sides]
+    with working(f"drawing {name}"), workers.engine(*opened[0]) as engine:
+        if name == "ranks":
+            figure = _draw_ranks(engine, *opened[0], rank, device, theme)
+        else:
+            figure = _draw_runs(engine, opened, name, label_traces(traces, labels), rank, device, theme)
     with output_errors(output), working(f"writing {output}"):
         path = write_figure(figure, output, width=width, height=height, scale=scale)
     print_line(f"Wrote {path} ({format_bytes(path.stat().st_size)}).")
 
 
-def _open(traces: Sequence[str], name: str, from_step: int | None, to_step: int | None) -> list[Trace]:
-    from memtrace.analysis.windows import step_window
-
-    opened = [open_traces(traces)] if name == "ranks" else [open_traces([trace]) for trace in traces]
-    if from_step is None and to_step is None:
-        return opened
-    return [step_window(trace, from_step, to_step) for trace in opened]
-
-
-def _default_labels(traces: Sequence[str]) -> tuple[str, ...]:
-    from memtrace.analysis.compare import label_paths
-
-    return label_paths([Path(trace) for trace in traces])
-
-
-def _draw(
-    name: str, traces: Sequence[Trace], labels: Sequence[str], rank: int | None, device: str | None, theme: str
+def _draw_ranks(
+    engine: Engine, trace: Trace, source: TraceSource, rank: int | None, device: str | None, theme: str
 ) -> Any:
+    from memtrace import plots
+    from memtrace.analysis.rank_reports import analyze_reports
+
+    if rank is not None or device is not None:
+        raise MemtraceError("--figure ranks draws all ranks: leave out --rank and --device.")
+    return plots.ranks(analyze_reports(trace, engine.analyzer(source)), theme=cast("plots.Theme", theme))
+
+
+def _draw_runs(
+    engine: Engine,
+    traces: Sequence[OpenTrace],
+    name: str,
+    labels: Sequence[str],
+    rank: int | None,
+    device: str | None,
+    theme: str,
+) -> Any:
+    from memtrace.engine.comparisons import match_compared_runs
+
+    runs = match_compared_runs(engine, traces, labels, rank, device)
+    chosen = [(run.trace, source) for run, (_, source) in zip(runs, traces, strict=True)]
+    return engine.ask(chosen, partial(draw_figure, name=name, labels=labels, device=device, theme=theme))
+
+
+def draw_figure(*traces: Trace, name: str, labels: Sequence[str], device: str | None, theme: str) -> Any:
+    """Return a figure of single-rank traces by its name.
+
+    Args:
+        traces: the traces; one where the figure shows one.
+        name: one of ``ONE_TRACE`` or ``SEVERAL_TRACES``.
+        labels: name of each run.
+        device: device to draw; None: see ``memtrace.plots``.
+        theme: ``light`` or ``dark``.
+    """
+    import plotly.graph_objects as go
+
     from memtrace import plots
 
     function: Callable[..., Any] = getattr(plots, name.replace("-", "_"))
     if name in SEVERAL_TRACES:
-        return function(*traces, labels=labels, rank=rank, device=device, theme=theme)
-    if name == "ranks":
-        if rank is not None or device is not None:
-            raise MemtraceError("--figure ranks draws all ranks: leave out --rank and --device.")
-        return function(traces[0], theme=theme)
-    return function(traces[0], device, rank=rank, theme=theme)
+        figure = function(*traces, labels=labels, device=device, theme=theme)
+    else:
+        figure = function(traces[0], device, theme=theme)
+    # A figure that a worker sends back has its members in the order of a new figure.
+    return go.Figure(figure)

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from memtrace.cli.feedback import FEEDBACK
+from memtrace.cli.paths import PathOrUrl
 
+from memtrace.format.storage import AnyPath, StoragePath
 from memtrace.units import format_bytes
 
 if TYPE_CHECKING:
@@ -23,7 +25,13 @@ if TYPE_CHECKING:
 
 
 @click.command("record", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("-o", "--output", default="run.memtrace", show_default=True, help="Folder of the trace to write.")
+@click.option(
+    "-o",
+    "--output",
+    default="run.memtrace",
+    show_default=True,
+    help="Folder of the trace to write, or a URL (s3://bucket/run.memtrace).",
+)
 @click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module name, as in python -m.")
 @click.option("-c", "is_code", is_flag=True, help="PROGRAM is Python code, as in python -c.")
 @click.option("--stacks/--no-stacks", default=True, show_default=True,
@@ -34,12 +42,23 @@ if TYPE_CHECKING:
               help="Keep about this many most recent steps on disk.  [default: all]")  # fmt: skip
 @click.option("--max-steps", type=click.IntRange(1), metavar="STEPS",
               help="Stop recording after this many steps; training continues.  [default: no limit]")  # fmt: skip
+@click.option("--every", type=click.IntRange(1), metavar="STEPS",
+              help="Record one step in so many (and the first two); nothing is slowed down in between.")  # fmt: skip
+@click.option("--schedule", metavar="NAME=STEPS,...",
+              help="Record steps as torch.profiler.schedule: skip_first, wait, warmup, active, repeat.")  # fmt: skip
+@click.option("--on-oom", is_flag=True,
+              help="Keep the last steps in memory and write them only when memory runs out.")  # fmt: skip
 @click.option("--observer", type=click.Choice(["auto", "native", "dispatch"]), default="auto", show_default=True,
               help="native (C++), dispatch (pure Python, slower, supports fake tensors), or auto.")  # fmt: skip
 @click.option("--stack-min-bytes", type=click.IntRange(0), default=512, show_default=True, metavar="BYTES",
               help="Minimum allocation for which a call stack is recorded.")  # fmt: skip
 @click.option("--device-time", is_flag=True, help="Also time operators on the GPU.")
-@click.option("--apply", "plan_file", type=click.Path(path_type=Path), metavar="PLAN.json",
+@click.option("--upload-seconds", type=click.FloatRange(min=0), default=60, show_default=True, metavar="SECONDS",
+              help="Maximum wait for the upload at the end, where the output is a URL.")  # fmt: skip
+@click.option("--keep-local", is_flag=True, help="Keep the trace on disk after it was uploaded to a URL.")
+@click.option("--local-dir", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
+              help="Folder to record into before the upload to a URL.  [default: memtrace-uploads]")  # fmt: skip
+@click.option("--apply", "plan_file", type=PathOrUrl(), metavar="PLAN.json",
               help="Apply a plan that memtrace plan wrote to the model of PROGRAM.")  # fmt: skip
 @click.option("--losses", "losses_file", type=click.Path(path_type=Path), hidden=True)
 @click.argument("program")
@@ -48,8 +67,9 @@ def command(
     output: str,
     is_module: bool,
     is_code: bool,
-    plan_file: Path | None,
+    plan_file: AnyPath | None,
     losses_file: Path | None,
+    schedule: str | None,
     program: str,
     arguments: tuple[str, ...],
     **options: Any,
@@ -62,11 +82,17 @@ def command(
     Examples:
       memtrace record train.py --epochs 1
       memtrace record -o run.memtrace --last-steps 20 -m package.train
+      memtrace record --every 1000 train.py
+      memtrace record --schedule wait=98,active=2,repeat=5 train.py
+      memtrace record --on-oom train.py
+
+    kill -USR2 PID brings the trace of a running program up to date.
     """
     from memtrace.errors import MemtraceError
     from memtrace.execution.detected_model import apply_to_detected_model
     from memtrace.execution.losses import write_losses
     from memtrace.planning.plan import read_plan
+    from memtrace.recording.schedule import parse_schedule
     from memtrace.recording.session import record
 
     if is_module and is_code:
@@ -76,6 +102,8 @@ def command(
         raise MemtraceError(f"{program}: no such file; pass a Python script, -m and a module name, or -c and code")
     run = _choose_runner(program, is_module, is_code)
     plan = read_plan(plan_file) if plan_file is not None else None
+    if schedule is not None:
+        options["schedule"] = parse_schedule(schedule)
     sys.argv = ["-c" if is_code else program, *arguments]
     sys.path.insert(0, str(Path(program).resolve().parent if is_script else Path.cwd()))
     recording, folder = record(output, **options), Path.cwd()
@@ -134,11 +162,17 @@ def _program_frames(frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
-def _print_result(trace: Path, folder: Path) -> None:
+def _print_result(trace: AnyPath, folder: Path) -> None:
     """Print where the trace is, as seen from ``folder``, the working directory of the shell."""
     from memtrace.recording.job import rank_and_world_size
 
+    if isinstance(trace, StoragePath):
+        FEEDBACK.note(f"wrote {trace}. Next: memtrace summary {trace}")
+        return
     rank, _ = rank_and_world_size()
+    if not (trace / f"rank={rank}").is_dir():  # with --on-oom
+        FEEDBACK.note("memory did not run out: no trace was written")
+        return
     with contextlib.suppress(OSError):
         size = sum(part.stat().st_size for part in (trace / f"rank={rank}").iterdir())
         name = os.path.relpath(trace, folder) if trace.is_relative_to(folder) else trace

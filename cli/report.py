@@ -9,8 +9,9 @@ import click
 from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.bandwidths import takes_analysis_options
 from memtrace.cli.output import print_confirmation, working
+from memtrace.cli.pages import check_output_folder, output_errors
+from memtrace.cli.workers import Workers, takes_workers
 
-from memtrace.errors import MemtraceError
 from memtrace.units import format_bytes
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 @click.command("report")
 @selects_traces
+@takes_workers
 @takes_analysis_options
 @click.option("-o", "--output", type=click.Path(dir_okay=False), default="report.html", show_default=True,
               help="HTML file to write.")  # fmt: skip
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
               help="Folder with the sources of the recorded program, for a trace from another machine.")  # fmt: skip
 def command(
     selection: Selection,
+    workers: Workers,
     options: AnalysisOptions,
     output: str,
     predict: str | None,
@@ -48,20 +51,22 @@ def command(
       memtrace report run.memtrace -o report.html
       memtrace report snapshot.pickle --source-root ~/project
     """
-    folder = Path(output).parent
-    if not folder.is_dir():
-        raise MemtraceError(f"{output}: the folder {folder} does not exist. Create it, or pass another path with -o.")
+    check_output_folder(output)
     trace = selection.open()
-    prediction = None if predict is None else _predict_pipeline(trace, predict)
     from memtrace.dashboards import SourceOptions, report
+
+    from memtrace.pipeline.measured import analyze_pipeline
 
     sources = SourceOptions(is_enabled=not no_source, root=source_root)
 
-    try:
-        with working(f"writing {output}"):
-            page = report(trace, output, prediction=prediction, options=options, sources=sources)
-    except OSError as error:
-        raise MemtraceError(f"{output}: cannot write the page: {error.strerror or error}") from error
+    with (
+        output_errors(output),
+        working(f"writing {output}"),
+        workers.engine(trace, selection.source) as engine,
+    ):
+        analyze = engine.analyzer(selection.source)
+        prediction = None if predict is None else _predict_pipeline(analyze_pipeline(trace, analyze), predict)
+        page = report(trace, output, prediction=prediction, options=options, sources=sources, analyze=analyze)
     print_confirmation(f"Wrote {page} ({format_bytes(page.stat().st_size)}).")
 
 

@@ -10,6 +10,7 @@ from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.output import console, plain_table, print_json
 from memtrace.cli.quantities import BYTES
 from memtrace.cli.tabular import print_csv
+from memtrace.cli.workers import Workers, takes_workers
 
 from memtrace.analysis.cache_share import CacheWhatIf, DataSource
 from memtrace.analysis.stalls import DataStalls, StallBreakdown, StepWait
@@ -19,7 +20,7 @@ from memtrace.units import format_count, format_duration, format_share
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from memtrace.trace import Trace
+    from memtrace.engine.comparisons import OpenTrace
 
 RESULT: Final = DataStalls
 """The type of what ``--json`` prints."""
@@ -29,6 +30,7 @@ MAX_ROWS: Final = 20
 
 @click.command("stalls")
 @selects_traces
+@takes_workers
 @click.option("--synthetic", type=click.Path(), help="Trace of the same job on data generated in memory.")
 @click.option("--cached", type=click.Path(), help="Trace of the same job with all data cached.")
 @click.option("--cache-share", "shares", type=click.FloatRange(0, 1), multiple=True, metavar="SHARE",
@@ -40,6 +42,7 @@ MAX_ROWS: Final = 20
 @click.option("--csv", "as_csv", is_flag=True, help="Print one CSV row per step.")
 def command(
     selection: Selection,
+    workers: Workers,
     synthetic: str | None,
     cached: str | None,
     shares: tuple[float, ...],
@@ -61,7 +64,7 @@ def command(
       memtrace stalls run.memtrace
       memtrace stalls cold.memtrace --cached hot.memtrace --synthetic ram.memtrace
     """
-    from memtrace.analysis.stalls import measure_stalls
+    from memtrace.engine.comparisons import measure_data_stalls
 
     if (synthetic is None) != (cached is None):
         missing = "--synthetic" if synthetic is None else "--cached"
@@ -71,14 +74,10 @@ def command(
     source = _data_source(step_bytes, storage_bandwidth, memory_bandwidth)
     if source is not None and cached is None:
         raise MemtraceError("--step-bytes needs the recordings --synthetic and --cached.")
-    trace = selection.open_rank()
-    result = measure_stalls(
-        trace,
-        synthetic=_open(selection, synthetic),
-        cached=_open(selection, cached),
-        cache_shares=shares,
-        source=source,
-    )
+    recording = _open(selection)
+    others = [None if path is None else _open(selection, path) for path in (synthetic, cached)]
+    with workers.engine(*recording) as engine:
+        result = measure_data_stalls(engine, recording, others[0], others[1], shares, source)
     if as_json:
         print_json(result)
     elif as_csv:
@@ -96,8 +95,10 @@ def _data_source(step_bytes: int | None, storage: int | None, memory: int | None
     return DataSource(step_bytes, storage, memory)
 
 
-def _open(selection: Selection, path: str | None) -> Trace | None:
-    return None if path is None else replace(selection, paths=(path,)).open_rank()
+def _open(selection: Selection, path: str | None = None) -> OpenTrace:
+    """Open the selected rank of the traces of a selection, or of another path; return how workers open it as well."""
+    chosen = selection if path is None else replace(selection, paths=(path,))
+    return chosen.open_rank(), chosen.source
 
 
 def _print(out: Console, result: DataStalls) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import click
 from memtrace.cli.arguments import Selection, selects_traces
 from memtrace.cli.output import console, escape, plain_table, print_json
 from memtrace.cli.tabular import print_csv
+from memtrace.cli.workers import Workers, takes_workers
 
 from memtrace.analysis.step_analysis import StepAnalysis, analyze_steps
 from memtrace.analysis.thresholds import MIN_MATCHING_BYTES
@@ -33,10 +35,11 @@ _SOURCES: Final = {
 
 @click.command("steps")
 @selects_traces
+@takes_workers
 @click.option("--from-events", is_flag=True, help="Ignore step marks and detect the steps in the events alone.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; unknown values are null.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV, one row per step.")
-def command(selection: Selection, from_events: bool, as_json: bool, as_csv: bool) -> None:
+def command(selection: Selection, workers: Workers, from_events: bool, as_json: bool, as_csv: bool) -> None:
     """Detect the training steps of TRACE and measure how much they vary.
 
     \b
@@ -44,7 +47,7 @@ def command(selection: Selection, from_events: bool, as_json: bool, as_csv: bool
       memtrace steps run.memtrace
     """
     trace = selection.open_rank()
-    result = analyze_steps(trace, from_events=from_events)
+    result = workers.ask([(trace, selection.source)], partial(analyze_steps, from_events=from_events))
     if as_json:
         print_json(result)
     elif as_csv:

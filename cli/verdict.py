@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from memtrace.cli.output import escape, print_next_command
 
-from memtrace.planning.fixes import describe_saving
+from memtrace.planning.fix import describe_saving
 
 if TYPE_CHECKING:
     from rich.console import Console

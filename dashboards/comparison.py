@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 from memtrace.dashboards.compared_runs import (
@@ -29,6 +28,7 @@ from memtrace.dashboards.text import NO_VALUE, name_text
 
 from memtrace.analysis.compare import Run, RunComparison, RunSummary, compare_runs
 from memtrace.categories import CATEGORY_LABELS
+from memtrace.format.storage import AnyPath
 from memtrace.units import (
     format_bytes,
     format_duration,
@@ -36,7 +36,7 @@ from memtrace.units import (
 )
 
 
-def write_comparison(runs: Sequence[Run], output: str | Path, comparison: RunComparison | None = None) -> Path:
+def write_comparison(runs: Sequence[Run], output: str | AnyPath, comparison: RunComparison | None = None) -> AnyPath:
     """Write the page that compares runs, and return its path.
 
     Args:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from jinja2 import Environment, PackageLoader
@@ -20,6 +19,8 @@ from memtrace.dashboards.text import name_text
 
 from memtrace import __version__
 from memtrace.categories import CATEGORY_LABELS
+from memtrace.format.storage import AnyPath, to_path
+from memtrace.format.storage_writer import local_output
 from memtrace.units import format_share
 
 SCRIPTS: Final = ("format.js", "figures.js", "figure_page.js")
@@ -59,17 +60,17 @@ class _Panel:
     note: str
 
 
-def write_figure_page(page: FigurePage, output: str | Path) -> Path:
+def write_figure_page(page: FigurePage, output: str | AnyPath) -> AnyPath:
     """Write a page and return its path; an existing file is replaced whole.
 
     Raises:
         OSError: The file cannot be written.
     """
-    target = Path(output)
-    temporary = target.with_name(f".{target.name}.tmp")
-    temporary.write_text(render_figure_page(page), encoding="utf-8")
-    temporary.replace(target)
-    return target
+    with local_output(output) as target:
+        temporary = target.with_name(f".{target.name}.tmp")
+        temporary.write_text(render_figure_page(page), encoding="utf-8")
+        temporary.replace(target)
+    return to_path(output)
 
 
 def render_figure_page(page: FigurePage) -> str:

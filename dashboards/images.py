@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 from memtrace.dashboards.assets import PLOTLY
 
 from memtrace.errors import MemtraceError
+from memtrace.format.storage import AnyPath, to_path
+from memtrace.format.storage_writer import local_output
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -34,13 +36,13 @@ BROWSERS: Final = (
 
 
 def write_figure(
-    figure: go.Figure, output: str | Path, *, width: int | None = None, height: int | None = None, scale: float = 2.0
-) -> Path:
+    figure: go.Figure, output: str | AnyPath, *, width: int | None = None, height: int | None = None, scale: float = 2.0
+) -> AnyPath:
     """Write a figure to a file in the format that its suffix names, and return the path.
 
     Args:
         figure: the figure.
-        output: path of the file; its suffix is one of ``IMAGE_FORMATS``, or ``.html``.
+        output: path of the file, or its URL in a storage; its suffix is one of ``IMAGE_FORMATS``, or ``.html``.
         width: width in CSS pixels; default: 900.
         height: height in CSS pixels; default: that of the figure, else 500.
         scale: pixels of the image for each CSS pixel.
@@ -49,7 +51,7 @@ def write_figure(
         MemtraceError: the format is unknown, or kaleido or a browser is missing.
         OSError: the file cannot be written.
     """
-    path = Path(output)
+    path = to_path(output)
     suffix = path.suffix.lower().removeprefix(".").replace("jpg", "jpeg")
     if suffix == "html":
         content = _html(figure).encode()
@@ -61,9 +63,10 @@ def write_figure(
     else:
         formats = ", ".join(f".{name}" for name in (*IMAGE_FORMATS, "html"))
         raise MemtraceError(f"{output}: unknown format. Use one of {formats} as the suffix of the file.")
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    with local_output(output) as target:
+        temporary = target.with_name(f".{target.name}.tmp")
+        temporary.write_bytes(content)
+        temporary.replace(target)
     return path
 
 
@@ -90,7 +93,7 @@ def _html(figure: go.Figure) -> str:
     )
 
 
-def _image(figure: go.Figure, path: Path, options: dict[str, Any]) -> bytes:
+def _image(figure: go.Figure, path: AnyPath, options: dict[str, Any]) -> bytes:
     try:
         import kaleido
     except ImportError as error:

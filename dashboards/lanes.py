@@ -26,6 +26,7 @@ MAX_ROWS: Final = 8
 DRAWN_PHASES: Final = ("forward", "backward", "optimizer")
 _LANES: Final = (
     ("action", "pipeline"),
+    ("gap", "not recorded"),
     ("data_wait", "data waits"),
     ("range", "ranges"),
     ("module", "modules"),

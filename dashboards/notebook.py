@@ -16,7 +16,7 @@ from memtrace.dashboards.inline_svg import stacked_curve
 from memtrace.dashboards.text import name_text
 
 from memtrace.analysis.coverage import compute_coverage
-from memtrace.analysis.ranks import fullest_device_peak
+from memtrace.analysis.rank_summary import fullest_device_peak
 from memtrace.analysis.summary import summarize_peak
 from memtrace.categories import CATEGORY_LABELS
 from memtrace.errors import MemtraceError

@@ -15,7 +15,7 @@ from memtrace.analysis.options import DEFAULT_OPTIONS, AnalysisOptions
 from memtrace.analysis.peak import Peak, find_peak, peak_by_category, peak_by_module, peak_by_site
 from memtrace.analysis.steps import step_columns
 from memtrace.categories import CATEGORY_LABELS
-from memtrace.planning.fixes import Fix, describe_saving
+from memtrace.planning.fix import Fix, describe_saving
 from memtrace.planning.verdict import find_verdict
 from memtrace.units import UNKNOWN, format_bytes, format_count, format_duration, format_share
 
@@ -117,6 +117,8 @@ def _facts(trace: Trace, coverage: Coverage) -> Iterator[tuple[str, str]]:
     yield "Command", name_text(" ".join(map(str, manifest.command or [UNKNOWN])))
     yield "Allocated before the recording", format_bytes(coverage.baseline_bytes)
     yield "Unclassified at the peak", format_bytes(coverage.unattributed_bytes)
+    if coverage.seen_access_share is not None:
+        yield "Reads and writes recorded", f"{format_share(coverage.seen_access_share, 1)} of the bytes accessed"
     yield "Outside the allocator", format_bytes(coverage.outside_allocator_bytes)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import Environment, PackageLoader
@@ -22,7 +21,13 @@ from memtrace.dashboards.text import name_text
 from memtrace import __version__
 from memtrace.analysis.options import DEFAULT_OPTIONS, AnalysisOptions
 from memtrace.analysis.rank_overview import survey_ranks
+from memtrace.analysis.rank_reports import analyze_reports, rank_reports
+from memtrace.analysis.rank_results import RankAnalyzer, analyze_here, find_unreadable_ranks
 from memtrace.categories import CATEGORY_LABELS, CATEGORY_MEANINGS
+from memtrace.errors import MemtraceError
+from memtrace.format.storage import AnyPath, to_path
+from memtrace.format.storage_writer import local_output
+from memtrace.pipeline.measured import analyze_pipeline
 from memtrace.planning.verdict import choose_rank, order_devices
 from memtrace.units import format_count, format_share
 
@@ -33,6 +38,8 @@ if TYPE_CHECKING:
 MAX_VIEWS: Final = 4
 """Most pairs of rank and device on one page; each has figures of its own."""
 
+MAX_NAMED_RANKS: Final = 3
+"""Most ranks that cannot be read whose reasons the page states above its views."""
 MAX_PAGE_BYTES: Final = 12_000_000
 """Size of the largest page; the payloads of its views share what figures and tables leave of it."""
 _MARKUP_BYTES: Final = 1_500_000
@@ -94,34 +101,37 @@ class Panel:
 
 def report(
     trace: Trace,
-    output: str | Path,
+    output: str | AnyPath,
     *,
     prediction: PipelinePrediction | None = None,
     options: AnalysisOptions = DEFAULT_OPTIONS,
     sources: SourceOptions | None = None,
-) -> Path:
+    analyze: RankAnalyzer = analyze_here,
+) -> AnyPath:
     """Write the page of a trace.
 
     Args:
         trace: A trace of one or several ranks.
-        output: Path of the HTML file.
+        output: Path of the HTML file, or its URL in a storage.
         prediction: Predicted pipeline to show next to the recorded one.
         options: What the user states about the machine, and thresholds.
         sources: Which source files the page may contain lines of; None: those that the trace names, if this machine
             recorded it.
+        analyze: Computes what the page shows of each rank, in this process or in others.
 
     Returns:
         The path of the HTML file.
 
     Raises:
         OSError: The file cannot be written.
+        MemtraceError: No rank can be read.
     """
-    target = Path(output)
-    temporary = target.with_name(f".{target.name}.tmp")
-    text = render(trace, prediction=prediction, options=options, sources=sources)
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(target)
-    return target
+    text = render(trace, prediction=prediction, options=options, sources=sources, analyze=analyze)
+    with local_output(output) as target:
+        temporary = target.with_name(f".{target.name}.tmp")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(target)
+    return to_path(output)
 
 
 def render(
@@ -130,33 +140,29 @@ def render(
     prediction: PipelinePrediction | None = None,
     options: AnalysisOptions = DEFAULT_OPTIONS,
     sources: SourceOptions | None = None,
+    analyze: RankAnalyzer = analyze_here,
 ) -> str:
     """Return the page as HTML; the arguments are those of ``report``."""
+    trace = analyze_reports(trace, analyze)
+    trace = analyze(trace, order_devices, task="finding devices", ranks=_ranks_by_interest(trace)[:MAX_VIEWS])
     pairs, num_left_out = _choose_views(trace)
-    job_panels = [render_panel(section, trace) for section in (*ranks.sections(pairs), *pipeline.SECTIONS)]
+    job_panels = [render_panel(section, trace) for section in ranks.sections(pairs)]
+    job_panels += _render_pipeline(trace, analyze)
     if prediction is not None:
         job_panels += [render_panel(section, prediction) for section in pipeline.PREDICTION_SECTIONS]
-    drawn = [_render_sections(trace.rank(rank), device, options) for rank, device in pairs]
-    panels = [*job_panels, *(panel for sections in drawn for panel in sections if panel is not None)]
-    num_used = sum(len(repr(panel).encode()) for panel in panels)
-    max_chars = max(0, MAX_PAGE_BYTES - _MARKUP_BYTES - num_used) // max(1, len(drawn))
-    views = [
-        _render_view(
-            trace.rank(rank),
-            rank,
-            device,
-            len(trace.ranks),
-            sections,
-            options=options,
-            max_chars=max_chars,
-            sources=sources or SourceOptions(),
-        )
-        for (rank, device), sections in zip(pairs, drawn, strict=True)
-    ]
+    drawing = Drawing(
+        devices=pairs,
+        num_ranks=len(trace.ranks),
+        options=options,
+        sources=sources or SourceOptions(),
+        max_chars=(MAX_PAGE_BYTES - _MARKUP_BYTES - _count_bytes(job_panels)) // max(1, len(pairs)),
+    )
+    trace = analyze(trace, draw_rank, drawing, task="drawing", ranks=[rank for rank, _ in pairs])
+    shown = [rank for rank in dict.fromkeys(rank for rank, _ in pairs) if rank in trace.ranks]
     return fill_template(
         name_text(trace.path.name if trace.path else "trace"),
-        views,
-        views_note=_left_out_note(num_left_out),
+        [view for rank in shown for view in trace.rank_result(rank, draw_rank, drawing)],
+        views_note=_left_out_note(trace, num_left_out),
         job_panels=[panel for panel in job_panels if panel.has_content],
     )
 
@@ -196,50 +202,81 @@ def fill_template(
     )
 
 
-def _choose_views(trace: Trace) -> tuple[list[tuple[int, str]], int]:
-    """Return the pairs of rank and device that the page shows, and how many ranks or devices it leaves out."""
+def _render_pipeline(trace: Trace, analyze: RankAnalyzer) -> list[Panel]:
+    """Render the sections of a recorded pipeline; none where its actions cannot be read."""
+    try:
+        trace = analyze_pipeline(trace, analyze)
+    except MemtraceError:
+        return []
+    return [render_panel(section, trace) for section in pipeline.SECTIONS]
+
+
+def _ranks_by_interest(trace: Trace) -> list[int]:
+    """Return the ranks that can be read: the one to look at first, those that stand out, the others."""
     first = choose_rank(trace)
-    outliers = {outlier.rank for outlier in survey_ranks(trace).outliers} if len(trace.ranks) > 1 else set()
-    numbers = sorted(trace.ranks, key=lambda rank: (rank != first, rank not in outliers))
+    outliers = {outlier.rank for outlier in survey_ranks(trace).comparison.outliers} if len(trace.ranks) > 1 else set()
+    problems = {report.summary.rank for report in rank_reports(trace) if report.standing is None}
+    numbers = [rank for rank in trace.ranks if rank not in problems] or list(trace.ranks)
+    return sorted(numbers, key=lambda rank: (rank != first, rank not in outliers))
+
+
+def _choose_views(trace: Trace) -> tuple[tuple[tuple[int, str], ...], int]:
+    """Return the pairs of rank and device that the page shows, and how many ranks or devices it leaves out."""
+    numbers = _ranks_by_interest(trace)
     # Of many ranks only those that can be shown are opened.
-    pairs = [(rank, device) for rank in numbers[:MAX_VIEWS] for device in order_devices(trace.rank(rank))]
-    return pairs[:MAX_VIEWS], max(len(pairs) - MAX_VIEWS, 0) + max(len(numbers) - MAX_VIEWS, 0)
+    pairs = [(rank, device) for rank in numbers[:MAX_VIEWS] for device in trace.rank_result(rank, order_devices)]
+    return tuple(pairs[:MAX_VIEWS]), max(len(pairs) - MAX_VIEWS, 0) + max(len(numbers) - MAX_VIEWS, 0)
 
 
-def _left_out_note(num_left_out: int) -> str:
-    if num_left_out <= 0:
-        return ""
-    views = format_count(num_left_out, "more rank or device", "more ranks or devices")
-    return f"This page leaves out {views}. Write a page for one rank with memtrace report --rank N."
+def _left_out_note(trace: Trace, num_left_out: int) -> str:
+    unreadable = find_unreadable_ranks(trace)
+    notes = [f"Rank {rank.rank} is left out: {name_text(rank.reason, 400)}" for rank in unreadable[:MAX_NAMED_RANKS]]
+    if len(unreadable) > MAX_NAMED_RANKS:
+        notes.append(f"{format_count(len(unreadable) - MAX_NAMED_RANKS, 'more rank')} cannot be read.")
+    if num_left_out > 0:
+        views = format_count(num_left_out, "more rank or device", "more ranks or devices")
+        notes.append(f"This page leaves out {views}. Write a page for one rank with memtrace report --rank N.")
+    return " ".join(notes)
 
 
-def _render_sections(trace: Trace, device: str, options: AnalysisOptions) -> list[Panel | None]:
-    """Render the sections of a view except for its widgets, which are None."""
-    return [
+def _count_bytes(panels: Sequence[Panel | None]) -> int:
+    return sum(len(repr(panel).encode()) for panel in panels if panel is not None)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How the views of a page are drawn, the same for all its ranks."""
+
+    devices: tuple[tuple[int, str], ...]
+    """The views: pairs of rank and device."""
+    num_ranks: int
+    options: AnalysisOptions
+    sources: SourceOptions
+    max_chars: int
+    """Size of each view."""
+
+
+def draw_rank(trace: Trace, drawing: Drawing) -> list[dict[str, Any]]:
+    """Return what the template shows of the devices of one rank."""
+    (rank,) = trace.ranks
+    return [_render_view(trace, device, drawing) for number, device in drawing.devices if number == rank]
+
+
+def _render_view(trace: Trace, device: str, drawing: Drawing) -> dict[str, Any]:
+    (rank,), options = trace.ranks, drawing.options
+    drawn = [
         None if isinstance(section.build, str) else render_device_panel(section, trace, device, options)
         for section in DEVICE_SECTIONS
     ]
-
-
-def _render_view(
-    trace: Trace,
-    rank: int,
-    device: str,
-    num_ranks: int,
-    sections: list[Panel | None],
-    *,
-    options: AnalysisOptions,
-    max_chars: int,
-    sources: SourceOptions,
-) -> dict[str, Any]:
-    payload = build_payload(trace, device, max_chars, sources=sources)
+    max_chars = max(0, drawing.max_chars - _count_bytes(drawn))
+    payload = build_payload(trace, device, max_chars, sources=drawing.sources)
     panels = [
         _render_widget(section, payload) if panel is None else panel
-        for section, panel in zip(DEVICE_SECTIONS, sections, strict=True)
+        for section, panel in zip(DEVICE_SECTIONS, drawn, strict=True)
     ]
     return {
         "id": view_id(rank, device),
-        "label": f"rank {rank}, {device}" if num_ranks > 1 else device,
+        "label": f"rank {rank}, {device}" if drawing.num_ranks > 1 else device,
         "group": f"rank {rank}",
         "panels": [panel for panel in panels if panel.has_content or panel.absent],
         "payload": payload and _json({"packed": payload.packed, "plain": payload.plain}),

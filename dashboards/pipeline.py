@@ -20,12 +20,10 @@ from memtrace.dashboards.palette import (
 from memtrace.dashboards.schedules import simulation_figure
 from memtrace.dashboards.sections import Section
 
-from memtrace.analysis.timeline import select_plot_points
 from memtrace.categories import CATEGORY_LABELS
 from memtrace.errors import TraceError
-from memtrace.pipeline.measured import MeasuredPipeline, measure_pipeline, rank_memories
+from memtrace.pipeline.measured import MeasuredPipeline, measure_pipeline, measure_ranks
 from memtrace.pipeline.recorded import recorded_actions, step_interval_ns
-from memtrace.pipeline.recorded_syncs import gradient_syncs
 from memtrace.pipeline.schedules.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action
 from memtrace.units import choose_byte_unit, choose_time_unit, format_bytes, format_count, format_share
 
@@ -37,8 +35,6 @@ MAX_ACTIONS: Final = 4000
 """Largest number of actions in one figure."""
 MAX_WORKERS: Final = 32
 """Largest number of workers in one figure."""
-MAX_POINTS: Final = 600
-"""Largest number of points in the memory curve of one rank."""
 MAX_LABELED_ACTIONS: Final = 400
 """Largest number of actions that are labeled with their micro-batch."""
 KINDS: Final = (
@@ -94,10 +90,9 @@ def recorded_schedule_figure(trace: Trace, device: str = "") -> go.Figure | None
     ]
     figure = _schedule_figure(bars, "rank", num_hidden=len(ranks) - MAX_WORKERS)
     syncs = [
-        SyncBar(rank.rank, sync.stage, sync.num_reductions, sync.start_ns - begin, sync.end_ns - begin)
-        for rank in ranks[:MAX_WORKERS]
-        for sync in gradient_syncs(trace.rank(rank.rank), rank)
-        if sync.step == measured.step
+        SyncBar(rank.worker.rank, sync.stage, sync.num_reductions, sync.start_ns - begin, sync.end_ns - begin)
+        for rank in measure_ranks(trace)[:MAX_WORKERS]
+        for sync in rank.syncs
     ]
     return _add_syncs(figure, syncs, max(bar.end_ns for bar in bars))
 
@@ -205,12 +200,12 @@ def rank_memory_figure(trace: Trace, device: str = "") -> go.Figure | None:
     divisor, unit = choose_byte_unit(max(worker.peak_bytes for worker in measured.workers))
     nanoseconds, time_name = choose_time_unit(end - begin)
     figure = go.Figure()
-    for place, memory in enumerate(rank_memories(trace)[:MAX_WORKERS]):
-        kept = select_plot_points(memory.live_bytes, MAX_POINTS)
+    memories = [rank.memory for rank in measure_ranks(trace) if rank.memory is not None]
+    for place, memory in enumerate(memories[:MAX_WORKERS]):
         figure.add_trace(
             go.Scatter(
-                x=memory.time_ns[kept] / nanoseconds,
-                y=memory.live_bytes[kept] / divisor,
+                x=memory.time_ns / nanoseconds,
+                y=memory.live_bytes / divisor,
                 name=f"rank {memory.rank}",
                 mode="lines",
                 line={"shape": "hv", "width": 1.5, "color": SERIES_COLORS[place % len(SERIES_COLORS)]},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import plotly.graph_objects as go
@@ -14,6 +13,7 @@ from memtrace.dashboards.schedules import memory_figure, peaks_figure, simulatio
 from memtrace.dashboards.sections import Column, Row, Section, Table
 from memtrace.dashboards.text import figure_text, name_text
 
+from memtrace.format.storage import AnyPath
 from memtrace.units import choose_byte_unit, choose_time_unit, format_bytes, format_count, format_duration, format_share
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ class PlannedPipeline:
 
 def write_planned_pipeline(
     schedules: Sequence[PlannedSchedule],
-    output: str | Path,
+    output: str | AnyPath,
     *,
     capacity_bytes: int | None = None,
     notes: Sequence[str] = (),
-) -> Path:
+) -> AnyPath:
     """Write the page of a planned pipeline, and return its path.
 
     Args:

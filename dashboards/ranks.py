@@ -13,8 +13,9 @@ from memtrace.dashboards.palette import AMOUNT_SCALE, STACK_ORDER
 from memtrace.dashboards.sections import Column, Link, Row, Section, Table
 from memtrace.dashboards.text import NO_VALUE, figure_text, name_text
 
-from memtrace.analysis.rank_overview import RankOutlier, RankOverview, step_peak_grid, survey_ranks
-from memtrace.analysis.ranks import RankSummary
+from memtrace.analysis.rank_groups import describe_outliers
+from memtrace.analysis.rank_overview import RankOverview, choose_loads, step_peak_grid, survey_ranks
+from memtrace.analysis.rank_summary import RankSummary
 from memtrace.categories import CATEGORY_LABELS
 from memtrace.units import choose_byte_unit, format_bytes, format_count, format_duration, format_names, format_share
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from memtrace.trace import Trace
 
 MAX_RANKS: Final = 1_000
-"""Largest number of ranks in a figure."""
+"""Largest number of ranks in a figure; of more, those of ``choose_loads``."""
 MAX_GRID_CELLS: Final = 150_000
 """Largest number of cells in the heat map of steps."""
 MAX_STEPS: Final = 400
@@ -33,9 +34,6 @@ MAX_ROWS: Final = 40
 """Largest number of ranks in the table."""
 NUM_USUAL_ROWS: Final = 12
 """Number of rows up to which the table is filled with ranks that do not stand out."""
-MAX_MEASURES: Final = 3
-"""Largest number of measures that are named for one rank, those with the largest deviations in bytes first."""
-_MEASURE_LABELS: Final = {"peak": "peak memory", "end": "live bytes at the end", "compute": "compute time per step"}
 
 
 def view_fragment(rank: int, device: str) -> str:
@@ -108,20 +106,9 @@ def _reasons(overview: RankOverview) -> dict[int, list[str]]:
     for summary in comparison.ranks:
         if summary.problem:
             reasons.setdefault(summary.rank, []).append(summary.problem)
-    of_rank: dict[int, list[RankOutlier]] = {}
-    for outlier in overview.outliers:
-        of_rank.setdefault(outlier.rank, []).append(outlier)
-    for rank, outliers in of_rank.items():
-        outliers.sort(key=lambda outlier: -abs(outlier.value - outlier.median) if outlier.measure != "compute" else 0)
-        reasons.setdefault(rank, []).append(", ".join(map(_describe, outliers[:MAX_MEASURES])) + " of the median rank")
+    for rank, sentence in describe_outliers(comparison.outliers).items():
+        reasons.setdefault(rank, []).append(sentence)
     return reasons
-
-
-def _describe(outlier: RankOutlier) -> str:
-    label = _MEASURE_LABELS.get(outlier.measure) or CATEGORY_LABELS[outlier.measure]
-    if not outlier.median:
-        return f"{label} {format_bytes(outlier.value)} instead of none"
-    return f"{label} {format_share(outlier.value, outlier.median)}"
 
 
 def _notes(overview: RankOverview, num_ranks: int, num_hidden: int) -> Iterator[str]:
@@ -129,7 +116,7 @@ def _notes(overview: RankOverview, num_ranks: int, num_hidden: int) -> Iterator[
     yield f"{format_count(num_ranks, 'rank')}."
     if comparison.imbalance is not None:
         yield f"Imbalance (highest peak / mean peak): {comparison.imbalance:.2f}."
-    if not overview.outliers:
+    if not comparison.outliers:
         yield "No rank differs from the others."
     if comparison.slowest_rank is not None:
         yield f"Rank {comparison.slowest_rank} takes longest to compute a step."
@@ -139,12 +126,49 @@ def _notes(overview: RankOverview, num_ranks: int, num_hidden: int) -> Iterator[
         yield f"{format_count(num_hidden, 'more rank')} not listed; memtrace ranks lists all of them."
 
 
+def stages_table(trace: Trace, *, shown: Collection[tuple[int, str]]) -> Table | None:
+    """Return the pipeline stages of a job; None where they are unknown.
+
+    Args:
+        trace: a trace of one or several ranks.
+        shown: pairs of rank and device that have a view on the page, which the table links to.
+    """
+    comparison = survey_ranks(trace).comparison
+    if not comparison.groups:
+        return None
+    by_rank = {summary.rank: summary for summary in comparison.ranks}
+    columns = (
+        Column("stage"),
+        Column("ranks", "number"),
+        Column("median peak", "number"),
+        Column("lowest", "number"),
+        Column("highest", "number"),
+        Column("rank with the highest peak", "link"),
+    )
+    rows = tuple(
+        Row(
+            (
+                name_text(group.label),
+                f"{len(group.ranks):,}",
+                *(
+                    format_bytes(size, unknown=NO_VALUE)
+                    for size in (group.median_peak_bytes, group.lowest_peak_bytes, group.highest_peak_bytes)
+                ),
+                NO_VALUE if group.highest_rank is None else _rank_link(by_rank[group.highest_rank], shown),
+            )
+        )
+        for group in comparison.groups
+    )
+    return Table(columns, rows, f"{format_count(len(rows), 'stage')}.")
+
+
 def categories_figure(trace: Trace) -> go.Figure | None:
     """Return a heat map of ranks and categories at the peak; None for one rank.
 
     Colors compare the ranks within each category.
     """
-    loads = survey_ranks(trace).main_loads[:MAX_RANKS]
+    overview = survey_ranks(trace)
+    loads = choose_loads(overview, MAX_RANKS)
     if len(loads) < 2:
         return None
     rows = [("peak memory", [load.peak_bytes for load in loads])]
@@ -155,7 +179,7 @@ def categories_figure(trace: Trace) -> go.Figure | None:
     sizes = np.array([values for _, values in rows], np.float64)
     figure = go.Figure(
         _heat_map(
-            x=[f"rank {load.rank}" for load in loads],
+            x=_rank_labels([load.rank for load in loads], overview),
             y=[label for label, _ in rows],
             z=100 * sizes / np.maximum(sizes.max(axis=1, keepdims=True), 1),
             title="% of the<br>largest",
@@ -165,12 +189,13 @@ def categories_figure(trace: Trace) -> go.Figure | None:
     )
     figure.update_xaxes(type="category", showgrid=False, nticks=20)
     figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
-    return _with_note(figure, len(survey_ranks(trace).main_loads))
+    return _with_note(figure, len(overview.main_loads))
 
 
 def step_peaks_figure(trace: Trace) -> go.Figure | None:
     """Return a heat map of ranks and steps; None for one rank, or without steps."""
-    loads = survey_ranks(trace).main_loads[:MAX_RANKS]
+    overview = survey_ranks(trace)
+    loads = choose_loads(overview, MAX_RANKS)
     if len(loads) < 2:
         return None
     grid = step_peak_grid(loads, min(MAX_STEPS, max(MAX_GRID_CELLS // len(loads), 2)))
@@ -180,7 +205,7 @@ def step_peaks_figure(trace: Trace) -> go.Figure | None:
     figure = go.Figure(
         go.Heatmap(
             x=[f"step {number}" for number in grid.step.tolist()],
-            y=[f"rank {rank}" for rank in grid.ranks],
+            y=_rank_labels(grid.ranks, overview),
             z=(grid.peak_bytes / divisor).astype(np.float32),
             zmin=0,
             zmax=float(np.nanmax(grid.peak_bytes)) / divisor,
@@ -194,24 +219,26 @@ def step_peaks_figure(trace: Trace) -> go.Figure | None:
     steps = "" if grid.num_steps == len(grid.step) else (
         f"{len(grid.step):,} of {grid.num_steps:,} steps, those with the highest peaks of their neighborhood included."
     )  # fmt: skip
-    return _with_note(figure, len(survey_ranks(trace).main_loads), steps)
+    return _with_note(figure, len(overview.main_loads), steps)
 
 
 def devices_figure(trace: Trace) -> go.Figure | None:
     """Return a heat map of ranks and devices; None where every rank has one device."""
-    loads = survey_ranks(trace).loads
-    ranks = list(dict.fromkeys(load.rank for load in loads))[:MAX_RANKS]
+    overview = survey_ranks(trace)
+    loads = overview.loads
+    ranks = [load.rank for load in choose_loads(overview, MAX_RANKS)]
     devices = sorted({load.device for load in loads}, key=lambda device: (device == "cpu", device))
     if len(ranks) < 2 or len(devices) < 2:
         return None
     sizes = np.full((len(devices), len(ranks)), np.nan)
+    column_of = {rank: column for column, rank in enumerate(ranks)}
     for load in loads:
-        if load.rank in ranks:
-            sizes[devices.index(load.device), ranks.index(load.rank)] = load.peak_bytes
+        if load.rank in column_of:
+            sizes[devices.index(load.device), column_of[load.rank]] = load.peak_bytes
     divisor, unit = choose_byte_unit(float(np.nanmax(sizes)))
     figure = go.Figure(
         _heat_map(
-            x=[f"rank {rank}" for rank in ranks],
+            x=_rank_labels(ranks, overview),
             y=[figure_text(device) for device in devices],
             z=sizes / divisor,
             title=unit,
@@ -243,9 +270,19 @@ def _heat_map(
     )
 
 
+def _rank_labels(ranks: Sequence[int], overview: RankOverview) -> list[str]:
+    """Return the ranks as labels of an axis, with the pipeline stage where it is known."""
+    stages = {rank: group.label for group in overview.comparison.groups for rank in group.ranks}
+    return [f"{figure_text(stages[rank])} rank {rank}" if rank in stages else f"rank {rank}" for rank in ranks]
+
+
 def _with_note(figure: go.Figure, num_ranks: int, note: str = "") -> go.Figure:
-    hidden = num_ranks - MAX_RANKS
-    left_out = f"{format_count(hidden, 'more rank')} not drawn." if hidden > 0 else ""
+    left_out = (
+        f"{MAX_RANKS:,} of {num_ranks:,} ranks: those that differ from their peers, and of neighboring ranks the one "
+        "with the highest peak."
+        if num_ranks > MAX_RANKS
+        else ""
+    )
     return figure.update_layout(meta={"note": " ".join(filter(None, (note, left_out)))}, margin={"t": 10})
 
 
@@ -260,8 +297,15 @@ def sections(shown: Collection[tuple[int, str]]) -> tuple[Section, ...]:
             "ranks",
             "Ranks",
             "Ranks that stand out come first: the one to inspect, those with problems, and those that differ from the "
-            "median rank by more than 5 % and 3.5 standard deviations.",
+            "median of their peers by more than 5 % and 3.5 standard deviations. Peers are the ranks of one pipeline "
+            "stage, or all ranks where stages are unknown.",
             partial(ranks_table, shown=shown),
+        ),
+        Section(
+            "rank-stages",
+            "Peak memory by pipeline stage",
+            "Ranks of one stage hold the same layers, so their peaks should be equal.",
+            partial(stages_table, shown=shown),
         ),
         Section(
             "rank-categories",

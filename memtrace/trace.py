@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 
@@ -23,11 +24,13 @@ from memtrace.display import Displayed
 from memtrace.errors import TraceError
 from memtrace.format.arrays import Array, distinct
 from memtrace.format.decode import decode_columns, device_names
+from memtrace.format.encode import make_table
 from memtrace.format.keyframes import find_sorted
 from memtrace.format.manifest import Manifest
-from memtrace.format.part_reader import open_folder
+from memtrace.format.part_reader import RankFolder, open_folder
 from memtrace.format.schema import EVENT_KINDS, SPAN_KINDS, TABLES, arrow_schema
 from memtrace.format.sources import SPAN_COLUMNS, MemoryTables, Source
+from memtrace.format.storage import AnyPath, StorageError, to_path
 from memtrace.format.window import MemoizedSource, Window, WindowBounds, find_step_bounds
 from memtrace.frames import Frame
 from memtrace.text import to_printable
@@ -43,14 +46,27 @@ T = TypeVar("T")
 MAX_KEPT_RANKS: Final = 16
 """Largest number of ranks of which ``each_rank`` keeps what was read and computed."""
 
+_RANK_RESULT: Final = "rank result"
+"""The first element of the keys of results of one rank that are kept with its job."""
+_WHAT_TO_PASS: Final = "Pass the folder that memtrace.record wrote (*.memtrace), or a file."
 _DEVICE_TABLES = tuple(name for name, columns in TABLES.items() if any(column.name == "device" for column in columns))
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """Columns of one part as they are stored."""
+
+    devices: tuple[str, ...]
+    """What the columns ``device`` refer to."""
+    columns: Mapping[str, Mapping[str, Array]]
+    """By table and column."""
 
 
 class Trace(Displayed):
     """One recording: the tables of one rank, or of several (``rank(n)`` then returns one of them)."""
 
     def __init__(
-        self, path: Path | None, sources: Mapping[int, Source], unreadable: Mapping[int, str] | None = None
+        self, path: AnyPath | None, sources: Mapping[int, Source], unreadable: Mapping[int, str] | None = None
     ) -> None:
         self.path = path
         self.unreadable = dict(unreadable or {})
@@ -59,11 +75,11 @@ class Trace(Displayed):
         self._columns: dict[tuple[str, str], Array] = {}
         self._block_ids: Array | None = None
         self._frames: dict[int, Frame] = {}
-        self._results: dict[Hashable, Any] = {}
+        self._results: dict[tuple[Any, ...], Any] = {}
         self._has_marks = True
 
     @classmethod
-    def from_tables(cls, manifest: Manifest, tables: Mapping[str, pa.Table], path: Path | None = None) -> Trace:
+    def from_tables(cls, manifest: Manifest, tables: Mapping[str, pa.Table], path: AnyPath | None = None) -> Trace:
         """Return a trace of one rank from tables in memory; absent tables are empty."""
         return cls(path, {manifest.rank: MemoryTables(manifest, tables)})
 
@@ -90,7 +106,59 @@ class Trace(Displayed):
         results of a thousand ranks fit in memory, their events do not.
         """
         for number in self.ranks:
-            yield self._only_rank(number) if len(self.ranks) > MAX_KEPT_RANKS else self.rank(number)
+            yield self.rank_to_read(number)
+
+    def rank_to_read(self, number: int) -> Trace:
+        """Return the trace of one rank, which this trace keeps unless it has many ranks: see ``each_rank``."""
+        return self.rank(number) if len(self._sources) <= MAX_KEPT_RANKS else self.open_rank(number)
+
+    def open_rank(self, number: int) -> Trace:
+        """Return the trace of one rank, of which a trace of several ranks keeps nothing."""
+        is_alone = len(self._sources) == 1 or number not in self._sources
+        return self.rank(number) if is_alone else self._only_rank(number)
+
+    def rank_result(self, number: int, function: Callable[..., T], *args: Hashable) -> T:
+        """Return ``function(rank, *args)`` of one rank, computed on the first call and kept with this trace.
+
+        Of many ranks only the results are kept, see ``each_rank``.
+
+        Args:
+            number: the rank.
+            function: a module-level function of a single-rank trace.
+            args: hashable arguments.
+        """
+        key = (_RANK_RESULT, number, function, args)
+        if key not in self._results:
+            self._results[key] = function(self.rank_to_read(number), *args)
+        result: T = self._results[key]
+        return result
+
+    def has_rank_result(self, number: int, function: Callable[..., object], *args: Hashable) -> bool:
+        """Return whether ``rank_result`` has its answer."""
+        return (_RANK_RESULT, number, function, args) in self._results
+
+    def keep_rank_result(self, number: int, result: object, function: Callable[..., object], *args: Hashable) -> None:
+        """Keep what another process computed, so that ``rank_result`` returns it."""
+        self._results[_RANK_RESULT, number, function, args] = result
+
+    def without_ranks(self, reasons: Mapping[int, str]) -> Trace:
+        """Return the same trace without ranks that cannot be read: they are in ``unreadable``.
+
+        Args:
+            reasons: what is wrong with each of these ranks, in a sentence.
+
+        Raises:
+            TraceError: no rank is left.
+        """
+        if not reasons:
+            return self
+        sources = {number: source for number, source in self._sources.items() if number not in reasons}
+        if not sources:
+            raise TraceError(next(iter(reasons.values())))
+        other = Trace(self.path, sources, {**self.unreadable, **reasons})
+        other._has_marks = self._has_marks
+        other._results = {key: result for key, result in self._results.items() if key[0] == _RANK_RESULT}
+        return other
 
     def window(
         self,
@@ -167,6 +235,33 @@ class Trace(Displayed):
         self._share_names(part)
         return part
 
+    def stored_columns(self, number: int, tables: Mapping[str, tuple[str, ...]]) -> StoredPart:
+        """Return columns of one part of a single-rank trace as they are stored; nothing is kept.
+
+        Block ids are those of the file, and the keyframe is only in the table ``live``.
+
+        Args:
+            number: one of ``part_numbers``.
+            tables: the columns of each table to read.
+        """
+        parts = {table: self._source.read_stored(table, number, names) for table, names in tables.items()}
+        with_device = [part for table, names in tables.items() if "device" in names for part in parts[table]]
+        devices = device_names(with_device)
+        columns = {table: decode_columns(table, parts[table], names, devices) for table, names in tables.items()}
+        return StoredPart(devices, columns)
+
+    def arrow_table(self, table: str) -> pa.Table:
+        """Return all columns of a table of a single-rank trace, which is read whole."""
+        import pyarrow as pa
+
+        parts = self._source.read(table, tuple(arrow_schema(table).names))
+        empty = make_table(table, 0, {})
+        return pa.concat_tables([*parts, empty], promote_options="permissive").unify_dictionaries() if parts else empty
+
+    def order_ns(self, number: int) -> int | None:
+        """Return the largest time of all events before a part of a single-rank trace; None where it is one part."""
+        return self._source.order_ns(number)
+
     def with_tables(self, tables: Mapping[str, pa.Table], names: Mapping[int, str]) -> Trace:
         """Return a trace in memory of other tables, which refer to the names of this single-rank trace.
 
@@ -200,10 +295,37 @@ class Trace(Displayed):
         bare._columns |= {("spans", name): values[kept] for name, values in spans.items()}
         return bare
 
+    def with_spans(self, more: Mapping[str, Array]) -> Trace:
+        """Return the same trace of one rank with more spans, which come first.
+
+        Args:
+            more: columns of the table ``spans``; those that are absent are -1.
+        """
+        other = Trace(self.path, self._sources, self.unreadable)
+        self._share_names(other)
+        spans = other.columns("spans", *(column.name for column in TABLES["spans"]))
+        num_rows = len(next(iter(more.values())))
+        other._columns |= {
+            ("spans", name): np.concatenate([more.get(name, np.full(num_rows, -1)), values]).astype(values.dtype)
+            for name, values in spans.items()
+        }
+        return other
+
     @property
     def manifest(self) -> Manifest:
         """The manifest of the rank."""
         return self._source.manifest
+
+    @property
+    def rank_folder(self) -> RankFolder | None:
+        """The files of a single rank that is read whole; None for a window, and for tables in memory."""
+        return self._source if isinstance(self._source, RankFolder) and self._has_marks else None
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder on disk of a single rank that is read whole; None for a window, a URL, and tables in memory."""
+        path = None if self.rank_folder is None else self.rank_folder.path
+        return path if isinstance(path, Path) else None
 
     @property
     def file_notes(self) -> list[str]:
@@ -286,6 +408,11 @@ class Trace(Displayed):
         texts, _ = self._names
         text = texts.get(identity)
         return None if text is None else to_printable(text)
+
+    def name_ids(self, text: str) -> list[int]:
+        """Return the ids of a text in the table names; several kinds of names can share one."""
+        texts, _ = self._names
+        return [identity for identity, known in texts.items() if known == text]
 
     def frames(self, stack: int) -> list[Frame]:
         """Return the frames of a stack, innermost first; empty for -1 and for a stack that was never written."""
@@ -431,56 +558,88 @@ class Trace(Displayed):
         import pandas as pd
         import pyarrow as pa
 
-        schema = arrow_schema(table)
-        parts = self._source.read(table, tuple(schema.names))
         nullable = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype(), pa.int16(): pd.Int16Dtype()}
-        whole = pa.concat_tables([*parts, schema.empty_table()], promote_options="permissive")
-        frame: pd.DataFrame = whole.unify_dictionaries().to_pandas(types_mapper=nullable.get)
+        frame: pd.DataFrame = self.arrow_table(table).to_pandas(types_mapper=nullable.get)
         return frame
 
 
-def load(path: str | Path, *others: str | Path, work_during_read: Callable[[], None] | None = None) -> Trace:
+def load(path: str | AnyPath, *others: str | AnyPath, work_during_read: Callable[[], object] | None = None) -> Trace:
     """Open a trace: a ``*.memtrace`` folder, the folder of one rank, or a file of another tool.
 
     Args:
-        path: the folder or file.
-        others: further ones: all of them are the ranks of one job (see ``memtrace.readers.number_ranks``).
+        path: the folder or file, or its URL in a storage, such as ``s3://bucket/run.memtrace``. Of a trace in a storage
+            only the parts and columns that are asked for are read; a file of another tool is downloaded.
+        others: further ones: all of them are the ranks of one job (see ``memtrace.readers.number_ranks``). Files that
+            cannot be read are in ``unreadable`` if others can.
         work_during_read: called once while another process reads a file, to use the time.
 
     Raises:
         TraceError: there is nothing to read, or it is damaged, foreign or of another format version.
     """
-    path = Path(path)
+    path = to_path(path)
     if others:
-        return _load_job([path, *map(Path, others)], work_during_read)
-    if path.is_dir():
+        return _load_job([path, *map(to_path, others)], work_during_read)
+    if _is_dir(path):
         return Trace(path, *open_folder(path))
     if not path.exists():
-        raise TraceError(f"{path} does not exist. Pass the folder that memtrace.record wrote (*.memtrace), or a file.")
+        raise TraceError(f"{path} does not exist. {_WHAT_TO_PASS}")
     from memtrace import readers
 
     ranks = readers.read(path, work_during_read=work_during_read)
     return Trace(path, {rank.manifest.rank: MemoryTables(rank.manifest, rank.tables) for rank in ranks})
 
 
-def _load_job(paths: list[Path], work_during_read: Callable[[], None] | None) -> Trace:
+def load_rank(path: str | AnyPath, number: int) -> Trace:
+    """Open one rank of a trace folder, and none of the others.
+
+    Raises:
+        TraceError: the folder does not contain the rank, or it cannot be opened.
+    """
+    path = to_path(path)
+    ranks, _ = open_folder(path / f"rank={number}")
+    return Trace(path, ranks)
+
+
+def _is_dir(path: AnyPath) -> bool:
+    try:
+        return path.is_dir()
+    except StorageError as error:
+        raise TraceError(str(error)) from error
+
+
+def _load_job(paths: list[AnyPath], work_during_read: Callable[[], object] | None) -> Trace:
     from memtrace import readers
 
-    opened: list[tuple[Path, Source]] = []
+    opened: list[tuple[AnyPath, Source | TraceError]] = []
     unreadable: dict[int, str] = {}
-    for path in paths:
-        if path.is_dir():
-            folders, faults = open_folder(path)
-            opened += [(path, folder) for folder in folders.values()]
+    are_folders = [_is_dir(path) for path in paths]
+    files = [path for path, is_folder in zip(paths, are_folders, strict=True) if not is_folder]
+    for file in files:
+        if not file.exists():
+            raise TraceError(f"{file} does not exist. {_WHAT_TO_PASS}")
+    read = readers.read_each(files, work_during_read=work_during_read)
+    for path, is_folder in zip(paths, are_folders, strict=True):
+        if is_folder:
+            ranks, faults = open_folder(path)
+            opened += [(path, rank) for rank in ranks.values()]
             unreadable |= faults
+        elif isinstance(answer := next(read), TraceError):
+            opened.append((path, answer))
         else:
-            ranks = readers.read(path, work_during_read=work_during_read)
-            opened += [(path, MemoryTables(rank.manifest, rank.tables)) for rank in ranks]
-            work_during_read = None
-    manifests = readers.number_ranks([(path, source.manifest) for path, source in opened])
-    sources = {
-        manifest.rank: source.with_manifest(manifest) for manifest, (_, source) in zip(manifests, opened, strict=True)
-    }
+            opened += [(path, MemoryTables(rank.manifest, rank.tables)) for rank in answer]
+    errors = [source for _, source in opened if isinstance(source, TraceError)]
+    if len(errors) == len(opened):
+        raise errors[0] if errors else TraceError("No file was given. Give at least one file to read.")
+    # A file that cannot be read takes part, so that it has a rank and the others keep theirs.
+    manifests = readers.number_ranks(
+        [(path, Manifest() if isinstance(source, TraceError) else source.manifest) for path, source in opened]
+    )
+    sources: dict[int, Source] = {}
+    for manifest, (_, source) in zip(manifests, opened, strict=True):
+        if isinstance(source, TraceError):
+            unreadable[manifest.rank] = str(source)
+        else:
+            sources[manifest.rank] = source.with_manifest(manifest)
     return Trace(None, dict(sorted(sources.items())), {n: why for n, why in unreadable.items() if n not in sources})
 
 

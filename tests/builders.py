@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -46,3 +49,13 @@ def op(number: int, phase: str, **more: Any) -> dict[str, Any]:
 
 def step(index: int, start: int, duration: int) -> dict[str, Any]:
     return {"kind": "step", "index": index, "start_ns": start, "duration_ns": duration}
+
+
+def copied_job(recorded: Path, folder: Path, num_ranks: int) -> Path:
+    """A trace of many ranks: copies of the only rank of a recorded trace."""
+    for rank in range(num_ranks):
+        target = folder / f"rank={rank}"
+        shutil.copytree(recorded / "rank=0", target)
+        manifest = json.loads((target / "manifest.json").read_text())
+        (target / "manifest.json").write_text(json.dumps({**manifest, "rank": rank, "world_size": num_ranks}))
+    return folder

@@ -123,6 +123,12 @@ def frozen_imports() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Free what earlier tests left before fixtures of a module record: it would be live until it is collected."""
+    gc.collect()
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)

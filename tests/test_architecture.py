@@ -21,6 +21,8 @@ BASE = {
     "memtrace.frames",
     "memtrace.code_owner",
     "memtrace.interpreter",
+    "memtrace.processors",
+    "memtrace.machine_memory",
     "memtrace.display",
     "memtrace.format",
 }
@@ -33,16 +35,20 @@ ALLOWED = {
     "memtrace.frames": {"memtrace.format", "memtrace.text"},
     "memtrace.code_owner": {"memtrace.format", "memtrace.frames"},
     "memtrace.interpreter": set(),
+    "memtrace.processors": set(),
+    "memtrace.machine_memory": set(),
     "memtrace.display": set(),
     "memtrace.format": {"memtrace", "memtrace.errors", "memtrace.units", "memtrace.text"},
-    "memtrace.readers": BASE | {"memtrace.allocator"},
+    "memtrace.native_build": {"memtrace.processors"},
+    "memtrace.readers": BASE | {"memtrace.allocator", "memtrace.native_build"},
     "memtrace.trace": BASE | {"memtrace.readers"},
-    "memtrace.recording": BASE | {"memtrace.readers", "memtrace.allocator"},
+    "memtrace.recording": BASE | {"memtrace.readers", "memtrace.allocator", "memtrace.native_build"},
     "memtrace.analysis": BASE | {"memtrace.trace", "memtrace.allocator"},
     "memtrace.allocator": BASE | {"memtrace.trace", "memtrace.analysis"},
     "memtrace.pipeline": BASE | {"memtrace.trace", "memtrace.analysis"},
     "memtrace.planning": BASE | {"memtrace.trace", "memtrace.analysis", "memtrace.allocator", "memtrace.pipeline"},
     "memtrace.execution": BASE | {"memtrace.trace", "memtrace.analysis", "memtrace.planning", "memtrace.recording"},
+    "memtrace.engine": BASE | {"memtrace.trace", "memtrace.analysis", "memtrace.planning"},
     "memtrace.exporters": BASE | {"memtrace.trace", "memtrace.analysis"},
     "memtrace.integrations": BASE | {"memtrace.trace", "memtrace.analysis", "memtrace.recording"},
     "memtrace.dashboards": BASE
@@ -53,7 +59,7 @@ ALLOWED = {
         f"memtrace.{name}"
         for name in (
             *("trace", "readers", "recording", "analysis", "allocator", "pipeline", "planning", "execution"),
-            *("exporters", "dashboards", "plots"),
+            *("engine", "exporters", "dashboards", "plots"),
         )
     },
 }

@@ -38,9 +38,12 @@ def reproduce_exactly(trace: Trace, device: str) -> tuple[PreparedHistory, Repla
 
 
 def _reproduce_exactly(trace: Trace, device: str) -> tuple[PreparedHistory, ReplayResult] | None:
+    # Counted before the history is read, which takes longer and more memory than all else in a summary.
+    if len(history_rows(trace, device)) > MAX_ENTRIES:
+        return None
     try:
         source = read_device_history(trace, device)
-        if not isinstance(source, AllocatorHistory) or len(source) > MAX_ENTRIES:
+        if not isinstance(source, AllocatorHistory):
             return None
         prepared, result = reproduce_history(source)
     except MemtraceError:  # an absurd size, address or setting

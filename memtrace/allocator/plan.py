@@ -14,7 +14,9 @@ from memtrace.allocator.replay import PreparedHistory, ReplayResult
 from memtrace.allocator.requests import RequestHistory, devices_to_plan, read_device_history
 from memtrace.allocator.settings import AllocatorSettings
 from memtrace.allocator.what_if import AllocatorPrediction, Workload, predict_settings, sweep_settings
+from memtrace.analysis.gaps import find_gaps
 from memtrace.display import Displayed
+from memtrace.errors import MemtraceError
 from memtrace.units import format_count
 
 if TYPE_CHECKING:
@@ -97,7 +99,13 @@ def plan_allocator(
 
     Raises:
         SettingError: a setting requires the size of the device, which is unknown.
+        MemtraceError: a schedule left out steps, whose allocations are unknown.
     """
+    if len(find_gaps(trace)):
+        raise MemtraceError(
+            "the trace lacks the allocations between the recorded steps, so the allocator cannot be replayed. Record "
+            "all steps: memtrace.record without schedule and every."
+        )
     if settings is None and progress is None:
         sweeps = [sweep_device(trace, device, capacity) for device in devices_to_plan(trace)]
         return AllocatorPlan(devices=tuple(sweeps))

@@ -29,6 +29,7 @@ from memtrace.allocator.operations import FREE as FREE_BLOCK
 from memtrace.allocator.rules import TORCH
 from memtrace.allocator.settings import AllocatorSettings
 from memtrace.allocator.virtual_ranges import estimate_device_bytes, walk_back
+from memtrace.analysis.gaps import find_gaps
 from memtrace.format.manifest import Manifest
 from memtrace.format.schema import EVENT_KINDS
 
@@ -65,7 +66,12 @@ class RequestHistory:
 
 
 def devices_to_plan(trace: Trace) -> tuple[str, ...]:
-    """Return the GPUs of a trace, or its CPU where it has none: then the plan estimates what a GPU would reserve."""
+    """Return the GPUs of a trace, or its CPU where it has none: then the plan estimates what a GPU would reserve.
+
+    None where a schedule left out steps, whose allocations a replay needs.
+    """
+    if len(find_gaps(trace)):
+        return ()
     gpus = tuple(device for device in trace.devices if device != "cpu")
     return gpus or trace.devices
 

@@ -66,8 +66,10 @@ if TYPE_CHECKING:
     from memtrace.analysis.oom import MemoryHolder, OutOfMemory, RequestRoom, explain_out_of_memory
     from memtrace.analysis.outside_memory import OutsideMemory
     from memtrace.analysis.peak import Peak, find_peak, live_blocks_at, peak_by_category, peak_by_module, peak_by_site
-    from memtrace.analysis.rank_overview import DeviceLoad, RankOutlier, RankOverview, survey_ranks
-    from memtrace.analysis.ranks import RankComparison, RankSummary, compare_ranks, ranks_table
+    from memtrace.analysis.rank_groups import MeshLayout, RankGroup, RankOutlier, parse_mesh
+    from memtrace.analysis.rank_overview import RankOverview, survey_ranks
+    from memtrace.analysis.rank_summary import DeviceLoad, RankSummary
+    from memtrace.analysis.ranks import RankComparison, compare_ranks, ranks_table
     from memtrace.analysis.stability import AllocationFit, Stability, fit_allocations, measure_stability
     from memtrace.analysis.stalls import DataStalls, StallBreakdown, StepWait, measure_stalls
     from memtrace.analysis.step_analysis import StepAnalysis, analyze_steps
@@ -108,11 +110,13 @@ __all__ = [
     "MemoryGrowth",
     "MemoryHolder",
     "MemoryLimits",
+    "MeshLayout",
     "ModuleCategoryGroup",
     "OutOfMemory",
     "OutsideMemory",
     "Peak",
     "RankComparison",
+    "RankGroup",
     "RankOutlier",
     "RankOverview",
     "RankSummary",
@@ -172,6 +176,7 @@ __all__ = [
     "measure_stability",
     "measure_stalls",
     "measure_step_memory",
+    "parse_mesh",
     "peak_by_category",
     "peak_by_module",
     "peak_by_site",
@@ -205,7 +210,7 @@ _HOMES = {
     "DataSource": "memtrace.analysis.cache_share",
     "DataStalls": "memtrace.analysis.stalls",
     "DetectedSteps": "memtrace.analysis.detection",
-    "DeviceLoad": "memtrace.analysis.rank_overview",
+    "DeviceLoad": "memtrace.analysis.rank_summary",
     "DeviceStepMemory": "memtrace.analysis.step_memory",
     "DeviceWaste": "memtrace.analysis.findings",
     "Finding": "memtrace.analysis.findings",
@@ -219,14 +224,16 @@ _HOMES = {
     "MemoryGrowth": "memtrace.analysis.growth",
     "MemoryHolder": "memtrace.analysis.oom",
     "MemoryLimits": "memtrace.analysis.check",
+    "MeshLayout": "memtrace.analysis.rank_groups",
     "ModuleCategoryGroup": "memtrace.analysis.block_groups",
     "OutOfMemory": "memtrace.analysis.oom",
     "OutsideMemory": "memtrace.analysis.outside_memory",
     "Peak": "memtrace.analysis.peak",
     "RankComparison": "memtrace.analysis.ranks",
-    "RankOutlier": "memtrace.analysis.rank_overview",
+    "RankGroup": "memtrace.analysis.rank_groups",
+    "RankOutlier": "memtrace.analysis.rank_groups",
     "RankOverview": "memtrace.analysis.rank_overview",
-    "RankSummary": "memtrace.analysis.ranks",
+    "RankSummary": "memtrace.analysis.rank_summary",
     "RequestRoom": "memtrace.analysis.oom",
     "Run": "memtrace.analysis.compare",
     "RunComparison": "memtrace.analysis.compare",
@@ -283,6 +290,7 @@ _HOMES = {
     "measure_stability": "memtrace.analysis.stability",
     "measure_stalls": "memtrace.analysis.stalls",
     "measure_step_memory": "memtrace.analysis.step_memory",
+    "parse_mesh": "memtrace.analysis.rank_groups",
     "peak_by_category": "memtrace.analysis.peak",
     "peak_by_module": "memtrace.analysis.peak",
     "peak_by_site": "memtrace.analysis.peak",

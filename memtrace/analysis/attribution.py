@@ -12,6 +12,7 @@ import numpy as np
 
 from memtrace.analysis.detection import detect_steps
 from memtrace.analysis.event_codes import KIND, PHASE, SPAN
+from memtrace.analysis.gaps import find_gaps
 from memtrace.analysis.operators import op_column
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
@@ -78,6 +79,8 @@ def steps_are_marked(trace: Trace) -> bool:
 def step_rows(trace: Trace) -> StepRows:
     """Return the steps, half-open [start, start + duration): the spans of kind step, else those detected in the events.
 
+    A step that contains a part of a gap was not observed whole, and is left out.
+
     Empty where no step is marked and nothing repeats (see ``memtrace.analysis.detection``).
     """
     return trace.cached(_step_rows)
@@ -89,6 +92,10 @@ def _step_rows(trace: Trace) -> StepRows:
     if not len(chosen):
         return detected_step_rows(trace)
     chosen = chosen[np.argsort(spans["start_ns"][chosen], kind="stable")]
+    gaps = find_gaps(trace)
+    if len(gaps):
+        start = spans["start_ns"][chosen].astype(np.int64)
+        chosen = chosen[~gaps.cut_times(start, start + spans["duration_ns"][chosen])]
     start, duration = spans["start_ns"][chosen], spans["duration_ns"][chosen]
     return StepRows(spans["index"][chosen], start, duration, rows_at(trace, start), rows_at(trace, start + duration))
 
@@ -98,7 +105,10 @@ def detected_step_rows(trace: Trace) -> StepRows:
     rows = detect_steps(trace).rows
     time = trace.columns("events", "time_ns")["time_ns"]
     at = time[np.minimum(rows, len(time) - 1)] if len(rows) else rows
-    return StepRows(np.arange(max(len(rows) - 1, 0)), at[:-1], np.diff(at), rows[:-1], rows[1:])
+    whole = np.arange(max(len(rows) - 1, 0))
+    if len(gaps := find_gaps(trace)):
+        whole = whole[~gaps.cut_rows(rows[:-1], rows[1:] - 1)]
+    return StepRows(np.arange(len(whole)), at[whole], np.diff(at)[whole], rows[whole], rows[whole + 1])
 
 
 @dataclass(frozen=True)

@@ -59,15 +59,40 @@ def has_accesses(trace: Trace) -> bool:
     return len(group_accesses_by_block(trace).event) > 0
 
 
-def runs_compiled_kernels(trace: Trace) -> bool:
-    """Return whether kernels that torch.compile generated ran, which use memory without being recorded."""
-    return trace.cached(_runs_compiled_kernels)
+def runs_unseen_kernels(trace: Trace) -> bool:
+    """Return whether kernels that torch.compile generated ran and used memory without that being recorded."""
+    return trace.cached(_runs_unseen_kernels)
 
 
-def _runs_compiled_kernels(trace: Trace) -> bool:
+def _runs_unseen_kernels(trace: Trace) -> bool:
+    if trace.manifest.source.kind == "recording":
+        return "compiled" in trace.manifest.coverage.unseen_accesses
     kinds = trace.columns("names", "kind", "id")
     frames = kinds["id"][kinds["kind"] == NAME_KINDS.index("frame")].tolist()
     return any(part in (trace.name(frame) or "") for frame in frames for part in _INDUCTOR_PATHS)
+
+
+def seen_access_share(trace: Trace) -> float | None:
+    """Return the share of the bytes accessed by operators and compiled code whose reads and writes are in the trace.
+
+    Every access counts with the size of its block. Compiled code that could not be observed counts with its arguments
+    and results, which is the least that it accesses. None: unknown.
+    """
+    coverage = trace.manifest.coverage
+    if coverage.opaque_bytes == 0:
+        return seen_share_by_manifest(trace)
+    has_other_unseen = any(source != "compiled" for source in coverage.unseen_accesses)
+    if coverage.opaque_bytes is None or has_other_unseen or not has_accesses(trace) or trace.surroundings is not None:
+        return None  # in a window: the opaque code may have run outside it
+    total_bytes = int(blocks(trace).size[group_accesses_by_block(trace).block].sum())
+    return max(0.0, 1 - coverage.opaque_bytes / total_bytes) if total_bytes else None
+
+
+def seen_share_by_manifest(trace: Trace) -> float | None:
+    """Return ``seen_access_share`` where the manifest alone decides it: 1.0, or None where it is unknown or depends."""
+    coverage = trace.manifest.coverage
+    is_all_seen = coverage.opaque_bytes == 0 and not coverage.unseen_accesses and bool(coverage.has_accesses)
+    return 1.0 if is_all_seen else None
 
 
 def find_initial_fills(trace: Trace) -> Array:

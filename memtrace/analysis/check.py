@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +17,7 @@ from memtrace.display import Displayed
 from memtrace.errors import MemtraceError
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
+from memtrace.format.storage import AnyPath
 from memtrace.trace import Trace
 from memtrace.units import parse_bytes
 
@@ -72,7 +72,7 @@ class LimitReport(Displayed):
     """One check per rank and limit."""
 
 
-def read_limits(path: Path) -> MemoryLimits:
+def read_limits(path: AnyPath) -> MemoryLimits:
     """Return the limits in a JSON file.
 
     The file holds an object with any of these keys; sizes are bytes or texts such as ``"2GiB"``:
@@ -133,13 +133,18 @@ def check_limits(trace: Trace, limits: MemoryLimits, *, rank: int | None = None)
     Raises:
         MemtraceError: a limit names an unknown category or module, or a rank of the trace cannot be read.
     """
-    for name in limits.category_bytes:
-        if name not in CATEGORIES:
-            raise MemtraceError(f"unknown category {name!r}; the categories are {', '.join(CATEGORIES)}")
+    check_categories(limits)
     # A rank that cannot be read must not pass: opening it raises the error that says why.
     ranks = sorted({*trace.ranks, *trace.unreadable}) if rank is None else [rank]
     checks = tuple(check for number in ranks for check in _check_rank(number, trace.rank(number), limits))
     return LimitReport(all(check.passed for check in checks), checks)
+
+
+def check_categories(limits: MemoryLimits) -> None:
+    """Raise MemtraceError where a limit names a category that does not exist."""
+    for name in limits.category_bytes:
+        if name not in CATEGORIES:
+            raise MemtraceError(f"unknown category {name!r}; the categories are {', '.join(CATEGORIES)}")
 
 
 def _check_rank(rank: int, trace: Trace, limits: MemoryLimits) -> list[LimitCheck]:

@@ -7,8 +7,9 @@ models, data sets and batch sizes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -18,13 +19,13 @@ from memtrace.analysis.block_accesses import has_accesses
 from memtrace.analysis.diff import GROUPINGS, ChangeKind, Grouping, Totals, live_at_peak, match_moved_sites
 from memtrace.analysis.intervals import access_intervals, device_intervals
 from memtrace.analysis.peak import find_peak, peak_by_category
-from memtrace.analysis.ranks import fullest_device_peak
 from memtrace.analysis.steps import device_step_peaks, step_columns
 from memtrace.analysis.swap import assumed_bandwidths, device_swap_totals
 from memtrace.analysis.warm_up import steps_after_warm_up
 from memtrace.display import Displayed
 from memtrace.errors import TraceError
 from memtrace.format.arrays import Array
+from memtrace.format.storage import AnyPath
 from memtrace.trace import Trace
 
 TRACE_SUFFIX: Final = ".memtrace"
@@ -129,14 +130,15 @@ def match_runs(
     if labels and len(labels) != len(traces):
         raise ValueError(f"{len(labels)} labels were given for {len(traces)} traces")
     names = unique_labels(labels) if labels else label_paths([trace.path for trace in traces])
-    chosen = _choose_ranks(traces, rank)
-    devices = [device] * len(chosen) if device is not None else _choose_devices(chosen, names)
-    for name, trace, each in zip(names, chosen, devices, strict=True):
-        if each not in trace.devices:
-            raise TraceError(f"{name}: the trace has no device {each}. It has {', '.join(trace.devices) or 'none'}.")
+    ranks = _choose_ranks(traces, rank)
+    peaks = [trace.rank_result(number, device_peaks) for trace, number in zip(traces, ranks, strict=True)]
+    devices = [device] * len(ranks) if device is not None else _choose_devices(peaks, names)
+    for name, of_rank, each in zip(names, peaks, devices, strict=True):
+        if each not in of_rank:
+            raise TraceError(f"{name}: the trace has no device {each}. It has {', '.join(of_rank) or 'none'}.")
     return tuple(
-        Run(name, trace, each, len(whole.ranks))
-        for name, trace, each, whole in zip(names, chosen, devices, traces, strict=True)
+        Run(name, trace.rank(number), each, len(trace.ranks))
+        for name, trace, number, each in zip(names, traces, ranks, devices, strict=True)
     )
 
 
@@ -161,14 +163,20 @@ def interval_quantiles(run: Run, num_quantiles: int) -> Array:
     return quantiles
 
 
-def label_paths(paths: Sequence[Path | None]) -> tuple[str, ...]:
+def label_paths(paths: Sequence[AnyPath | None]) -> tuple[str, ...]:
     """Return a label for each trace: the shortest end of its path that no other trace has."""
-    absolute = [path.absolute().parts if path is not None else ("trace",) for path in paths]
+    absolute = [_absolute_parts(path) for path in paths]
     for depth in range(1, max(map(len, absolute), default=0) + 1):
         ends = ["/".join(parts[-depth:]).removesuffix(TRACE_SUFFIX) for parts in absolute]
         if len(set(ends)) == len(ends):
             return tuple(ends)
     return unique_labels([parts[-1].removesuffix(TRACE_SUFFIX) for parts in absolute])
+
+
+def _absolute_parts(path: AnyPath | None) -> tuple[str, ...]:
+    if path is None:
+        return ("trace",)
+    return path.absolute().parts if isinstance(path, Path) else path.parts
 
 
 def unique_labels(labels: Sequence[str]) -> tuple[str, ...]:
@@ -181,54 +189,74 @@ def unique_labels(labels: Sequence[str]) -> tuple[str, ...]:
     return tuple(unique)
 
 
-def _choose_ranks(traces: Sequence[Trace], rank: int | None) -> list[Trace]:
+def _choose_ranks(traces: Sequence[Trace], rank: int | None) -> list[int]:
     jobs = [trace for trace in traces if len(trace.ranks) > 1]
     if rank is None and jobs:
         common = set(jobs[0].ranks).intersection(*(trace.ranks for trace in jobs[1:]))
         if common:
-            rank = max(sorted(common), key=lambda number: max(_fullest_bytes(trace.rank(number)) for trace in jobs))
+            rank = max(sorted(common), key=lambda number: max(_fullest_bytes(trace, number) for trace in jobs))
     chosen = []
     for trace in traces:
         if len(trace.ranks) == 1:
             # The only rank of a run is compared, whatever its number.
-            chosen.append(trace.rank(trace.ranks[0]))
+            chosen.append(trace.ranks[0])
         elif rank is not None:
-            chosen.append(trace.rank(rank))
+            chosen.append(rank)
         else:
-            chosen.append(trace.rank(max(trace.ranks, key=lambda number, job=trace: _fullest_bytes(job.rank(number)))))  # type: ignore[misc]
+            chosen.append(max(trace.ranks, key=partial(_fullest_bytes, trace)))
     return chosen
 
 
-def _fullest_bytes(trace: Trace) -> int:
-    top = fullest_device_peak(trace)
-    return -1 if top is None else top.requested.bytes
+def device_peaks(trace: Trace) -> dict[str, int]:
+    """Return the peak of the requested bytes of each device of a single-rank trace."""
+    return {device: find_peak(trace, device).requested.bytes for device in trace.devices}
 
 
-def _choose_devices(traces: Sequence[Trace], names: Sequence[str]) -> list[str]:
+def _fullest_bytes(trace: Trace, rank: int) -> int:
+    peaks = trace.rank_result(rank, device_peaks)
+    fullest = _fullest_device(peaks)
+    return -1 if fullest is None else peaks[fullest]
+
+
+def _fullest_device(peaks: Mapping[str, int]) -> str | None:
+    """Return the device with the highest peak, accelerators before the CPU; None without devices."""
+    return max([device for device in peaks if device != "cpu"] or peaks, key=peaks.__getitem__, default=None)
+
+
+def _choose_devices(peaks: Sequence[Mapping[str, int]], names: Sequence[str]) -> list[str]:
     fullest = []
-    for name, trace in zip(names, traces, strict=True):
-        top = fullest_device_peak(trace)
-        if top is None:
+    for name, of_rank in zip(names, peaks, strict=True):
+        device = _fullest_device(of_rank)
+        if device is None:
             raise TraceError(f"{name}: the trace has no memory events.")
-        fullest.append(top.device)
-    common = set(traces[0].devices).intersection(*(trace.devices for trace in traces[1:])) - {"cpu"}
+        fullest.append(device)
+    common = set(peaks[0]).intersection(*peaks[1:]) - {"cpu"}
     if not common:
         return fullest
-    device = max(sorted(common), key=lambda each: max(find_peak(trace, each).requested.bytes for trace in traces))
-    return [device] * len(traces)
+    device = max(sorted(common), key=lambda each: max(of_rank[each] for of_rank in peaks))
+    return [device] * len(peaks)
 
 
-def _summarize(run: Run) -> RunSummary:
-    trace, device = run.trace, run.device
+@dataclass(frozen=True)
+class RunFacts:
+    """What a comparison needs of one device of a run."""
+
+    summary: RunSummary
+    """Its label is empty."""
+    live_at_peak: Totals
+
+
+def run_facts(trace: Trace, device: str) -> RunFacts:
+    """Return what a comparison needs of one device of a single-rank trace."""
     top, columns = find_peak(trace, device), step_columns(trace)
     is_compared = np.isin(columns.step, steps_after_warm_up(trace))
     records_accesses = has_accesses(trace) and trace.has_times
     rows = device_intervals(trace, device) if records_accesses else np.empty(0, np.int64)
     swappable = device_swap_totals(trace, device, assumed_bandwidths(trace)) if records_accesses else None
-    return RunSummary(
-        label=run.label,
-        rank=run.rank,
-        num_ranks=run.num_ranks,
+    summary = RunSummary(
+        label="",
+        rank=trace.ranks[0],
+        num_ranks=1,
         device=device,
         peak_bytes=top.requested.bytes,
         peak_step=top.step,
@@ -242,6 +270,15 @@ def _summarize(run: Run) -> RunSummary:
         num_swap_intervals=swappable.num_intervals if swappable else None,
         swappable_at_peak_bytes=swappable.bytes_at_peak if swappable else None,
     )
+    return RunFacts(summary, live_at_peak(trace, [device]))
+
+
+def _facts(run: Run) -> RunFacts:
+    return run.trace.rank_result(run.rank, run_facts, run.device)
+
+
+def _summarize(run: Run) -> RunSummary:
+    return replace(_facts(run).summary, label=run.label, num_ranks=run.num_ranks)
 
 
 def _median(values: Array) -> int | None:
@@ -250,7 +287,7 @@ def _median(values: Array) -> int | None:
 
 def _compare_groups(runs: Sequence[Run]) -> list[GroupComparison]:
     """Return the groups that differ between the runs, the largest difference first."""
-    totals = [live_at_peak(run.trace, [run.device]) for run in runs]
+    totals = [_facts(run).live_at_peak for run in runs]
     groups = []
     for grouping in GROUPINGS:
         if grouping != "category" and not all(run.trace.has_blocks for run in runs):

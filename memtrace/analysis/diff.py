@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final, Literal
 import numpy as np
 
 from memtrace.analysis.allocation_sites import allocation_site
-from memtrace.analysis.attribution import step_rows
 from memtrace.analysis.block_groups import group_by_category, group_by_module_pattern, group_by_site
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import find_peak
@@ -117,24 +116,65 @@ Totals = dict[Grouping, dict[str | None, GroupTotal]]
 """For each grouping the totals by name; None: the blocks whose category, module or site is unknown."""
 
 
+@dataclass(frozen=True)
+class DiffFacts:
+    """What a comparison needs of one of its traces."""
+
+    has_warm_up: bool
+    """Whether there are steps after warm-up."""
+    live_at_peak: Totals
+    allocated_per_step: Totals | None
+    """Medians over the compared steps; None: the trace holds totals and no blocks."""
+    totals: TraceTotals
+    steps: dict[int, int]
+    """Peak bytes of all steps by number, in order."""
+
+
 def compare_traces(before: Trace, after: Trace) -> TraceComparison:
     """Return the differences between two single-rank traces, summed over their devices.
 
     An allocation site that only moved within its function counts as the same site. If one of the files holds totals
     instead of blocks, only the bytes of the categories at the peak are compared.
     """
-    steps_before, steps_after = _compared_steps(before, after)
-    changes = _find_changes("live_at_peak", live_at_peak(before), live_at_peak(after))
-    if before.has_blocks and after.has_blocks:
-        changes += _find_changes(
-            "allocated_per_step", _allocated_per_step(before, steps_before), _allocated_per_step(after, steps_after)
-        )
+    shared = shared_steps(before, after)
+    old, new = _facts(before, shared), _facts(after, shared)
+    changes = _find_changes("live_at_peak", old.live_at_peak, new.live_at_peak)
+    if old.allocated_per_step is not None and new.allocated_per_step is not None:
+        changes += _find_changes("allocated_per_step", old.allocated_per_step, new.allocated_per_step)
     else:
         changes = [change for change in changes if change.grouping == "category"]
     changes.sort(key=lambda change: -abs(change.change_bytes))
-    return TraceComparison(
-        _trace_totals(before, steps_before), _trace_totals(after, steps_after), tuple(changes), _steps(before, after)
+    return TraceComparison(old.totals, new.totals, tuple(changes), _steps(old.steps, new.steps))
+
+
+def diff_facts(trace: Trace, compared_steps: tuple[int, ...] | None = None) -> DiffFacts:
+    """Return what a comparison needs of one of its traces.
+
+    Args:
+        trace: a single-rank trace.
+        compared_steps: steps over which medians are taken; None: those after warm-up.
+    """
+    steps = np.unique(steps_after_warm_up(trace)) if compared_steps is None else np.array(compared_steps, np.int64)
+    columns = step_columns(trace)
+    return DiffFacts(
+        has_warm_up=has_warm_up(trace),
+        live_at_peak=live_at_peak(trace),
+        allocated_per_step=_allocated_per_step(trace, steps) if trace.has_blocks else None,
+        totals=_trace_totals(trace, steps),
+        steps=dict(zip(columns.step.tolist(), columns.peak_bytes.tolist(), strict=True)),
     )
+
+
+def shared_steps(before: Trace, after: Trace) -> tuple[int, ...] | None:
+    """Return the steps that two traces have, if one of them is too short to leave out warm-up steps; else None."""
+    old, new = _facts(before), _facts(after)
+    shared = tuple(sorted(set(old.steps) & set(new.steps)))
+    return shared if shared and not (old.has_warm_up and new.has_warm_up) else None
+
+
+def _facts(trace: Trace, compared_steps: tuple[int, ...] | None = None) -> DiffFacts:
+    arguments = () if compared_steps is None else (compared_steps,)
+    return trace.rank_result(trace.ranks[0], diff_facts, *arguments)
 
 
 def changes_table(before: Trace, after: Trace) -> pd.DataFrame:
@@ -144,14 +184,6 @@ def changes_table(before: Trace, after: Trace) -> pd.DataFrame:
     rows = [asdict(change) for change in compare_traces(before, after).changes]
     table: pd.DataFrame = pd.DataFrame(rows, columns=[field.name for field in fields(MemoryChange)])
     return table
-
-
-def _compared_steps(before: Trace, after: Trace) -> tuple[Array, Array]:
-    """Return the steps after warm-up of both traces; if either is too short for that, the steps that both have."""
-    shared = np.intersect1d(step_rows(before).number, step_rows(after).number)
-    if len(shared) and not (has_warm_up(before) and has_warm_up(after)):
-        return shared, shared
-    return np.unique(steps_after_warm_up(before)), np.unique(steps_after_warm_up(after))
 
 
 def live_at_peak(trace: Trace, devices: Sequence[str] | None = None) -> Totals:
@@ -290,8 +322,5 @@ def _trace_totals(trace: Trace, steps: Array) -> TraceTotals:
     )
 
 
-def _steps(before: Trace, after: Trace) -> tuple[StepPeaks, ...]:
-    old, new = step_columns(before), step_columns(after)
-    old_peaks = dict(zip(old.step.tolist(), old.peak_bytes.tolist(), strict=True))
-    rows = zip(new.step.tolist(), new.peak_bytes.tolist(), strict=True)
-    return tuple(StepPeaks(step, old_peaks[step], peak_bytes) for step, peak_bytes in rows if step in old_peaks)
+def _steps(old: dict[int, int], new: dict[int, int]) -> tuple[StepPeaks, ...]:
+    return tuple(StepPeaks(step, old[step], peak_bytes) for step, peak_bytes in new.items() if step in old)

@@ -16,16 +16,18 @@ from memtrace.analysis import dead_graphs, patterns, training_patterns, unused_g
 from memtrace.analysis import pattern_catalog as catalog
 from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.attribution import step_rows
-from memtrace.analysis.block_accesses import has_accesses, runs_compiled_kernels
+from memtrace.analysis.block_accesses import has_accesses, runs_unseen_kernels
 from memtrace.analysis.block_groups import largest_module
 from memtrace.analysis.block_signatures import row_codes
 from memtrace.analysis.blocks import CATEGORY, PERSISTENT, blocks
 from memtrace.analysis.counterfactual import (
     IdleIntervals,
     compute_peak_lower_bound,
+    free_rows,
     max_simultaneous_bytes,
     peak_without_intervals,
 )
+from memtrace.analysis.gaps import find_gaps
 from memtrace.analysis.in_place import can_write_in_place
 from memtrace.analysis.interrupted import is_cut_short
 from memtrace.analysis.missing_stacks import missing_stack_reasons
@@ -192,7 +194,7 @@ def _unknown_accesses(trace: Trace) -> str | None:
     """Return why the trace does not show when blocks are used; None: it does."""
     if not has_accesses(trace):
         return "the trace does not record reads and writes"
-    if runs_compiled_kernels(trace):
+    if runs_unseen_kernels(trace):
         return "kernels of torch.compile read and write memory unseen"
     if "threads" in trace.manifest.coverage.unseen_accesses:
         return "threads of the program read and wrote memory unseen"
@@ -205,7 +207,8 @@ def _ranked_intervals(trace: Trace, device: str, min_bytes: int) -> dict[Finding
     on_device = (columns.device == trace.devices.index(device)) & (columns.size > 0)
     # A step that ran out of memory shows what is allocated, and not what it would have been used for.
     cut_short = is_cut_short(trace, columns.alloc_event, columns.free_event)
-    candidates = np.flatnonzero(on_device & ~cut_short & ~columns.waits_for_backward)
+    in_gap = (columns.alloc_event >= 0) & find_gaps(trace).contain_rows(columns.alloc_event)
+    candidates = np.flatnonzero(on_device & ~cut_short & ~columns.waits_for_backward & ~in_gap)
     evaluated = [
         (_evaluate(trace, device, pattern, site, part, max(min_bytes, 1) if rank < MAX_REPLAYS else None), part)
         for pattern, intervals in _detect_patterns(trace, candidates)
@@ -227,6 +230,7 @@ def _detect_patterns(trace: Trace, candidates: Array) -> list[tuple[WastePattern
     leaks = [(catalog.RETAINED_GRAPH, leaked.select(of_graph)), (catalog.LEAK, leaked.select(~of_graph))]
     if _unknown_accesses(trace) is not None:
         return leaks
+    candidates = candidates[~_cross_gaps(trace, candidates)]
     carried = training_patterns.find_graphs_across_steps(trace, candidates)
     candidates = _without(trace, candidates, carried.block)
     accumulated = training_patterns.find_accumulated_results(trace, candidates)
@@ -278,6 +282,13 @@ def _detect_patterns(trace: Trace, candidates: Array) -> list[tuple[WastePattern
         (catalog.TEMPORARY_IDLENESS, patterns.find_temporary_idleness(trace, _offloadable(trace, candidates))),
         (catalog.DEAD_WRITE, patterns.find_dead_writes(trace, candidates)),
     ]
+
+
+def _cross_gaps(trace: Trace, candidates: Array) -> Array:
+    """Return whether blocks live in a gap too, where what uses them is unknown."""
+    columns = blocks(trace)
+    begin = np.maximum(columns.alloc_event[candidates], 0)
+    return find_gaps(trace).cut_rows(begin, np.minimum(free_rows(columns, candidates), trace.num_rows("events")))
 
 
 def _offloadable(trace: Trace, candidates: Array) -> Array:

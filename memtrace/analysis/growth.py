@@ -10,13 +10,8 @@ import numpy as np
 from memtrace.analysis.allocation_sites import allocation_sites
 from memtrace.analysis.attribution import step_rows
 from memtrace.analysis.blocks import blocks
-from memtrace.analysis.leaks import (
-    find_leaks,
-    keeps_growing,
-    kept_bytes_at_step_ends,
-    live_bytes_at_step_ends,
-    step_end_lifetimes,
-)
+from memtrace.analysis.leaks import LeakAnalysis, find_leaks, keeps_growing
+from memtrace.analysis.retained_memory import kept_bytes_at_step_ends, live_bytes_at_step_ends, step_end_lifetimes
 from memtrace.analysis.thresholds import WARM_UP_STEPS
 from memtrace.display import Displayed
 from memtrace.format.arrays import Array
@@ -62,7 +57,11 @@ class GrowthCurve:
 
 def measure_growth(trace: Trace) -> MemoryGrowth | None:
     """Return the memory growth of a single-rank trace, of all live memory; None with too few steps."""
-    result = find_leaks(trace, with_long_lived=False)
+    return describe_growth(find_leaks(trace, with_long_lived=False))
+
+
+def describe_growth(result: LeakAnalysis) -> MemoryGrowth | None:
+    """Return the growth by what leaks; None with too few steps."""
     if result.bytes_per_step is None:
         return None
     sources = tuple(

@@ -17,6 +17,7 @@ from memtrace.analysis.allocation_sites import allocation_sites
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.device_clock import CLOCKS, DEVICE, HOST, LAUNCH, access_times
 from memtrace.analysis.event_codes import KIND
+from memtrace.analysis.gaps import find_gaps
 from memtrace.analysis.peak import find_peak
 from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
@@ -53,6 +54,8 @@ class AccessIntervals:
 def access_intervals(trace: Trace) -> AccessIntervals:
     """Return every access interval of a single-rank trace; empty where accesses or times are unknown.
 
+    In a gap, accesses are unknown: an interval that would contain one is left out.
+
     Takes O(n log n) time in the number of events.
     """
     return trace.cached(_access_intervals)
@@ -65,6 +68,9 @@ def _access_intervals(trace: Trace) -> AccessIntervals:
     rows = rows[np.argsort(events["block_id"][rows], kind="stable")]
     block, op = events["block_id"][rows], events["op_id"][rows]
     is_interval = (block[1:] == block[:-1]) & ((op[1:] != op[:-1]) | (op[1:] < 0))
+    gaps = find_gaps(trace)
+    if len(gaps):
+        is_interval &= ~gaps.cut_rows(rows[:-1], rows[1:])
     first, second = np.flatnonzero(is_interval), np.flatnonzero(is_interval) + 1
     times = access_times(trace, rows, events["kind"][rows] == KIND["read"])
     by_device = (times.clock[first] == DEVICE) & (times.clock[second] == DEVICE)

@@ -7,11 +7,11 @@ from typing import Final
 
 import numpy as np
 
-from memtrace.analysis.allocation_sites import allocation_sites
-from memtrace.analysis.attribution import SPAN, rows_at, step_rows
+from memtrace.analysis.attribution import step_rows
 from memtrace.analysis.block_signatures import assign_signatures, describe_signature, median_by_group
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import find_peak
+from memtrace.analysis.retained_memory import RetainedMemory, retained_memory, step_end_lifetimes
 from memtrace.analysis.steps import step_columns
 from memtrace.analysis.thresholds import (
     MAX_LOST_SHARE,
@@ -32,8 +32,6 @@ MAX_ROWS: Final = 10
 """Number of leaks, and of long-lived signatures, that are reported."""
 MAX_STEPS_OF_TREND: Final = 1_000
 """Most steps that are compared with each other for a trend; bounds the run time."""
-GC_RANGE: Final = "gc"
-"""Name of the ranges that a recording writes for the runs of Python's garbage collector that freed something."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +125,21 @@ def find_leaks(
 def _find_leaks(
     trace: Trace, min_growing_steps: int, capacity_bytes: int | None, with_long_lived: bool
 ) -> LeakAnalysis:
+    retained = retained_memory(trace)
+    result = measure_leaks(retained, min_growing_steps)
+    if result.bytes_per_step is None:
+        return replace(result, capacity_bytes=capacity_bytes)
     ends = step_rows(trace).end_row[WARM_UP_STEPS:]
-    gc_freed = _gc_freed_blocks(trace)
+    return replace(
+        result,
+        capacity_bytes=capacity_bytes,
+        steps_to_capacity=_steps_to_capacity(trace, capacity_bytes, result.bytes_per_step),
+        long_lived=_long_lived_signatures(trace, ends) if with_long_lived else (),
+    )
+
+
+def measure_leaks(retained: RetainedMemory, min_growing_steps: int = MIN_GROWING_STEPS) -> LeakAnalysis:
+    """Return how retained memory grows, without the time to exhaustion and without ``long_lived``."""
     result = LeakAnalysis(
         leaks=(),
         bytes_per_step=None,
@@ -136,25 +147,23 @@ def _find_leaks(
         num_steps=0,
         num_warm_up_steps=WARM_UP_STEPS,
         num_required_steps=WARM_UP_STEPS + min_growing_steps + 1,
-        capacity_bytes=capacity_bytes,
+        capacity_bytes=None,
         steps_to_capacity=None,
         long_lived=(),
-        records_gc=gc_freed is not None,
-        gc_freed_bytes=None if gc_freed is None else int(blocks(trace).size[gc_freed].sum()),
+        records_gc=retained.gc_freed_bytes is not None,
+        gc_freed_bytes=retained.gc_freed_bytes,
     )
-    if len(ends) <= min_growing_steps:
+    if retained.num_ends <= min_growing_steps:
         return result
-    leaks = _leaking_sites(trace, ends, min_growing_steps, gc_freed)
+    leaks = _leaking_sites(retained, min_growing_steps)
     of_sites = sum(leak.bytes_per_step for leak in leaks)
-    bytes_per_step = max(of_sites, measure_total_growth(trace, min_growing_steps))
+    bytes_per_step = max(of_sites, _total_growth(retained, min_growing_steps))
     return replace(
         result,
         leaks=tuple(leaks[:MAX_ROWS]),
         bytes_per_step=bytes_per_step,
         unattributed_bytes_per_step=bytes_per_step - of_sites,
-        num_steps=len(ends),
-        steps_to_capacity=_steps_to_capacity(trace, capacity_bytes, bytes_per_step),
-        long_lived=_long_lived_signatures(trace, ends) if with_long_lived else (),
+        num_steps=retained.num_ends,
     )
 
 
@@ -164,57 +173,10 @@ def _steps_to_capacity(trace: Trace, capacity_bytes: int | None, bytes_per_step:
     highest = max((find_peak(trace, device).requested.bytes for device in trace.devices), default=0)
     # Memory that grows by copying is allocated twice at the peak, which then grows faster than what is retained. Peaks
     # that rise until the garbage collector runs do not count.
-    peaks = step_columns(trace).peak_bytes[WARM_UP_STEPS:]
-    peak_growth = float(np.median(np.diff(peaks))) if keeps_growing(peaks) else 0.0
+    steps = step_columns(trace)
+    peaks, numbers = steps.peak_bytes[WARM_UP_STEPS:], steps.step[WARM_UP_STEPS:]
+    peak_growth = float(np.median(np.diff(peaks) / np.diff(numbers))) if keeps_growing(peaks) else 0.0
     return max(int((capacity_bytes - highest) // max(bytes_per_step, peak_growth)), 0)
-
-
-@dataclass(frozen=True)
-class StepEndLifetimes:
-    """The step ends at which each block is live: ``first`` <= k < ``end``, indexed by block."""
-
-    first: Array
-    end: Array
-
-
-def step_end_lifetimes(trace: Trace, ends: Array) -> StepEndLifetimes:
-    """Return for each block the step ends at which it is live.
-
-    Args:
-        trace: a single-rank trace.
-        ends: ascending rows of events at which steps end, each the first row of what follows. A block that is freed in
-            that row has outlived the step.
-    """
-    table = blocks(trace)
-    first = np.searchsorted(ends, np.maximum(table.alloc_event, 0), side="right")
-    end = np.where(table.free_event >= 0, np.searchsorted(ends, table.free_event, side="right"), len(ends))
-    return StepEndLifetimes(first, end)
-
-
-def live_bytes_at_step_ends(group: Array, size: Array, first: Array, end: Array, shape: tuple[int, int]) -> Array:
-    """Return the live bytes of each group (row) at the end of each step (column).
-
-    Args:
-        group: group of each block, from 0.
-        size: bytes of each block.
-        first: first step end at which each block is live.
-        end: first later step end at which it is not.
-        shape: number of groups and number of steps.
-    """
-    num_groups, num_steps = shape
-    change = np.zeros((num_groups, num_steps + 1), np.int64)
-    np.add.at(change, (group, first), size)
-    np.add.at(change, (group, end), -size)
-    live: Array = np.cumsum(change, axis=1)[:, :num_steps]
-    return live
-
-
-def kept_bytes_at_step_ends(group: Array, size: Array, first: Array, end: Array, shape: tuple[int, int]) -> Array:
-    """Return the live bytes of each group at the end of each step but the first, without the blocks of the newest step.
-
-    Those vary with the input of the step. The arguments are those of ``live_bytes_at_step_ends``.
-    """
-    return live_bytes_at_step_ends(group, size, np.minimum(first + 1, end), end, shape)[:, 1:]
 
 
 def keeps_growing(live: Array, min_growing_steps: int = MIN_GROWING_STEPS) -> bool:
@@ -248,79 +210,74 @@ def measure_total_growth(trace: Trace, min_growing_steps: int = MIN_GROWING_STEP
         trace: a single-rank trace.
         min_growing_steps: minimum number of steps in which the memory must grow.
     """
-    ends, table = step_rows(trace).end_row[WARM_UP_STEPS:], blocks(trace)
-    if len(ends) <= min_growing_steps:
+    return _total_growth(retained_memory(trace), min_growing_steps)
+
+
+def _total_growth(retained: RetainedMemory, min_growing_steps: int) -> float:
+    if retained.num_ends <= min_growing_steps:
         return 0.0
-    lifetimes = step_end_lifetimes(trace, ends)
-    retained = np.flatnonzero((table.alloc_event >= 0) & (lifetimes.end > lifetimes.first))
-    first, end, size = lifetimes.first[retained], lifetimes.end[retained], table.size[retained]
-    together, shape = np.zeros(len(retained), np.int64), (1, len(ends))
-    live = live_bytes_at_step_ends(together, size, first, end, shape)[0]
-    kept = kept_bytes_at_step_ends(together, size, first, end, shape)[0]
+    live, kept = retained.all_sites()
     for series in (live, kept):
         if keeps_growing(series, min_growing_steps):
-            return _slope_of_growth(series)
-    return _significant_slope(live)
+            return _slope_of_growth(series, retained.numbers)
+    return _significant_slope(live, retained.numbers)
 
 
-def _slope_of_growth(live: Array) -> float:
-    """Return the slope of the least-squares line through live bytes, from the first step that grows."""
+def _slope_of_growth(live: Array, numbers: Array) -> float:
+    """Return the slope of the least-squares line through live bytes, from the first step that grows.
+
+    Args:
+        live: live bytes at the ends of steps.
+        numbers: the numbers of the steps. Of a series that leaves out the first steps, the last ones count.
+    """
     start = int(np.argmax(np.diff(live) > 0))
-    return float(np.polyfit(np.arange(start, len(live)), live[start:], 1)[0])
+    return float(np.polyfit(numbers[len(numbers) - len(live) + start :], live[start:], 1)[0])
 
 
-def _significant_slope(live: Array) -> float:
+def _significant_slope(live: Array, numbers: Array) -> float:
     """Return the median slope of live bytes, 0 unless they rise significantly, in both halves of the steps as well."""
     if len(live) > MAX_STEPS_OF_TREND:
         # Equally spaced steps show the same trend.
         spacing = -(-len(live) // MAX_STEPS_OF_TREND)
-        return _significant_slope(live[::spacing]) / spacing
+        return _significant_slope(live[::spacing], numbers[::spacing])
     half = len(live) // 2
-    slopes = [_median_slope(part) for part in (live, live[:half], live[half:])] if half >= 2 else [0.0]
+    parts = (slice(None), slice(half), slice(half, None))
+    slopes = [_median_slope(live[part], numbers[part]) for part in parts] if half >= 2 else [0.0]
     earlier, later = np.triu_indices(len(live), 1)
     score = int(np.sign(live[later] - live[earlier]).sum())
     deviation = np.sqrt(len(live) * (len(live) - 1) * (2 * len(live) + 5) / 18)
     return slopes[0] if min(slopes) > 0 and score >= MIN_TREND_DEVIATIONS * deviation else 0.0
 
 
-def _median_slope(live: Array) -> float:
+def _median_slope(live: Array, numbers: Array) -> float:
     earlier, later = np.triu_indices(len(live), 1)
-    return float(np.median((live[later] - live[earlier]) / (later - earlier)))
+    return float(np.median((live[later] - live[earlier]) / (numbers[later] - numbers[earlier])))
 
 
-def _leaking_sites(trace: Trace, ends: Array, min_growing_steps: int, gc_freed: Array | None) -> list[Leak]:
+def _leaking_sites(retained: RetainedMemory, min_growing_steps: int) -> list[Leak]:
     """Return all leaking sites, fastest growth first."""
-    table, lifetimes, num_steps = blocks(trace), step_end_lifetimes(trace, ends), len(ends)
-    retained = np.flatnonzero((table.alloc_event >= 0) & (lifetimes.end > lifetimes.first) & (table.size > 0))
-    if not len(retained):
-        return []
-    first, end = lifetimes.first[retained], lifetimes.end[retained]
-    # By site alone: a leaked block and the one still in use can differ in category.
-    sites, group = allocation_sites(trace, table.stack[retained])
-    live = live_bytes_at_step_ends(group, table.size[retained], first, end, (len(sites), num_steps))
-    is_gc_freed = np.zeros(len(table), bool)
-    is_gc_freed[gc_freed if gc_freed is not None else []] = True
-    kept = kept_bytes_at_step_ends(group, table.size[retained], first, end, (len(sites), num_steps))
     leaks = []
-    for row in np.flatnonzero((live[:, -1] > live[:, 0]) | (kept[:, -1] > kept[:, 0])).tolist():
-        growing = next((part[row] for part in (live, kept) if keeps_growing(part[row], min_growing_steps)), None)
+    for number, site in enumerate(retained.sites):
+        both = retained.of_site(number)
+        if not any(len(series) and series[-1] > series[0] for series in both):
+            continue
+        growing = next((series for series in both if keeps_growing(series, min_growing_steps)), None)
         if growing is None:
             continue
-        is_live = (group == row) & (end == num_steps)
-        of_site = retained[is_live]
+        of_site = retained.at_end(number)
         # Blocks of the last step may still be in use, such as gradients allocated by the line of a retained loss.
-        older = retained[is_live & (first > 0) & (first < num_steps - 1)]
-        grown = older if len(older) else of_site
-        category = np.bincount(table.category[grown], table.size[grown], minlength=len(CATEGORIES)).argmax()
+        older = np.flatnonzero((of_site.first > 0) & (of_site.first < retained.num_ends - 1))
+        grown = older if len(older) else np.arange(len(of_site.first))
+        category = np.bincount(of_site.category[grown], of_site.size[grown], minlength=len(CATEGORIES)).argmax()
         leaks.append(
             Leak(
-                site=sites[row],
+                site=site,
                 category=CATEGORIES[int(category)],
-                bytes_per_step=_slope_of_growth(growing),
+                bytes_per_step=_slope_of_growth(growing, retained.numbers),
                 num_growing_steps=int((np.diff(growing) > 0).sum()),
-                num_blocks=len(of_site),
-                live_bytes=int(live[row, -1]),
-                gc_freed_bytes=int(table.size[np.isin(table.stack, table.stack[of_site]) & is_gc_freed].sum()),
+                num_blocks=len(of_site.first),
+                live_bytes=int(both[0][-1]),
+                gc_freed_bytes=retained.gc_freed_bytes_of(of_site.stack),
             )
         )
     return sorted(leaks, key=lambda leak: -leak.bytes_per_step)
@@ -349,21 +306,3 @@ def _long_lived_signatures(trace: Trace, ends: Array) -> tuple[LongLivedSignatur
             )
         )
     return tuple(sorted(rows, key=lambda row: -row.bytes)[:MAX_ROWS])
-
-
-def _gc_freed_blocks(trace: Trace) -> Array | None:
-    """Return the blocks that were freed during garbage collections; None where the trace holds no collections."""
-    spans = trace.columns("spans", "kind", "name", "start_ns", "duration_ns")
-    ranges = np.flatnonzero(spans["kind"] == SPAN["range"])
-    names = [name for name in np.unique(spans["name"][ranges]).tolist() if trace.name(name) == GC_RANGE]
-    if not names:
-        return None
-    collections = ranges[np.isin(spans["name"][ranges], names)]
-    collections = collections[np.argsort(spans["start_ns"][collections], kind="stable")]
-    start = rows_at(trace, spans["start_ns"][collections])
-    end = rows_at(trace, spans["start_ns"][collections] + spans["duration_ns"][collections])
-    free = blocks(trace).free_event
-    collection = np.searchsorted(start, free, side="right") - 1
-    inside = (free >= 0) & (collection >= 0) & (free < end[np.maximum(collection, 0)])
-    freed: Array = np.flatnonzero(inside)
-    return freed

@@ -6,12 +6,14 @@ import numpy as np
 
 from memtrace.analysis.attribution import KIND, PHASE, op_column
 from memtrace.analysis.blocks import blocks
+from memtrace.analysis.gaps import find_gaps
 from memtrace.analysis.operators import operator_index
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
 from memtrace.units import format_bytes
 
 BEFORE_RECORDING = "allocated before the recording"
+IN_GAP = "allocated between recorded steps"
 STACKS_OFF = "recorded without stacks"
 OUTSIDE_OPERATORS = "allocated outside torch's operators (NumPy, C++ code)"
 OPERATOR_NOT_WRITTEN = "its operator call is not in the trace"
@@ -45,6 +47,7 @@ def missing_stack_reasons(trace: Trace, block_ids: Array) -> tuple[list[str], Ar
     else:
         conditions = {
             BEFORE_RECORDING: is_older,
+            IN_GAP: find_gaps(trace).contain_rows(row),
             STACKS_OFF: np.full(len(row), not options.stacks),
             OUTSIDE_OPERATORS: op < 0,
             OPERATOR_NOT_WRITTEN: operator_index(trace).rows(op) < 0,

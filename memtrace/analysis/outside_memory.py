@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +36,11 @@ class OutsideMemory:
 
 def outside_readings(trace: Trace) -> OutsideReadings:
     """Return what was in use outside torch's allocator at each reading of a single-rank trace, in order of time."""
-    counters = trace.columns("counters", "time_ns", "device", "name", "value")
+    return find_outside_readings(trace.columns("counters", "time_ns", "device", "name", "value"))
+
+
+def find_outside_readings(counters: Mapping[str, Array]) -> OutsideReadings:
+    """Return what was in use outside torch's allocator at each reading, by columns of the table ``counters``."""
     name, device, value = counters["name"], counters["device"], counters["value"]
     # The rows of one reading are neighbors: what the allocator reserved, if it reports that, then what is in use.
     used = np.flatnonzero(name == COUNTERS.index("device_used"))

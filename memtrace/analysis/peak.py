@@ -11,7 +11,7 @@ from memtrace.analysis.attribution import KIND, op_column, phase_rows, rows_at, 
 from memtrace.analysis.block_groups import BlockGroup, group_by_category, group_by_module_pattern, group_by_site
 from memtrace.analysis.blocks import Blocks, allocated_sizes, blocks, blocks_table
 from memtrace.display import Displayed
-from memtrace.format.arrays import Array
+from memtrace.format.arrays import Array, stable_sort
 from memtrace.format.schema import COUNTERS, PHASES
 from memtrace.trace import Trace
 
@@ -90,8 +90,8 @@ def _bytes_until(trace: Trace, device: str, sizes: Array, end_event: Array) -> L
     start = int(sizes[on_device & (table.alloc_event < 0)].sum())
     rows = np.concatenate([table.alloc_event[begins], end_event[ends]])
     change = np.concatenate([sizes[begins], -sizes[ends]])
-    order = np.argsort(rows, kind="stable")
-    return LiveBytes(rows[order], start + np.cumsum(change[order]), start)
+    order, rows = stable_sort(rows)
+    return LiveBytes(rows, start + np.cumsum(change[order]), start)
 
 
 def requested_bytes(trace: Trace, device: str) -> LiveBytes:
@@ -267,12 +267,6 @@ def peak_by_module(trace: Trace, device: str) -> list[BlockGroup]:
 def peak_by_site(trace: Trace, device: str) -> list[BlockGroup]:
     """Return the bytes at the requested peak of a device by allocation site, largest first."""
     return group_by_site(trace, find_peak(trace, device).live)
-
-
-def largest_peak_blocks(trace: Trace, device: str, count: int) -> Array:
-    """Return the ids of the ``count`` largest blocks live at the requested peak of a device, largest first."""
-    live = find_peak(trace, device).live
-    return live[np.argsort(-blocks(trace).size[live], kind="stable")][:count]
 
 
 def _maximum(live: LiveBytes) -> Maximum:

@@ -2,55 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
-from memtrace.analysis.peak import find_peak, peak_by_category
-from memtrace.analysis.ranks import IMBALANCE_THRESHOLD, RankComparison, RankSummary, compare_summaries, summarize_rank
-from memtrace.analysis.steps import device_step_peaks, step_columns
+from memtrace.analysis.rank_reports import rank_reports
+from memtrace.analysis.rank_summary import DeviceLoad
+from memtrace.analysis.ranks import RankComparison, compare_ranks
 from memtrace.analysis.timeline import select_plot_points
 from memtrace.display import Displayed
 from memtrace.format.arrays import Array
 from memtrace.trace import Trace
-
-MIN_RANKS: Final = 4
-"""Smallest number of ranks of which some can be outliers."""
-OUTLIER_DEVIATIONS: Final = 3.5
-"""An outlier is at least this many standard deviations from the median, estimated by the median absolute deviation."""
-_DEVIATIONS_PER_MAD: Final = 1.4826
-"""Standard deviation of normally distributed values, in median absolute deviations."""
-
-
-@dataclass(frozen=True)
-class DeviceLoad:
-    """Memory of one device of one rank."""
-
-    rank: int
-    device: str
-    peak_bytes: int
-    """Peak of the requested bytes."""
-    bytes_by_category: dict[str, int]
-    """Live bytes at the peak by category."""
-    step: Array
-    """Numbers of the steps."""
-    step_peak_bytes: Array
-    """Peak of each step."""
-
-
-@dataclass(frozen=True)
-class RankOutlier:
-    """A rank that differs from the other ranks."""
-
-    rank: int
-    measure: str
-    """What differs: ``peak``, ``end``, ``compute``, or a category (live bytes at the peak)."""
-    value: int
-    """Bytes, or nanoseconds of ``compute``."""
-    median: int
-    """The same of the median rank."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +23,6 @@ class RankOverview(Displayed):
     comparison: RankComparison
     loads: tuple[DeviceLoad, ...]
     """Every device of every readable rank that has memory events, by rank."""
-    outliers: tuple[RankOutlier, ...]
-    """Ranks that differ from the others, the largest deviation first."""
 
     @property
     def main_loads(self) -> tuple[DeviceLoad, ...]:
@@ -84,19 +45,29 @@ class StepPeakGrid:
 
 
 def survey_ranks(trace: Trace) -> RankOverview:
-    """Return the memory of every rank and device of a trace, and which ranks differ from the others (cached)."""
+    """Return the memory of every rank and device of a trace, and which ranks differ from their peers (cached)."""
     return trace.cached(_survey_ranks)
 
 
 def _survey_ranks(trace: Trace) -> RankOverview:
-    summaries: list[RankSummary] = []
-    loads: list[DeviceLoad] = []
-    for rank in trace.each_rank():
-        summary = summarize_rank(rank)
-        summaries.append(summary)
-        if summary.peak_bytes is not None:
-            loads += _device_loads(rank, summary.rank)
-    return RankOverview(compare_summaries(trace, summaries), tuple(loads), tuple(find_outliers(summaries)))
+    loads = tuple(load for report in rank_reports(trace) for load in report.loads)
+    return RankOverview(compare_ranks(trace), loads)
+
+
+def choose_loads(overview: RankOverview, max_ranks: int) -> tuple[DeviceLoad, ...]:
+    """Return the fullest device of at most ``max_ranks`` ranks, peers beside each other.
+
+    Of a larger job these are the ranks that differ from their peers, and of neighboring ranks the one with the highest
+    peak.
+    """
+    stages = {rank: place for place, group in enumerate(overview.comparison.groups) for rank in group.ranks}
+    loads = sorted(overview.main_loads, key=lambda load: (stages.get(load.rank, -1), load.rank))
+    if len(loads) <= max_ranks:
+        return tuple(loads)
+    outliers = list(dict.fromkeys(outlier.rank for outlier in overview.comparison.outliers))[: max_ranks // 2]
+    kept = select_plot_points(np.array([load.peak_bytes for load in loads]), max_ranks - len(outliers))
+    ranks = {loads[place].rank for place in kept.tolist()} | set(outliers)
+    return tuple(load for load in loads if load.rank in ranks)
 
 
 def step_peak_grid(loads: Sequence[DeviceLoad], max_steps: int) -> StepPeakGrid:
@@ -108,49 +79,3 @@ def step_peak_grid(loads: Sequence[DeviceLoad], max_steps: int) -> StepPeakGrid:
     highest = np.nanmax(peaks, axis=0, initial=0) if len(steps) and len(loads) else np.empty(0)
     kept = select_plot_points(highest, max_steps)
     return StepPeakGrid(tuple(load.rank for load in loads), steps[kept], peaks[:, kept], len(steps))
-
-
-def find_outliers(summaries: Sequence[RankSummary]) -> list[RankOutlier]:
-    """Return the ranks that differ from the median rank, the largest deviation first.
-
-    An outlier deviates by more than 5 % of the median and by ``OUTLIER_DEVIATIONS`` robust standard deviations.
-    """
-    outliers: list[tuple[float, RankOutlier]] = []
-    for measure, values in _measures(summaries):
-        numbers = np.array(list(values.values()), np.float64)
-        median = float(np.median(numbers))
-        distance = np.abs(numbers - median)
-        spread = _DEVIATIONS_PER_MAD * float(np.median(distance))
-        largest = max(OUTLIER_DEVIATIONS * spread, (IMBALANCE_THRESHOLD - 1) * median)
-        for place in np.flatnonzero(distance > largest).tolist():
-            rank = list(values)[place]
-            share = distance[place] / median if median else np.inf
-            outliers.append((share, RankOutlier(rank, measure, values[rank], round(median))))
-    outliers.sort(key=lambda outlier: (-outlier[0], outlier[1].rank))
-    return [outlier for _, outlier in outliers]
-
-
-def _measures(summaries: Sequence[RankSummary]) -> Iterator[tuple[str, dict[int, int]]]:
-    """Return the measures that enough ranks have, with the value of each rank."""
-    known = [summary for summary in summaries if summary.peak_bytes is not None]
-    categories = dict.fromkeys(name for summary in known for name in summary.bytes_by_category)
-    columns: dict[str, dict[int, int | None]] = {
-        "peak": {summary.rank: summary.peak_bytes for summary in known},
-        "end": {summary.rank: summary.end_bytes for summary in known},
-        "compute": {summary.rank: summary.compute_ns for summary in known},
-        **{name: {summary.rank: summary.bytes_by_category.get(name, 0) for summary in known} for name in categories},
-    }
-    for measure, column in columns.items():
-        values = {rank: value for rank, value in column.items() if value is not None}
-        if len(values) >= MIN_RANKS:
-            yield measure, values
-
-
-def _device_loads(trace: Trace, rank: int) -> Iterator[DeviceLoad]:
-    for device in trace.devices:
-        peak_bytes = find_peak(trace, device).requested.bytes
-        if peak_bytes:
-            categories = {group.name or "unknown": group.bytes for group in peak_by_category(trace, device)}
-            yield DeviceLoad(
-                rank, device, peak_bytes, categories, step_columns(trace).step, device_step_peaks(trace, device)
-            )

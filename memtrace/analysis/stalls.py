@@ -106,24 +106,56 @@ def measure_stalls(
     if (synthetic is None) != (cached is None):
         raise ValueError("a breakdown needs both the synthetic and the cached recording")
     breakdown = _break_down(synthetic, cached, trace) if synthetic is not None and cached is not None else None
-    times = _step_times(trace)
+    facts = _facts(trace)
+    times, has_waits = facts.times, facts.has_waits
     has_steps = len(times.step) > 0
-    has_waits = has_steps and trace.has_times and records_data_waits(trace)
     unknown = [None] * len(times.step)
     waits = times.wait_ns.tolist() if has_waits else unknown
     host_waits = times.host_wait_ns.tolist() if has_waits else unknown
     return DataStalls(
         clock=times.clock,
-        clock_note=_describe_clock(trace, times.clock),
+        clock_note=facts.clock_note,
         steps=tuple(map(StepWait, times.step.tolist(), times.duration_ns.tolist(), waits, host_waits)),
         wait_share=int(times.wait_ns.sum()) / max(int(times.duration_ns.sum()), 1) if has_waits else None,
         median_wait_ns=int(np.median(times.wait_ns)) if has_waits else None,
-        median_duration_ns=int(np.median(times.duration_ns)) if has_steps and trace.has_times else None,
+        median_duration_ns=int(np.median(times.duration_ns)) if has_steps and facts.has_times else None,
         breakdown=breakdown,
         cache=None
         if breakdown is None
         else predict_cache_shares(breakdown.synthetic_ns, breakdown.cached_ns, breakdown.cold_ns, cache_shares, source),
     )
+
+
+@dataclass(frozen=True)
+class StallFacts:
+    """What a comparison of recordings needs of one of them."""
+
+    times: StepTimes
+    has_times: bool
+    has_waits: bool
+    """Whether waits of steps were recorded."""
+    clock_note: str
+    host_duration_ns: Array
+    """Durations of the steps by the clock of the host."""
+    is_after_warm_up: Array
+    """Which of the steps are after warm-up."""
+
+
+def stall_facts(trace: Trace) -> StallFacts:
+    """Return what ``measure_stalls`` needs of a single-rank trace."""
+    times = _step_times(trace)
+    return StallFacts(
+        times=times,
+        has_times=trace.has_times,
+        has_waits=len(times.step) > 0 and trace.has_times and records_data_waits(trace),
+        clock_note=_describe_clock(trace, times.clock),
+        host_duration_ns=step_columns(trace).duration_ns,
+        is_after_warm_up=np.isin(times.step, steps_after_warm_up(trace)),
+    )
+
+
+def _facts(trace: Trace) -> StallFacts:
+    return trace.rank_result(trace.ranks[0], stall_facts)
 
 
 def _describe_clock(trace: Trace, clock: Literal["host", "device"]) -> str:
@@ -140,7 +172,7 @@ def _describe_clock(trace: Trace, clock: Literal["host", "device"]) -> str:
 
 
 @dataclass(frozen=True)
-class _StepTimes:
+class StepTimes:
     """Durations and waits of the steps, one element per step."""
 
     clock: Literal["host", "device"]
@@ -150,18 +182,18 @@ class _StepTimes:
     host_wait_ns: Array
 
 
-def _step_times(trace: Trace) -> _StepTimes:
+def _step_times(trace: Trace) -> StepTimes:
     """Return the durations and waits of all steps, by the device's clock where the trace has it."""
     columns = step_columns(trace)
     queue = _device_queue(trace)
     bounds_ns = np.stack([columns.start_ns, columns.start_ns + columns.duration_ns])
     num_launched = np.searchsorted(queue.launch_ns, bounds_ns)
     if not len(columns) or (num_launched[0] == num_launched[1]).any():
-        return _StepTimes("host", columns.step, columns.duration_ns, columns.data_wait_ns, columns.data_wait_ns)
+        return StepTimes("host", columns.step, columns.duration_ns, columns.data_wait_ns, columns.data_wait_ns)
     # A step ends on the GPU when all that was launched before its end has finished, and at its end on the host at the
     # earliest: until then the GPU had nothing to do for the next step.
     begin_ns, end_ns = np.maximum(bounds_ns, queue.finished_ns(bounds_ns))
-    return _StepTimes(
+    return StepTimes(
         "device", columns.step, end_ns - begin_ns, _idle_waits(trace, columns, queue), columns.data_wait_ns
     )
 
@@ -205,15 +237,14 @@ def _idle_waits(trace: Trace, columns: StepColumns, queue: _DeviceQueue) -> Arra
 
 def _break_down(synthetic: Trace, cached: Trace, cold: Trace) -> StallBreakdown:
     recordings = {"synthetic": synthetic, "cached": cached, "cold": cold}
-    times = {name: _step_times(trace) for name, trace in recordings.items()}
-    by_device = all(result.clock == "device" for result in times.values())
+    facts = {name: _facts(trace) for name, trace in recordings.items()}
+    by_device = all(result.times.clock == "device" for result in facts.values())
     medians = []
-    for name, trace in recordings.items():
-        after_warm_up = np.isin(times[name].step, steps_after_warm_up(trace))
-        if not after_warm_up.any():
+    for name, result in facts.items():
+        if not result.is_after_warm_up.any():
             raise TraceError(f"the {name} recording has no steps; mark them with rec.step() or rec.steps(loader)")
-        duration_ns = times[name].duration_ns if by_device else step_columns(trace).duration_ns
-        medians.append(int(np.median(duration_ns[after_warm_up])))
+        duration_ns = result.times.duration_ns if by_device else result.host_duration_ns
+        medians.append(int(np.median(duration_ns[result.is_after_warm_up])))
     synthetic_ns, cached_ns, cold_ns = medians
     clock: Literal["host", "device"] = "device" if by_device else "host"
     return StallBreakdown(clock, synthetic_ns, cached_ns, cold_ns, cached_ns - synthetic_ns, cold_ns - cached_ns)

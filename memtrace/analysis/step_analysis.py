@@ -11,6 +11,7 @@ from memtrace.analysis.attribution import KIND, StepRows, step_rows, steps_are_m
 from memtrace.analysis.block_signatures import select_steps
 from memtrace.analysis.detection import DetectedSteps, detect_steps
 from memtrace.analysis.detection.steps import Method
+from memtrace.analysis.gaps import find_gaps
 from memtrace.analysis.stability import AllocationFit, BlockDifference, fit_allocations, measure_stability
 from memtrace.analysis.thresholds import MIN_MATCHING_BYTES, MIN_SHIFTED_AGREEMENT
 from memtrace.display import Displayed
@@ -49,7 +50,7 @@ class StepBoundaries:
     rows: StepRows
     detected: DetectedSteps
     marks: MarkAgreement | None
-    """Comparison with the detected steps; None where no steps are marked."""
+    """Comparison with the detected steps; None where no steps are marked, or only some of them were recorded."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class StepAnalysis(Displayed):
     method: Method
     """What repeats in the events: parameter ``updates``, ``allocations`` or ``none``."""
     marks: MarkAgreement | None
-    """Comparison of marked with detected steps; None where no steps are marked."""
+    """Comparison of marked with detected steps; None where no steps are marked, or only some of them were recorded."""
     stability: MedianMatch
     allocation_fit: AllocationFit | None
     """Allocations = c0 + c1 n; None with fewer than four steps."""
@@ -117,9 +118,12 @@ def find_boundaries(trace: Trace, *, from_events: bool = False) -> StepBoundarie
         from_events: return the detected steps even if steps are marked.
     """
     detected = detect_steps(trace)
-    marks = _compare_marks(trace, step_rows(trace).end_row, detected) if steps_are_marked(trace) else None
+    # Where some of the steps are missing, the events do not repeat from step to step.
+    are_marked = steps_are_marked(trace)
+    is_comparable = are_marked and not len(find_gaps(trace))
+    marks = _compare_marks(trace, step_rows(trace).end_row, detected) if is_comparable else None
     rows = select_steps(trace, from_events=from_events)
-    if marks is not None and not from_events:
+    if are_marked and not from_events:
         return StepBoundaries("marks", rows, detected, marks)
     return StepBoundaries("events" if detected.num_steps else "none", rows, detected, marks)
 

@@ -135,7 +135,13 @@ def _data_wait_ns(trace: Trace, start_ns: Array, duration_ns: Array) -> Array:
     spans = trace.columns("spans", "kind", "start_ns", "duration_ns")
     waits = np.flatnonzero(spans["kind"] == SPAN["data_wait"])
     waits = waits[np.argsort(spans["start_ns"][waits], kind="stable")]
-    starts = spans["start_ns"][waits]
-    total = np.concatenate([[0], np.cumsum(spans["duration_ns"][waits])])
-    in_steps: Array = total[np.searchsorted(starts, start_ns + duration_ns)] - total[np.searchsorted(starts, start_ns)]
+    return waiting_ns(spans["start_ns"][waits], spans["duration_ns"][waits], start_ns, duration_ns)
+
+
+def waiting_ns(wait_start: Array, wait_duration: Array, start_ns: Array, duration_ns: Array) -> Array:
+    """Return how long each step waits: the durations of the waits that begin in it, which are given by start."""
+    total = np.concatenate([[0], np.cumsum(wait_duration)])
+    in_steps: Array = (
+        total[np.searchsorted(wait_start, start_ns + duration_ns)] - total[np.searchsorted(wait_start, start_ns)]
+    )
     return in_steps

@@ -9,23 +9,22 @@ import numpy as np
 
 from memtrace.analysis.allocation_sites import allocation_site
 from memtrace.analysis.attribution import steps_are_marked
-from memtrace.analysis.block_groups import BlockGroup
+from memtrace.analysis.block_groups import (
+    BlockGroup,
+    group_by_category,
+    group_by_module_pattern,
+    group_by_site,
+)
 from memtrace.analysis.blocks import blocks
 from memtrace.analysis.coverage import Coverage, compute_coverage
 from memtrace.analysis.fragmentation import Fragmentation, compute_fragmentation
-from memtrace.analysis.growth import GrowthSource, measure_growth
+from memtrace.analysis.growth import GrowthSource, MemoryGrowth, measure_growth
 from memtrace.analysis.leaks import find_leaks
 from memtrace.analysis.oom import OutOfMemory, explain_out_of_memory
 from memtrace.analysis.options import DEFAULT_OPTIONS, AnalysisOptions
-from memtrace.analysis.peak import (
-    find_peak,
-    largest_peak_blocks,
-    peak_by_category,
-    peak_by_module,
-    peak_by_site,
-)
+from memtrace.analysis.peak import Peak, find_peak
 from memtrace.analysis.stability import measure_stability
-from memtrace.analysis.steps import records_data_waits, step_columns
+from memtrace.analysis.steps import StepColumns, records_data_waits, step_columns
 from memtrace.analysis.swap import interval_clocks, swappable_peak_bytes
 from memtrace.categories import describe_category_share
 from memtrace.display import Displayed
@@ -272,12 +271,27 @@ def _summarize_patterns(trace: Trace, options: AnalysisOptions) -> PatternSummar
 
 
 def _summarize_steps(trace: Trace) -> StepSummary:
-    columns, growth = step_columns(trace), measure_growth(trace)
+    source = "marks" if steps_are_marked(trace) else "events"
+    return summarize_steps(trace, step_columns(trace), measure_growth(trace), source, records_data_waits(trace))
+
+
+def summarize_steps(
+    trace: Trace, columns: StepColumns, growth: MemoryGrowth | None, source: str, has_waits: bool
+) -> StepSummary:
+    """Summarize the steps of a rank.
+
+    Args:
+        trace: The trace of the rank, of which only the manifest is read.
+        columns: The steps.
+        growth: The growth of the memory; None with too few steps.
+        source: ``marks`` or ``events``.
+        has_waits: Whether waits for data were recorded.
+    """
     num_steps, total_ns = len(columns), int(columns.duration_ns.sum())
-    has_waits = total_ns > 0 and trace.has_times and records_data_waits(trace)
+    has_waits = has_waits and total_ns > 0 and trace.has_times
     return StepSummary(
         num_steps=num_steps if trace.has_blocks else None,
-        source=("marks" if steps_are_marked(trace) else "events") if num_steps else None,
+        source=source if num_steps else None,
         median_duration_ns=_median(columns.duration_ns) if trace.has_times else None,
         median_peak_bytes=_median(columns.peak_bytes),
         max_peak_bytes=int(columns.peak_bytes.max()) if num_steps else None,
@@ -306,9 +320,15 @@ def _summarize_device(trace: Trace, device: str) -> DeviceSummary:
 
 
 def _summarize_peak(trace: Trace, device: str) -> PeakSummary:
-    peak, table = find_peak(trace, device), blocks(trace)
+    return describe_live_blocks(trace, find_peak(trace, device))
+
+
+def describe_live_blocks(trace: Trace, peak: Peak) -> PeakSummary:
+    """Summarize a peak by its live blocks, whose origins a single-rank trace has."""
+    table = blocks(trace)
     waiting = peak.live[table.waits_for_backward[peak.live]]
-    categories = {group.name: group.bytes for group in peak_by_category(trace, device)}
+    categories = {group.name: group.bytes for group in group_by_category(trace, peak.live)}
+    largest = peak.live[np.argsort(-table.size[peak.live], kind="stable")][:NUM_TOP_ROWS]
     return PeakSummary(
         requested_bytes=peak.requested.bytes if peak.is_requested else None,
         allocated_bytes=peak.allocated.bytes if peak.allocated else None,
@@ -319,11 +339,9 @@ def _summarize_peak(trace: Trace, device: str) -> PeakSummary:
         phase=peak.phase,
         by_category={name: categories[name] for name in CATEGORIES if name in categories},
         likely_activation_bytes=int(table.size[waiting].sum()),
-        top_sites=tuple(peak_by_site(trace, device)[:NUM_TOP_ROWS]),
-        top_modules=tuple(peak_by_module(trace, device)[:NUM_TOP_ROWS]),
-        top_blocks=tuple(
-            summarize_block(trace, int(block_id)) for block_id in largest_peak_blocks(trace, device, NUM_TOP_ROWS)
-        ),
+        top_sites=tuple(group_by_site(trace, peak.live)[:NUM_TOP_ROWS]),
+        top_modules=tuple(group_by_module_pattern(trace, peak.live)[:NUM_TOP_ROWS]),
+        top_blocks=tuple(summarize_block(trace, int(block_id)) for block_id in largest),
     )
 
 

@@ -23,13 +23,9 @@ from memtrace.analysis.block_signatures import row_codes
 from memtrace.analysis.blocks import CATEGORY, PERSISTENT, allocating_op, blocks
 from memtrace.analysis.counterfactual import END_OF_TRACE, IdleIntervals, free_rows
 from memtrace.analysis.dead_graphs import is_held_by_graph
-from memtrace.analysis.leaks import (
-    keeps_growing,
-    kept_bytes_at_step_ends,
-    live_bytes_at_step_ends,
-    step_end_lifetimes,
-)
+from memtrace.analysis.leaks import keeps_growing
 from memtrace.analysis.patterns import block_mask
+from memtrace.analysis.retained_memory import kept_bytes_at_step_ends, live_bytes_at_step_ends, step_end_lifetimes
 from memtrace.analysis.statements import is_in_variable
 from memtrace.analysis.thresholds import MIN_STEPS_FOR_LEAKS, WARM_UP_STEPS
 from memtrace.format.arrays import Array

@@ -21,6 +21,8 @@ from memtrace.exporters.pprof import write_pprof
 from memtrace.exporters.snapshot import write_snapshot
 from memtrace.exporters.speedscope import write_speedscope
 from memtrace.format.schema import NO_BLOCKS
+from memtrace.format.storage import AnyPath, to_path
+from memtrace.format.storage_writer import local_output
 from memtrace.trace import Trace
 
 _GZIP_LEVEL: Final = 4
@@ -54,13 +56,14 @@ FILE_FORMATS: Final = {
 
 
 def export_trace(
-    trace: Trace, output: str | Path, *, format: str, measures: Sequence[str] = MEASURES, overwrite: bool = False
-) -> Path:
+    trace: Trace, output: str | AnyPath, *, format: str, measures: Sequence[str] = MEASURES, overwrite: bool = False
+) -> AnyPath:
     """Write a trace in a format that other tools read.
 
     Args:
         trace: the trace; of one rank, except for Perfetto.
-        output: file to write, or folder for ``csv``. A name that ends in ``.gz`` is written compressed.
+        output: file to write, or folder for ``csv``; a path, or a URL in a storage. A name that ends in ``.gz`` is
+            written compressed.
         format: one of ``FORMATS``.
         measures: for ``pprof`` and ``speedscope``, which of ``peak``, ``allocations`` and ``churn`` to write.
         overwrite: replace the file, or the CSV tables in the folder.
@@ -79,15 +82,16 @@ def export_trace(
     for rank in trace.ranks:
         if not trace.rank(rank).has_blocks:
             raise MemtraceError(f"{trace.path or 'The trace'} cannot be exported: {NO_BLOCKS}.")
-    target, chosen = Path(output), FILE_FORMATS.get(format)
+    chosen = FILE_FORMATS.get(format)
     try:
-        if chosen is None:
-            _write_folder(trace, target, overwrite=overwrite)
-        else:
-            _write_file(chosen, trace, target, measures, overwrite=overwrite)
+        with local_output(output, overwrite=overwrite) as target:
+            if chosen is None:
+                _write_folder(trace, target, overwrite=overwrite)
+            else:
+                _write_file(chosen, trace, target, measures, overwrite=overwrite)
     except OSError as error:
-        raise MemtraceError(f"{target} cannot be written: {error.strerror or error}.") from error
-    return target
+        raise MemtraceError(f"{output} cannot be written: {error.strerror or error}.") from error
+    return to_path(output)
 
 
 def _write_file(chosen: FileFormat, trace: Trace, target: Path, measures: Sequence[str], *, overwrite: bool) -> None:

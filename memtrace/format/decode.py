@@ -5,7 +5,7 @@ Integers: null becomes -1. Text of a vocabulary: int8 codes, -1 for null. Boolea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,7 +64,12 @@ def decode_columns(
 def device_names(parts: Sequence[pa.Table]) -> tuple[str, ...]:
     """Return the devices in the column ``device`` of some tables: cpu first, then by name and number."""
     texts = arrays.text_values([part.column("device") for part in parts if "device" in part.column_names])
-    return tuple(sorted(texts, key=_natural_order))
+    return sort_devices(texts)
+
+
+def sort_devices(names: Iterable[str]) -> tuple[str, ...]:
+    """Return names of devices in the order of ``Trace.devices``: cpu first, then by name and number."""
+    return tuple(sorted(names, key=_natural_order))
 
 
 def _natural_order(device: str) -> tuple[bool, list[tuple[int, str]]]:

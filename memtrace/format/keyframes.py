@@ -29,6 +29,7 @@ _EVENT_NAMES: Final = tuple(column.name for column in TABLES["events"] if column
 _OP_NAMES: Final = tuple(column.name for column in TABLES["ops"] if column.name != "op_id")
 _IS_BOOL: Final = {column.name: column.dtype == "bool" for column in TABLES["live"]}
 _NO_TIME: Final = np.iinfo(np.int64).min
+_LAST_TIME: Final = np.iinfo(np.int64).max
 # Lookup tables over a range of ids are used while the range is at most this many times as long as the ids.
 _DENSE: Final = 8
 
@@ -37,15 +38,39 @@ LABEL_RANK: Final = np.array([*(LABEL_PRIORITY.index(name) for name in CATEGORIE
 
 
 @dataclass(frozen=True)
+class Level:
+    """The live bytes of a device over some rows, minus those before the rows.
+
+    Attributes:
+        time_ns: times, ascending.
+        size: bytes: the highest level from each time until the next one; the last is the level after the rows.
+    """
+
+    time_ns: Array
+    size: Array
+
+
+@dataclass(frozen=True)
 class PartColumns:
-    """Columns of some rows of a part, codes and -1 for null as in ``Trace.columns``; absent columns are null."""
+    """Columns of some rows of a part, codes and -1 for null as in ``Trace.columns``; absent columns are null.
+
+    Rows of ``events`` and ``ops`` that do not matter after the last of the rows can be left out.
+    """
 
     events: Columns
+    """With rows left out, ``order_ns`` is the largest time of all rows up to each row."""
     ops: Columns = field(default_factory=dict)
     labels: Columns = field(default_factory=dict)
     spans: Columns = field(default_factory=dict)
     phase_of_name: Mapping[int, int] = field(default_factory=dict)
     """Phase codes by names.id, for the names of spans of kind phase."""
+    levels: Mapping[int, Level] | None = None
+    """By device code: how the rows change the live bytes; None: all rows are there to compute it from."""
+
+
+def order_of(events: Columns, before_ns: int) -> Array:
+    """Return the largest time up to each row, given that of all rows before the first."""
+    return np.maximum.accumulate(np.maximum(events.get("order_ns", events["time_ns"]), before_ns))
 
 
 def surviving_rows(kind: Array, block: Array) -> Array:
@@ -129,7 +154,7 @@ class LiveSet:
 
     def _replace_blocks(self, events: Columns) -> None:
         kind, block = events["kind"], events["block_id"]
-        order = np.maximum.accumulate(np.maximum(events["time_ns"], self.order_ns))
+        order = order_of(events, self.order_ns)
         self.order_ns = int(order[-1])
         freed = block[np.flatnonzero((kind == _FREE) & (block >= 0))]
         alive = np.ones(len(self._columns["block_id"]), bool)
@@ -224,10 +249,14 @@ class LiveSet:
     def _find_phases(self, spans: Columns, phase_of_name: Mapping[int, int]) -> None:
         """Find the innermost span of kind phase around each allocation: that which began last."""
         phases = np.flatnonzero(spans["kind"] == _PHASE)
-        open_rows = np.flatnonzero(self._columns["op_phase"] < 0)
+        start_ns, end_ns = spans["start_ns"][phases], (spans["start_ns"] + spans["duration_ns"])[phases]
+        # Most blocks without an operator are older than all of these spans; most spans are around none of the others.
+        is_open = (self._columns["op_phase"] < 0) & (self._columns["order_ns"] >= start_ns.min(initial=_LAST_TIME))
+        open_rows = np.flatnonzero(is_open)
         if not len(open_rows):
             return
         time = self._columns["order_ns"][open_rows]
+        phases = phases[(start_ns <= time.max()) & (end_ns > time.min())]
         for index in phases[np.argsort(spans["start_ns"][phases], kind="stable")].tolist():
             start = int(spans["start_ns"][index])
             inside = (start <= time) & (time < start + int(spans["duration_ns"][index]))

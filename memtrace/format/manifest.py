@@ -12,6 +12,7 @@ from typing import Any, Final
 from memtrace.errors import TraceError
 from memtrace.format.files import replace_file
 from memtrace.format.schema import FORMAT_VERSION, MANIFEST_NAME, TABLES
+from memtrace.format.storage import AnyPath, Entry, StorageError
 from memtrace.format.typed_json import InvalidMember, parse_value, read_json_file
 
 _MAX_RANK: Final = 1 << 24
@@ -63,6 +64,10 @@ class RecordingOptions:
     observer: str = "auto"
     stack_min_bytes: int = 512
     flush_seconds: float = 5.0
+    schedule: str | None = None
+    """Description of the schedule that chooses the recorded steps; None: all steps are recorded."""
+    on_oom: bool = False
+    """Whether the trace was kept in memory until memory ran out, or a snapshot was asked for."""
     device_time_min_bytes: int = -1
     """Operators that touch a block on a GPU of at least this size are timed there; -1: none."""
 
@@ -77,6 +82,17 @@ class CodeLocations:
     """PyTorch, Python's library, memtrace, and caches of generated code."""
     user_paths: tuple[str, ...] = ()
     """The running program: its file, and the folder of its package, even where that is among installed packages."""
+
+
+@dataclass(frozen=True)
+class RankCoordinate:
+    """Place of a rank in one dimension of a job's parallelism."""
+
+    dimension: str
+    """Name of the dimension as the program names it, such as ``pp``, ``dp_shard`` or ``tp``."""
+    index: int
+    size: int
+    """Number of ranks along the dimension."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +118,8 @@ class FileCoverage:
     """Events that the recorder could not write; None: unknown."""
     dropped_events: int | None = None
     """Events older than the steps that a ring recording keeps; None: unknown."""
+    program_steps: int | None = None
+    """Training steps of the program, where a schedule chose which are recorded; None: no schedule, or unknown."""
     has_times: bool = True
     """Whether ``time_ns`` is a time. Where a file has no times it numbers the entries, and durations are unknown."""
     has_blocks: bool = True
@@ -110,9 +128,13 @@ class FileCoverage:
     """Whether reads and writes were recorded; None: they were if there are any."""
     unseen_accesses: tuple[str, ...] = ()
     """Code that ran without its reads and writes being recorded, so that a block without accesses may have been used:
-    ``compiled`` (kernels that torch.compile generated), ``python_handlers`` (operators that dispatch modes and tensor
-    subclasses call: they are recorded with the versions of torch that are known), ``threads`` (threads that the program
-    started, of which the pure-Python observer records module calls and backward passes only)."""
+    ``compiled`` (code that torch.compile generated and whose kernels could not be observed), ``python_handlers``
+    (operators that dispatch modes and tensor subclasses call: they are recorded with the versions of torch that are
+    known), ``threads`` (threads that the program started, of which the pure-Python observer records module calls and
+    backward passes only)."""
+    opaque_bytes: int | None = None
+    """Bytes of the arguments and results of the ``compiled`` code in ``unseen_accesses``, summed over its calls. What
+    it accesses besides them is not known. None: unknown."""
     notes: tuple[str, ...] = ()
     """Sentences about what the trace cannot show, and why."""
 
@@ -127,6 +149,9 @@ class Manifest:
     rank_is_known: bool = False
     """Whether the process or the file itself named the rank; otherwise it is 0 by default."""
     world_size: int = 1
+    coordinates: tuple[RankCoordinate, ...] = ()
+    """Place of the rank in each dimension of the job's parallelism, from torch's device mesh or Megatron; empty: none
+    is known."""
     finished: bool = True
     """False: the process died while recording; the trace ends at the last flush."""
     stop_reason: str | None = None
@@ -167,12 +192,19 @@ class Manifest:
         return replace(self, coverage=replace(self.coverage, notes=(*self.coverage.notes, *notes)))
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Read ``manifest.json``; TraceError where it is missing, damaged, foreign or of another format version."""
+def read_manifest(path: AnyPath, entry: Entry | None = None) -> Manifest:
+    """Read ``manifest.json``; TraceError where it is missing, damaged, foreign or of another format version.
+
+    Args:
+        path: the file.
+        entry: the file in the listing of a storage.
+    """
     try:
-        content = read_json_file(path)
+        content = read_json_file(path, entry)
     except FileNotFoundError:
         raise TraceError(f"{path} is missing: {path.parent} is not the folder of a memtrace rank.") from None
+    except StorageError as error:
+        raise TraceError(str(error)) from error
     except (OSError, ValueError, RecursionError) as error:
         raise TraceError(
             f"{path} cannot be read ({error}). Copy the trace again from where it was recorded."

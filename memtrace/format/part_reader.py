@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -14,14 +16,18 @@ from memtrace.format import arrays
 from memtrace.format.arrays import Array
 from memtrace.format.encode import select_rows
 from memtrace.format.keyframes import find_rows
-from memtrace.format.manifest import Manifest
+from memtrace.format.manifest import Manifest, read_manifest
 from memtrace.format.part_files import PartFiles
 from memtrace.format.schema import MANIFEST_NAME, OP_PREFIX, RANK_TABLES, TABLES, arrow_schema
 from memtrace.format.sources import SPAN_COLUMNS, STEP_COLUMNS
+from memtrace.format.storage import AnyPath, Entry, StorageError, StoragePath, list_folders, map_requests
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+MAX_UNLISTED_RANKS: Final = 1 << 14
+"""Most ranks of a trace in a storage that lists no folders."""
+_RANK: Final = "rank="
 _OP_COLUMNS = tuple(column.name for column in TABLES["ops"])
 _LIVE_COLUMNS = tuple(column.name for column in TABLES["live"])
 
@@ -53,7 +59,9 @@ class PartRange:
             return int(self._live().num_rows)
         if not self._is_whole and table in ("ops", "spans"):
             return sum(int(part.num_rows) for part in self.read(table, (TABLES[table][0].name,)))
-        rows = sum(self._files.num_rows(table, number) for number in self._numbers(table))
+        numbers = self._numbers(table)
+        self._files.read_footers(table, numbers)
+        rows = sum(self._files.num_rows(table, number) for number in numbers)
         return rows + sum(int(part.num_rows) for part in self._from_keyframe(table, (TABLES[table][0].name,)))
 
     def read(self, table: str, columns: tuple[str, ...]) -> list[pa.Table]:
@@ -63,7 +71,7 @@ class PartRange:
         if table == "spans" and not self._is_whole:
             return self._read_spans(columns)
         head = self._from_keyframe(table, columns)
-        return head + [self._files.read(table, number, columns) for number in self._numbers(table)]
+        return head + self._files.read_parts(table, self._numbers(table), columns)
 
     def notes(self) -> list[str]:
         """Return a note on the parts that were being written when the process died."""
@@ -94,7 +102,7 @@ class PartRange:
     def read_spans_after(self, number: int) -> tuple[int, list[pa.Table]]:
         """Return the number of the last part of ``spans``, and the rows of the parts after ``number``."""
         numbers = self._files.numbers("spans")
-        later = [self._files.read("spans", part, SPAN_COLUMNS) for part in numbers if part > number]
+        later = self._files.read_parts("spans", [part for part in numbers if part > number], SPAN_COLUMNS)
         return max([number, *numbers]), later
 
     def part_numbers(self) -> list[int]:
@@ -105,6 +113,20 @@ class PartRange:
     def part(self, number: int) -> PartRange:
         """Return one part, opened by its keyframe."""
         return PartRange(self._files, number, number).with_manifest(self._manifest)
+
+    def read_stored(self, table: str, number: int, columns: tuple[str, ...]) -> list[pa.Table]:
+        """Return the rows of ``table`` that were written with one part, without what its keyframe stands for."""
+        if number not in self._files.numbers(table):
+            return []
+        rows = self._files.read(table, number, columns)
+        self._files.forget_footer(table, number)
+        return [rows]
+
+    def order_ns(self, number: int) -> int:
+        """Return the largest time of all events before a part."""
+        order_ns = self._files.order_ns(number)
+        self._files.forget_footer("live", number)
+        return order_ns
 
     def read_steps(self, first: int, last: int) -> list[pa.Table]:
         """Return the parts of ``spans`` with steps from ``first`` to ``last``.
@@ -160,9 +182,10 @@ class PartRange:
         start_ns = None if is_first else self._files.order_ns(self._first)
         end_ns = None if is_last else self._files.order_ns(numbers[numbers.index(self._last) + 1])
         parts = []
-        for number in self._files.numbers("spans"):
-            if number < self._first - 1:  # spans are drained no later than one part before the events inside them
-                continue
+        # Spans are drained no later than one part before the events inside them.
+        later = [number for number in self._files.numbers("spans") if number >= self._first - 1]
+        self._files.read_footers("spans", later)
+        for number in later:
             starts = self._files.value_range("spans", number, "start_ns")
             if end_ns is None or (starts is not None and starts[0] <= end_ns):
                 part = self._files.read("spans", number, tuple({*columns, "start_ns", "duration_ns"}))
@@ -193,9 +216,21 @@ class PartRange:
 class RankFolder(PartRange):
     """All parts in the folder of one rank."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(PartFiles(path))
+    def __init__(self, path: AnyPath, entries: Mapping[str, Entry] | None = None) -> None:
+        super().__init__(PartFiles(path, entries))
         self.path = path
+
+    def read_ahead(self) -> None:
+        """Read the small files of a folder in a storage at the same time; see ``PartFiles.read_ahead``."""
+        self._files.read_ahead()
+
+    def states(self) -> dict[str, Entry]:
+        """Return the state of each file of the trace; see ``PartFiles.states``."""
+        return self._files.states()
+
+    def listed_file(self, name: str) -> Entry | None:
+        """Return a file of a folder in a storage as it was listed; None where the listing lacks it."""
+        return self._files.listed_file(name)
 
 
 def events_of_keyframe(live: pa.Table) -> pa.Table:
@@ -274,8 +309,8 @@ def _without(values: Array, others: Array) -> Array:
     return absent
 
 
-def open_folder(path: Path) -> tuple[dict[int, RankFolder], dict[int, str]]:
-    """Open the ranks of a trace folder (``rank=N`` inside), or the folder of one rank.
+def open_folder(path: AnyPath) -> tuple[dict[int, RankFolder], dict[int, str]]:
+    """Open the ranks of a trace folder (``rank=N`` inside), or the folder of one rank, on disk or in a storage.
 
     Returns:
         The ranks that can be opened, and for each of the others why not.
@@ -283,18 +318,20 @@ def open_folder(path: Path) -> tuple[dict[int, RankFolder], dict[int, str]]:
     Raises:
         TraceError: none can be opened.
     """
-    if (path / MANIFEST_NAME).exists():
-        folders = [path]
-    else:
-        folders = sorted(folder for folder in path.glob("rank=*") if folder.is_dir())
+    try:
+        folders = _find_rank_folders(path)
+    except StorageError as error:
+        raise TraceError(str(error)) from error
     if not folders:
         raise TraceError(
             f"{path} is not a memtrace trace: it contains neither rank=0, rank=1, ... nor {MANIFEST_NAME}. "
             "Pass the folder that memtrace.record wrote (*.memtrace)."
         )
     # A rank that died, or whose disk was full, before it wrote anything is missing; the others open all the same.
-    begun = [folder for folder in folders if (folder / MANIFEST_NAME).exists()]
-    attempts = [(_rank_in_name(folder, number), _try_to_open(folder)) for number, folder in enumerate(begun or folders)]
+    chosen = [folder for folder in folders if folder.has_begun] or folders
+    results = map_requests(_try_to_open, chosen, path)
+    numbers = [_rank_in_name(folder.path, number) for number, folder in enumerate(chosen)]
+    attempts = list(zip(numbers, results, strict=True))
     opened = [folder for _, folder in attempts if isinstance(folder, RankFolder)]
     faults = {number: fault for number, fault in attempts if isinstance(fault, TraceError)}
     if not opened:
@@ -305,14 +342,60 @@ def open_folder(path: Path) -> tuple[dict[int, RankFolder], dict[int, str]]:
     return dict(sorted(ranks.items())), {number: str(fault) for number, fault in sorted(faults.items())}
 
 
-def _try_to_open(path: Path) -> RankFolder | TraceError:
+@dataclass(frozen=True)
+class _FoundRank:
+    """A folder that may be that of a rank."""
+
+    path: AnyPath
+    has_begun: bool
+    """Whether it has a manifest."""
+    entries: Mapping[str, Entry] | None = None
+    """Its listing, in a storage."""
+
+
+def _find_rank_folders(path: AnyPath) -> list[_FoundRank]:
+    """Return the folders of the ranks at ``path``: the folder itself if it has a manifest."""
+    if isinstance(path, Path):
+        if (path / MANIFEST_NAME).exists():
+            return [_FoundRank(path, has_begun=True)]
+        folders = sorted(folder for folder in path.glob("rank=*") if folder.is_dir())
+        return [_FoundRank(folder, (folder / MANIFEST_NAME).exists()) for folder in folders]
+    if not path.is_listed:
+        return _find_unlisted_ranks(path)
+    files, names = path.list_folder()
+    if MANIFEST_NAME in files:
+        return [_FoundRank(path, has_begun=True, entries=files)]
+    ranks = [name for name in names if name.startswith(_RANK)]
+    listings = list_folders(path, _RANK, ranks)
+    return [
+        _FoundRank(path / name, MANIFEST_NAME in entries, entries)
+        for name, entries in zip(ranks, listings, strict=True)
+    ]
+
+
+def _find_unlisted_ranks(path: StoragePath) -> list[_FoundRank]:
+    """Return the folders of the ranks in a storage that lists no folders: rank 0 knows how many there are."""
+    if (path / MANIFEST_NAME).is_file():
+        return [_FoundRank(path, has_begun=True)]
+    first = path / "rank=0"
+    if not (first / MANIFEST_NAME).is_file():
+        return []
+    world_size = min(read_manifest(first / MANIFEST_NAME).world_size, MAX_UNLISTED_RANKS)
+    ranks = [path / f"rank={number}" for number in range(world_size)]
+    exist = map_requests(lambda folder: (folder / MANIFEST_NAME).is_file(), ranks, path)
+    return [_FoundRank(folder, has_begun=True) for folder, exists in zip(ranks, exist, strict=True) if exists]
+
+
+def _try_to_open(folder: _FoundRank) -> RankFolder | TraceError:
     try:
-        return RankFolder(path)
+        return RankFolder(folder.path, folder.entries)
     except TraceError as fault:
         return fault
+    except StorageError as error:
+        return TraceError(str(error))
 
 
-def _rank_in_name(folder: Path, otherwise: int) -> int:
+def _rank_in_name(folder: AnyPath, otherwise: int) -> int:
     named = re.fullmatch(r"rank=(\d+)", folder.name)
     return int(named[1]) if named else otherwise
 

@@ -1,4 +1,4 @@
-"""The tables of a trace, format version 2: every column with its type, vocabulary, encoding, unit and meaning.
+"""The tables of a trace, format version 3: every column with its type, vocabulary, encoding, unit and meaning.
 
 This module is the one home of these facts. The Arrow schema, the Parquet encodings, the batch that observers hand over,
 the C++ structs of the native observer, the checks of the reader and ``docs/format.md`` are all derived from ``TABLES``.
@@ -12,14 +12,14 @@ disorder between threads.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 MANIFEST_NAME: Final = "manifest.json"
 MAX_BYTES: Final = 1 << 48
 """Largest size of memory in bytes: no device has more, and the sum of 32,000 of them fits into 64 bits. Only a request
@@ -75,6 +75,7 @@ SPAN_KINDS: Final = (
     # One action of a pipeline schedule; name = its kind (F forward, B backward, I input backward, W weight backward),
     # stage, micro-batch and, unless 0, pipeline: F0.3, B2.5@1. Halves of a micro-batch end in a or b: B2.5a.
     "action",
+    "gap",  # nothing was observed: between the steps that a schedule records
 )
 COUNTERS: Final = (
     "allocated",  # bytes of the blocks in use, as the allocator counts them
@@ -84,8 +85,18 @@ COUNTERS: Final = (
 NAME_KINDS: Final = ("operator", "module", "tensor", "frame", "stack", "thread", "range")
 
 DType = Literal["int64", "int32", "int16", "bool", "text", "string", "list<int32>"]
-Encoding = Literal["delta", "dictionary", "plain"]
+Encoding = Literal["delta", "dictionary", "plain", "byte_stream_split"]
 Unit = Literal["ns", "bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A column that a part may have in the place of another one, which ``memtrace.format.stored`` restores from it."""
+
+    name: str
+    dtype: DType
+    encoding: Encoding
+    meaning: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,28 +120,39 @@ class Column:
     """Whether windows search parts by this column, so that Parquet statistics are written for it."""
     is_identity: bool = False
     """Whether the values number things densely from 0, so that they are kept as int32 where they fit."""
+    is_split: bool = False
+    """Whether the bytes of the values compress best by their place: small numbers without small steps."""
+    stored: Stored | None = None
+    """What a part has in the place of this column, where that is shorter."""
 
     @property
     def encoding(self) -> Encoding:
         """The Parquet encoding."""
-        if self.delta:
-            return "delta"
+        if self.delta or self.is_split:
+            return "delta" if self.delta else "byte_stream_split"
         return "plain" if self.dtype in ("bool", "list<int32>") else "dictionary"
 
 
 _EVENTS: Final = (
     Column("time_ns", "int64", "time; of a read its operator's start, of a write its operator's end", unit="ns",
-           delta=True, is_required=True),
+           delta=True, is_required=True,
+           stored=Stored("elapsed_ns", "int64", "byte_stream_split", "time since the row before; in the first row "
+                         "since 0")),
     Column("kind", "text", "what happened", vocabulary=EVENT_KINDS, is_required=True),
     Column("device", "text", "'cpu', 'cuda:0', ...", is_required=True),
     Column("block_id", "int64", "the block, numbered from 0 in order of first sight", "an event of a segment, an oom "
-           "or a snapshot", delta=True, is_required=True, is_identity=True),
+           "or a snapshot", delta=True, is_required=True, is_identity=True,
+           stored=Stored("block_reference", "int32", "plain", "0: a new block, whose number follows the largest so "
+                         "far; n > 0: the block whose number is n - 1 below the largest so far; n < 0: the block "
+                         "-1 - n, which is older than the part")),
     Column("size", "int64", "requested bytes of the block (or of the failed allocation); bytes of the segment",
            "an access, or requested bytes are unknown", unit="bytes", is_required=True),
     Column("allocated_size", "int64", "bytes that the allocator counts for the block, rounding included",
            "unknown, or the event has no such size", unit="bytes"),
     Column("address", "int64", "start of the block or segment", "an access, an oom, or the address is unknown",
-           delta=True),
+           delta=True,
+           stored=Stored("first_address", "int64", "dictionary", "the address; null where a block is freed whose "
+                         "address is known from its allocation, in the part or in its keyframe")),
     Column("op_id", "int64", "the operator call that the event belongs to (ops.op_id)", "no known operator call",
            delta=True, is_identity=True),
     Column("stream", "int64", "CUDA stream", "on the CPU, and for accesses"),
@@ -146,8 +168,10 @@ _OPS: Final = (
            is_searched=True),
     Column("name", "int32", "operator (names.id)", "unknown (a CUDA snapshot)", is_required=True),
     Column("start_ns", "int64", "host time at which the call began", "unknown (a CUDA snapshot)", unit="ns", delta=True,
-           is_required=True),
-    Column("duration_ns", "int64", "host time until the call returned", "unknown", unit="ns", delta=True),
+           is_required=True,
+           stored=Stored("gap_ns", "int64", "byte_stream_split", "time since the end of the call in the row before; in "
+                         "the first row since 0")),
+    Column("duration_ns", "int64", "host time until the call returned", "unknown", unit="ns", is_split=True),
     Column("thread", "int16", "host thread, as in events", "unknown"),
     Column("module", "int32", "innermost module call (names.id); of a backward operator that of its forward operator",
            "outside any module, or unknown"),
@@ -163,9 +187,9 @@ _OPS: Final = (
 )  # fmt: skip
 _SPANS: Final = (
     Column("kind", "text", "what the span is", vocabulary=SPAN_KINDS, is_required=True),
-    Column("name", "int32", "module, phase, range or action (names.id)", "steps and data_wait"),
+    Column("name", "int32", "module, phase, range or action (names.id)", "steps, gaps and data_wait"),
     Column("start_ns", "int64", "start", unit="ns", delta=True, is_required=True, is_searched=True),
-    Column("duration_ns", "int64", "duration", unit="ns", delta=True, is_required=True),
+    Column("duration_ns", "int64", "duration", unit="ns", is_split=True, is_required=True),
     Column("thread", "int16", "host thread, as in events", "unknown"),
     Column("index", "int64", "step number, counted from 0", "not a step", delta=True, is_searched=True),
 )  # fmt: skip
@@ -219,7 +243,7 @@ def _live_columns() -> Iterable[Column]:
     """The columns of a keyframe: those of the allocation, of its operator call, and what is known of the block."""
     for column in _EVENTS:
         if column.name != "device_free":
-            yield replace(column, is_searched=False)
+            yield replace(column, is_searched=False, stored=None)
     for column in _OPS[1:]:
         yield replace(
             column,
@@ -228,6 +252,7 @@ def _live_columns() -> Iterable[Column]:
             null="as in ops, or the call had not returned when the part began",
             is_required=False,
             is_searched=False,
+            stored=None,
         )
     yield Column("order_ns", "int64", "largest time_ns of all events up to the allocation, which places it in a step",
                  unit="ns", delta=True, is_required=True)  # fmt: skip
@@ -260,13 +285,15 @@ TABLE_MEANINGS: Final = {
     "live": "The live set at the start of a part: one row per block and per reserved segment (block_id is null).",
     "events": "One row per allocation, free, access and event of a segment, in the order of what happened.",
     "ops": "One row per operator call that touched a block.",
-    "spans": "Steps, phases, module calls, waits for data, ranges and pipeline actions, in the order of their end.",
+    "spans": "Steps, phases, module calls, waits for data, ranges, actions and gaps, in the order of their end.",
     "labels": "Categories and names that the program itself gives to blocks.",
     "segments": "CUDA: the segments that the allocator held at the end of the trace.",
     "counters": "Totals counted by the allocator or the driver, at the moments at which they were read.",
     "device_times": "Operator calls on large blocks, timed by the device (an option of recordings).",
     "names": "Interned names, stack frames and stacks.",
 }
+COPIES: Final = {("events", "allocated_size"): "size"}
+"""Columns that are left out of a part where they equal another one in every row, as on the CPU."""
 OBSERVED_TABLES: Final = ("events", "ops", "spans", "labels", "device_times")
 """The tables whose columns an observer hands over in a batch."""
 RANK_TABLES: Final = ("names", "segments")
@@ -275,6 +302,7 @@ RANK_TABLES: Final = ("names", "segments")
 _BATCH_DTYPES: Final = {"int64": "i8", "int32": "i4", "int16": "i2", "bool": "i1", "text": "i1"}
 
 
+@functools.cache
 def find_column(table: str, name: str) -> Column:
     """Return the column ``name`` of ``table``; KeyError where there is none."""
     for column in TABLES[table]:
@@ -293,6 +321,43 @@ def arrow_schema(table: str) -> pa.Schema:
     """Return the Arrow schema of one of TABLES. ``text`` columns are dictionary-encoded strings."""
     import pyarrow as pa
 
+    return pa.schema([pa.field(column.name, _arrow_type(column.dtype)) for column in TABLES[table]])
+
+
+def batch_type(column: Column) -> pa.DataType:
+    """Return the Arrow type of the numbers that an observer hands over for a column: codes for a ``text`` column."""
+    import pyarrow as pa
+
+    return pa.int8() if column.dtype == "text" else _arrow_type(column.dtype)
+
+
+def stored_schema(table: str, names: Sequence[str], nullable: Sequence[str] | None = None) -> pa.Schema:
+    """Return the Arrow schema of columns of a file of ``table``, which may be those that stand for others.
+
+    Args:
+        table: name of the table.
+        names: names of the columns.
+        nullable: those with nulls, None for all: Parquet stores nothing about nulls of the others.
+    """
+    import pyarrow as pa
+
+    columns = stored_columns(table)
+    return pa.schema(
+        [pa.field(name, _arrow_type(columns[name].dtype), nullable is None or name in nullable) for name in names]
+    )
+
+
+@functools.cache
+def stored_columns(table: str) -> dict[str, Column | Stored]:
+    """Return the columns that a file of ``table`` may have, by name."""
+    stored = {column.stored.name: column.stored for column in TABLES[table] if column.stored is not None}
+    return {column.name: column for column in TABLES[table]} | stored
+
+
+@functools.cache
+def _arrow_type(dtype: DType) -> pa.DataType:
+    import pyarrow as pa
+
     types = {
         "int64": pa.int64(),
         "int32": pa.int32(),
@@ -302,4 +367,4 @@ def arrow_schema(table: str) -> pa.Schema:
         "text": pa.dictionary(pa.int8(), pa.string()),
         "list<int32>": pa.list_(pa.int32()),
     }
-    return pa.schema([pa.field(column.name, types[column.dtype]) for column in TABLES[table]])
+    return types[dtype]

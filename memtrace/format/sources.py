@@ -59,6 +59,14 @@ class Source(Protocol):
         """Return one part, opened by its keyframe."""
         ...
 
+    def read_stored(self, table: str, number: int, columns: tuple[str, ...]) -> list[pa.Table]:
+        """Return the rows of ``table`` that were written with one part, without what its keyframe stands for."""
+        ...
+
+    def order_ns(self, number: int) -> int | None:
+        """Return the largest time of all events before a part; None where the trace is one part."""
+        ...
+
 
 class MemoryTables:
     """Tables in memory, such as a reader of files returns: one part."""
@@ -108,6 +116,13 @@ class MemoryTables:
     def part(self, number: int) -> MemoryTables:
         """Return the tables themselves."""
         return self
+
+    def read_stored(self, table: str, number: int, columns: tuple[str, ...]) -> list[pa.Table]:
+        """Return the table as one part."""
+        return self.read(table, columns)
+
+    def order_ns(self, number: int) -> None:
+        """Return None: the tables are one part."""
 
 
 SPAN_COLUMNS = ("kind", "name", "start_ns", "duration_ns", "index")

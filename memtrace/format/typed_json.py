@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from pathlib import Path
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from memtrace.format.regular_file import require_regular_file
+from memtrace.format.storage import AnyPath, Entry, StoragePath
 from memtrace.text import to_printable
 
 MAX_FILE_BYTES: Final = 64 << 20
@@ -27,16 +28,24 @@ class InvalidMember(Exception):
         super().__init__(f"the member {to_printable(member.lstrip('.'))[:80]} has the invalid value {text}")
 
 
-def read_json_file(path: Path) -> Any:
+def read_json_file(path: AnyPath, entry: Entry | None = None) -> Any:
     """Return the JSON value in a regular file of at most ``MAX_FILE_BYTES``.
+
+    Args:
+        path: The file.
+        entry: The file in the listing of a storage.
 
     Raises:
         OSError: The file cannot be read.
         ValueError: It holds no JSON, or NaN or an infinity.
         RecursionError: It is nested too deeply.
     """
-    require_regular_file(path, MAX_FILE_BYTES)
-    return json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    if isinstance(path, StoragePath):
+        text = path.read_bytes(MAX_FILE_BYTES, entry).decode("utf-8")
+    else:
+        require_regular_file(path, MAX_FILE_BYTES)
+        text = path.read_text(encoding="utf-8")
+    return json.loads(text, parse_constant=_refuse_constant)
 
 
 def _refuse_constant(name: str) -> None:
@@ -57,12 +66,16 @@ def parse_value(kind: Any, value: Any, member: str = "", signed: tuple[str, ...]
     Raises:
         InvalidMember: The value is not of this type, or out of range.
     """
-    origin, arguments = get_origin(kind), get_args(kind)
-    if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
+    origin, arguments, is_class = _shape(kind)
+    if is_class and isinstance(value, dict):
         return _parse_dataclass(kind, value, member, signed)
     if origin in (Union, UnionType):
         return parse_value(_choose(arguments, value, member), value, member, signed)
     if origin is tuple and isinstance(value, list):
+        if arguments == (int, ...) and {*map(type, value)} == {int}:  # columns of many steps
+            for extreme in (min(value), max(value)):
+                _bounded(extreme, member, signed)
+            return tuple(value)
         if arguments[-1] is ...:
             return tuple(parse_value(arguments[0], item, member, signed) for item in value)
         if len(value) == len(arguments):
@@ -82,15 +95,32 @@ def parse_value(kind: Any, value: Any, member: str = "", signed: tuple[str, ...]
 
 
 def _parse_dataclass(kind: type, value: dict[str, Any], member: str, signed: tuple[str, ...]) -> Any:
-    hints = get_type_hints(kind)
     arguments = {}
-    for field in fields(kind):
-        if field.name in value:
-            path = f"{member}.{field.name}"
-            arguments[field.name] = parse_value(hints[field.name], value[field.name], path, signed)
-        elif field.default is MISSING and field.default_factory is MISSING:
-            raise InvalidMember(f"{member}.{field.name}", None)
+    for name, hint, is_required in _fields(kind):
+        if name in value:
+            arguments[name] = parse_value(hint, value[name], f"{member}.{name}", signed)
+        elif is_required:
+            raise InvalidMember(f"{member}.{name}", None)
     return kind(**arguments)
+
+
+# A job has thousands of values of the same types.
+
+
+@cache
+def _shape(kind: Any) -> tuple[Any, tuple[Any, ...], bool]:
+    """Return the origin and the arguments of a type, and whether it is a dataclass."""
+    return get_origin(kind), get_args(kind), is_dataclass(kind) and isinstance(kind, type)
+
+
+@cache
+def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
+    """Return name and type of each field of a dataclass, and whether a value is required."""
+    hints = get_type_hints(kind)
+    return tuple(
+        (field.name, hints[field.name], field.default is MISSING and field.default_factory is MISSING)
+        for field in fields(kind)
+    )
 
 
 def _choose(options: tuple[Any, ...], value: Any, member: str) -> Any:

@@ -15,13 +15,13 @@ import numpy as np
 
 from memtrace.errors import TraceError
 from memtrace.format import arrays
-from memtrace.format.schema import MAX_BYTES, MAX_NS, TABLES, Column
+from memtrace.format.schema import MAX_BYTES, MAX_NS, TABLES, Column, Stored
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 MAX_PART_ROWS: Final = 1 << 24
-"""Most rows of a part; the writer begins a new part after some 130,000 events. Few bytes can declare any number."""
+"""Most rows of a part; the writer begins a new part after some 65,000 events. Few bytes can declare any number."""
 MAX_ID: Final = 1 << 62
 SIZES: Final = ("size", "allocated_size")
 """Columns that ``check_sizes`` checks."""
@@ -43,20 +43,24 @@ def check_schema(table: str, schema: pa.Schema, num_rows: int) -> None:
         raise TraceError(f"declares {num_rows:,} rows, and a part has at most {MAX_PART_ROWS:,}")
     names = schema.names
     for column in TABLES[table]:
-        occurrences = names.count(column.name)
-        if occurrences > 1:
-            raise TraceError(f"has the column {column.name} {occurrences} times")
-        if not occurrences:
-            if column.is_required:
-                raise TraceError(f"lacks the column {column.name} of the table {table}")
-            continue
-        field_type = schema.field(column.name).type
-        if not _has_type(column, field_type):
-            expected = "string" if column.dtype == "text" else column.dtype
-            raise TraceError(f"has the column {column.name} as {str(field_type)[:60]} instead of {expected}")
+        if column.name in names:
+            _check_type(column, schema)
+        elif column.stored is not None and column.stored.name in names:
+            _check_type(column.stored, schema)
+        elif column.is_required:
+            raise TraceError(f"lacks the column {column.name} of the table {table}")
 
 
-def _has_type(column: Column, kind: pa.DataType) -> bool:
+def _check_type(column: Column | Stored, schema: pa.Schema) -> None:
+    if schema.names.count(column.name) > 1:
+        raise TraceError(f"has the column {column.name} {schema.names.count(column.name)} times")
+    field_type = schema.field(column.name).type
+    if not _has_type(column, field_type):
+        expected = "string" if column.dtype == "text" else column.dtype
+        raise TraceError(f"has the column {column.name} as {str(field_type)[:60]} instead of {expected}")
+
+
+def _has_type(column: Column | Stored, kind: pa.DataType) -> bool:
     import pyarrow as pa
 
     if column.dtype in _INT_TYPES:

@@ -119,6 +119,13 @@ class MemoizedSource:
         """Return the source itself."""
         return self
 
+    def read_stored(self, table: str, number: int, columns: tuple[str, ...]) -> list[pa.Table]:
+        """Return the table: a window is one part."""
+        return self.read(table, columns)
+
+    def order_ns(self, number: int) -> None:
+        """Return None: a window is one part."""
+
     def surroundings(self, start_ns: int | None, end_ns: int | None) -> MemoizedSource:
         """Return the source itself."""
         return self
@@ -192,6 +199,13 @@ class Window:
     def part(self, number: int) -> Window:
         """Return the window itself."""
         return self
+
+    def read_stored(self, table: str, number: int, columns: tuple[str, ...]) -> list[pa.Table]:
+        """Return the table: a window is one part."""
+        return self.read(table, columns)
+
+    def order_ns(self, number: int) -> None:
+        """Return None: a window is one part."""
 
     def surroundings(self, start_ns: int | None, end_ns: int | None) -> Window:
         """Return the window itself: a window of it is cut from all of it."""

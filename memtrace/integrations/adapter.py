@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial, wraps
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
+from memtrace.format.storage import AnyPath, to_path
 from memtrace.integrations.scalars import ScalarStream, Sink
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ class RecorderAdapter:
         return self._recording is not None and self._recording.is_recording
 
     @property
-    def path(self) -> Path:
+    def path(self) -> AnyPath:
         """Folder of the trace; see ``Recording.path``."""
-        return Path(self._path) if self._recording is None else self._recording.path
+        return to_path(self._path) if self._recording is None else self._recording.path
 
     def start(
         self, *, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None,

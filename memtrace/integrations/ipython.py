@@ -9,6 +9,7 @@ train(model, loader)
 from __future__ import annotations
 
 import ast
+import re
 import tempfile
 import weakref
 from pathlib import Path
@@ -38,6 +39,7 @@ def load_ipython_extension(shell: Any) -> None:
         @cell_magic
         def memtrace(self, line: str, cell: str) -> Any:
             """Record the memory of the cell, and show what held its peak."""
+            __tracebackhide__ = True  # in the tracebacks of IPython
             arguments = parse_argstring(self.memtrace, line)
             return _record_cell(self.shell, arguments, cell)
 
@@ -46,6 +48,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 def _record_cell(shell: Any, arguments: Any, cell: str) -> Any:
     """Run a cell in the namespace of the user, as ``%%time`` does, and return the value of its last expression."""
+    __tracebackhide__ = True
     statements, expression = _compile(shell, cell)
     folder = None if arguments.output else tempfile.TemporaryDirectory(prefix="memtrace-")
     path = Path(arguments.output or Path(folder.name if folder else "") / "cell.memtrace")
@@ -68,8 +71,10 @@ def _record_cell(shell: Any, arguments: Any, cell: str) -> Any:
 
 def _compile(shell: Any, cell: str) -> tuple[Any, Any]:
     """Return the code of a cell, and of its last expression (None without one), with sources for tracebacks."""
-    source = shell.transform_cell(cell)
-    name = shell.compile.cache(source)
+    # Lines have the numbers that the notebook shows: IPython drops the line of the magic, and blank lines after it.
+    num_dropped = 1 + cell[: len(cell) - len(cell.lstrip())].count("\n")
+    source = "\n" * num_dropped + shell.transform_cell(cell)
+    name = shell.compile.cache(source, max(_numbers_of_cells(shell).values(), default=0), raw_code=source)
     tree = ast.parse(source, name)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     shows = last is not None and not source.rstrip().endswith(";")
@@ -79,6 +84,11 @@ def _compile(shell: Any, cell: str) -> tuple[Any, Any]:
     return compile(tree, name, "exec"), expression
 
 
+def _numbers_of_cells(shell: Any) -> dict[str, int]:
+    """Return the number of each cell that has run, by the name of its code; the highest is that of the current cell."""
+    return dict(getattr(shell.compile, "_filename_map", {}))
+
+
 def _show(adapter: RecorderAdapter, arguments: Any, shell: Any, folder: Any) -> None:
     """Print the summary of the cell and assign its trace, as far as something was recorded."""
     try:
@@ -86,7 +96,7 @@ def _show(adapter: RecorderAdapter, arguments: Any, shell: Any, folder: Any) -> 
             return
         trace = load(adapter.recording.rank_folder)
         if not arguments.quiet:
-            print("\n".join(summary_lines(trace)))
+            print("\n".join(_name_cells(line, shell) for line in summary_lines(trace)))
             if arguments.output:
                 print(f"Next: memtrace report {adapter.path} -o report.html")
         if arguments.trace:
@@ -95,6 +105,14 @@ def _show(adapter: RecorderAdapter, arguments: Any, shell: Any, folder: Any) -> 
             shell.user_ns[arguments.trace] = trace
     except Exception as error:
         adapter.disable(error)
+
+
+def _name_cells(line: str, shell: Any) -> str:
+    """Return a line of the summary with lines of cells as In[3]:7, in place of the names of temporary files."""
+    for path, number in _numbers_of_cells(shell).items():
+        file = re.escape(str(path).rpartition("/")[2])
+        line = re.sub(rf"(?:[^\s/]*/)*{file}:(\d+)(?: <module>)?", rf"In[{number}]:\1", line)
+    return line
 
 
 def summary_lines(trace: Trace) -> list[str]:

@@ -8,10 +8,10 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from memtrace.errors import MemtraceError
+from memtrace.format.storage import AnyPath, to_path
 
 
 class SharedWeights(NamedTuple):
@@ -96,14 +96,14 @@ def layer_cost(layer: LayerCosts, field: str) -> Any:
     return _DEFAULTS[field](layer) if value is None else value
 
 
-def read_layers(path: str | Path) -> list[LayerCosts]:
+def read_layers(path: str | AnyPath) -> list[LayerCosts]:
     """Read layers from a JSON file: a list of objects with the fields of ``LayerCosts``, or {"layers": [...]}.
 
     Raises:
         MemtraceError: the file cannot be read, or a field is missing, unknown or invalid.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(to_path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise MemtraceError(f"{path}: cannot read the layer costs: {error.strerror or error}") from error
     except ValueError as error:

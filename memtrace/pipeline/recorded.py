@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
@@ -13,7 +13,6 @@ from memtrace.analysis.attribution import SPAN, rows_at
 from memtrace.analysis.rank_clocks import clock_shift_ns
 from memtrace.errors import MemtraceError, TraceError
 from memtrace.format.arrays import Array
-from memtrace.format.manifest import Manifest
 from memtrace.pipeline.memory_rules import in_flight_changes
 from memtrace.pipeline.schedules.actions import Action, parse_action
 from memtrace.pipeline.schedules.dependencies import earliest_times
@@ -88,9 +87,9 @@ def recorded_actions(trace: Trace) -> list[RankActions]:
 
 
 def _recorded_actions(trace: Trace) -> list[RankActions]:
-    reference = trace.rank(trace.ranks[0]).manifest
-    of_ranks = [_actions_of_rank(trace.rank(number), number, reference) for number in trace.ranks]
-    recorded = [rank for rank in of_ranks if rank is not None]
+    of_ranks = {number: trace.rank_result(number, own_actions) for number in trace.ranks}
+    recorded = [shift_actions(actions, rank_shift_ns(trace, number))
+                for number, actions in of_ranks.items() if actions is not None]  # fmt: skip
     if not recorded:
         raise TraceError(
             f"{trace.path or 'trace'}: no pipeline actions were recorded. memtrace records the actions of "
@@ -98,6 +97,26 @@ def _recorded_actions(trace: Trace) -> list[RankActions]:
             "rec.microbatch(...)."
         )
     return recorded
+
+
+def rank_shift_ns(trace: Trace, number: int) -> int:
+    """Return what to add to the times of a rank to get times of the reference rank, the first one of the trace."""
+    return clock_shift_ns(trace.rank_to_read(number).manifest, trace.rank_to_read(trace.ranks[0]).manifest)
+
+
+def shift_actions(actions: RankActions, shift_ns: int) -> RankActions:
+    """Return actions on the clock of the reference rank.
+
+    Args:
+        actions: those of a rank by its own clock.
+        shift_ns: what to add to its times.
+    """
+    return replace(
+        actions,
+        start_ns=actions.start_ns + shift_ns,
+        end_ns=actions.end_ns + shift_ns,
+        clock_shift_ns=shift_ns,
+    )
 
 
 def torch_schedule(trace: Trace) -> str | None:
@@ -123,7 +142,12 @@ def torch_steps(trace: Trace) -> Array:
     return steps[np.argsort(start, kind="stable")]
 
 
-def _actions_of_rank(trace: Trace, number: int, reference: Manifest) -> RankActions | None:
+def own_actions(trace: Trace) -> RankActions | None:
+    """Return the actions of a single-rank trace by its own clock; None without actions (cached)."""
+    return trace.cached(_own_actions)
+
+
+def _own_actions(trace: Trace) -> RankActions | None:
     spans = trace.columns("spans", "kind", "name", "start_ns", "duration_ns")
     rows = np.flatnonzero(spans["kind"] == SPAN["action"])
     if not len(rows):
@@ -138,17 +162,16 @@ def _actions_of_rank(trace: Trace, number: int, reference: Manifest) -> RankActi
     start_row, end_row = rows_at(trace, start), rows_at(trace, end)
     previous_end = np.append(start_row[0], end_row[:-1])
     begins_step = np.append(True, step[1:] != step[:-1])
-    shift = clock_shift_ns(trace.manifest, reference)
     return RankActions(
-        rank=number,
+        rank=trace.ranks[0],
         actions=tuple(parsed[int(name)] for name in names),
-        start_ns=start + shift,
-        end_ns=end + shift,
+        start_ns=start,
+        end_ns=end,
         first_row=np.where(begins_step, start_row, np.minimum(previous_end, start_row)),
         start_row=start_row,
         end_row=end_row,
         step=step,
-        clock_shift_ns=shift,
+        clock_shift_ns=0,
     )
 
 

@@ -9,12 +9,10 @@ from memtrace.analysis.attribution import step_rows
 from memtrace.analysis.oom import OutOfMemory
 from memtrace.analysis.options import AnalysisOptions
 from memtrace.planning.auto_changes import OPTIMIZER_IN_BACKWARD
+from memtrace.planning.fix import NO_COST, Fix, Shortfall
 from memtrace.planning.fixes import (
     FUSE,
     IN_BACKWARD_COST,
-    NO_COST,
-    Fix,
-    Shortfall,
     allocator_fixes,
     line_fixes,
     select_useful,

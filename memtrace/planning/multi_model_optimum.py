@@ -127,9 +127,9 @@ class _Program:
         counts = [len(row) for row in self._rows]
         columns = np.concatenate([list(row) for row in self._rows])
         values = np.concatenate([list(row.values()) for row in self._rows])
-        matrix = csr_array(
-            (values, columns, np.concatenate([[0], np.cumsum(counts)])), shape=(len(counts), self._num_columns)
-        )
+        # HiGHS takes indices of 32 bits, and older versions of SciPy do not convert them.
+        ends, columns = np.cumsum([0, *counts], dtype=np.int32), columns.astype(np.int32)
+        matrix = csr_array((values, columns, ends), shape=(len(counts), self._num_columns))
         upper = np.ones(self._num_columns)
         upper[: self._first_device] = self._horizon
         lower = np.zeros(self._num_columns)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Final, Literal
 
 from memtrace.display import Displayed
 from memtrace.errors import MemtraceError
 from memtrace.format.files import replace_file
+from memtrace.format.storage import AnyPath, to_path
+from memtrace.format.storage_writer import local_output
 from memtrace.format.typed_json import InvalidMember, parse_value, read_json_file
 from memtrace.planning.actions import Offload, Recompute, Spill
 
@@ -51,22 +52,23 @@ class Plan(Displayed):
         return frozenset(name for action in self.actions for name in action.module_names() if name)
 
 
-def write_plan(plan: Plan, path: str | Path) -> None:
+def write_plan(plan: Plan, path: str | AnyPath) -> None:
     """Write a plan as JSON; MemtraceError where the file cannot be written."""
     try:
-        replace_file(Path(path), (json.dumps(asdict(plan), indent=1) + "\n").encode())
+        with local_output(path) as target:
+            replace_file(target, (json.dumps(asdict(plan), indent=1) + "\n").encode())
     except OSError as error:
         raise MemtraceError(f"{path} cannot be written ({error}). Pass another path.") from error
 
 
-def read_plan(path: str | Path) -> Plan:
+def read_plan(path: str | AnyPath) -> Plan:
     """Read a plan that `write_plan` wrote.
 
     Raises:
         MemtraceError: The file is missing, is not a plan, or is damaged.
     """
     try:
-        content = read_json_file(Path(path))
+        content = read_json_file(to_path(path))
     except FileNotFoundError:
         raise MemtraceError(f"{path}: no such file. Pass a plan written by: memtrace plan ... -o PLAN.json") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -238,7 +238,9 @@ class _Program:
         entries = [(row, column, value) for row, terms in enumerate(self.rows) for column, value in terms.items()]
         data: Any = list(zip(*entries, strict=True)) or [(), (), ()]
         shape = (len(self.rows), self.num_variables)
-        matrix = csr_array((np.array(data[2], float), (np.array(data[0], int), np.array(data[1], int))), shape=shape)
+        # HiGHS takes indices of 32 bits, and older versions of SciPy do not convert them.
+        places = (np.array(data[0], np.int32), np.array(data[1], np.int32))
+        matrix = csr_array((np.array(data[2], float), places), shape=shape)
         objective = np.zeros(self.num_variables)
         objective[:num_options] = self.cost * self.scale
         objective[self._peak] = 0.0 if self.target is not None else 1.0

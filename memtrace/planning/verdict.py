@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Final
 
 from memtrace.analysis.attribution import step_rows
-from memtrace.analysis.growth import measure_growth
+from memtrace.analysis.by_part.summary import LongSummary
+from memtrace.analysis.growth import GrowthSource, measure_growth
 from memtrace.analysis.oom import OutOfMemory, RequestRoom, explain_out_of_memory
 from memtrace.analysis.options import DEFAULT_OPTIONS, AnalysisOptions
 from memtrace.analysis.peak import find_peak
-from memtrace.analysis.rank_clocks import clock_shift_ns
+from memtrace.analysis.rank_reports import rank_reports
+from memtrace.analysis.rank_results import UnreadableRank
+from memtrace.analysis.rank_standing import choose_standing
 from memtrace.analysis.steps import records_data_waits, step_columns
-from memtrace.analysis.summary import Summary, describe_peak, summarize_job, summarize_peak
+from memtrace.analysis.summary import PeakSummary, Summary, describe_peak, summarize_job, summarize_peak
 from memtrace.analysis.thresholds import MIN_FINDING_SHARE, MIN_WAIT_SHARE
 from memtrace.categories import describe_category_share
 from memtrace.display import Displayed
-from memtrace.planning.failure_fixes import failure_fixes, known_capacity
-from memtrace.planning.fixes import (
-    NO_COST,
-    Fix,
-    Shortfall,
-    allocator_fixes,
-    line_fixes,
-    select_useful,
-    step_fixes,
-    trace_argument,
-)
+from memtrace.planning.fix import NO_COST, Fix, Shortfall, trace_argument
 from memtrace.planning.recorded_step import main_device
-from memtrace.planning.unfinished_step import state_to_come
-from memtrace.planning.unfinished_update import estimate_update
 from memtrace.trace import Trace
 from memtrace.units import format_bytes, format_share
 
+NO_EVENTS: Final = "The trace has no memory events."
 MAX_FIXES: Final = 3
 """Most fixes of a verdict."""
 STEPS_AHEAD: Final = 1000
@@ -70,6 +62,8 @@ class JudgedJob(Displayed):
     """The rank that ran out of memory first, else the one with the highest peak."""
     ranks: tuple[Summary, ...]
     """One summary per rank, in order of rank."""
+    unreadable: tuple[UnreadableRank, ...] = ()
+    """Ranks that are left out."""
 
 
 def find_verdict(trace: Trace, device: str | None = None, options: AnalysisOptions = DEFAULT_OPTIONS) -> Verdict:
@@ -97,48 +91,73 @@ def order_devices(trace: Trace) -> list[str]:
 
 
 def choose_rank(trace: Trace) -> int:
-    """Return the rank to look at first: the one that ran out of memory first, else the one with the highest peak."""
-    failed_ns: dict[int, int] = {}
-    peak_bytes: dict[int, int] = {}
-    reference = None
-    for rank in trace.each_rank():
-        (number,) = rank.ranks
-        failures = explain_out_of_memory(rank)
-        if failures:
-            reference = reference or rank.manifest
-            failed_ns[number] = (failures[0].time_ns or 0) + clock_shift_ns(rank.manifest, reference)
-        peak_bytes[number] = _highest_peak(rank)
-    if failed_ns:
-        return min(failed_ns, key=lambda number: failed_ns[number])
-    return max(peak_bytes, key=lambda number: peak_bytes[number])
-
-
-def _highest_peak(trace: Trace) -> int:
-    return max((find_peak(trace, device).requested.bytes for device in trace.devices), default=0)
+    """Return the rank of a trace to look at first, see ``choose_standing``; the first one where none can be read."""
+    standings = [report.standing for report in rank_reports(trace) if report.standing is not None]
+    manifests = {rank.ranks[0]: rank.manifest for rank in trace.each_rank()}
+    return choose_standing(standings, manifests) if standings else trace.ranks[0]
 
 
 def judge_job(trace: Trace, options: AnalysisOptions = DEFAULT_OPTIONS) -> JudgedJob:
     """Return the summaries of all ranks of a trace, and the verdict on one of them."""
-    job = summarize_job(trace, options)
-    number = choose_rank(trace)
-    rank, main = trace.rank(number), next(each for each in job.ranks if each.rank == number)
-    order = order_devices(rank)
-    members = {field.name: getattr(main, field.name) for field in fields(main)}
-    members["devices"] = tuple(sorted(main.devices, key=lambda each: order.index(each.device)))
-    return JudgedJob(JudgedSummary(**members, verdict=find_verdict(rank, options=options)), job.ranks)
+    job, number = summarize_job(trace, options), choose_rank(trace)
+    chosen = next(each for each in job.ranks if each.rank == number)
+    return JudgedJob(judge_rank(trace.rank(number), chosen, options), job.ranks)
+
+
+def judge_rank(trace: Trace, summary: Summary, options: AnalysisOptions = DEFAULT_OPTIONS) -> JudgedSummary:
+    """Return the summary of a single-rank trace with the verdict on it."""
+    return _with_verdict(summary, order_devices(trace), find_verdict(trace, options=options))
+
+
+def judge_long_rank(trace: Trace, long: LongSummary, options: AnalysisOptions = DEFAULT_OPTIONS) -> JudgedSummary:
+    """Return the summary of a long trace with the verdict on it, which is that of ``judge_rank``.
+
+    A trace so long is not searched for fixes, and in one that is summarized by parts no allocation failed.
+
+    Args:
+        trace: the trace of one rank, of which only names are read.
+        long: its summary.
+        options: the capacity that the peak is compared with.
+    """
+    summary, names = long.summary, [device.device for device in long.summary.devices]
+    candidates = [name for name in names if name != "cpu"] or names
+    if not candidates:
+        return _with_verdict(summary, [], Verdict(None, (NO_EVENTS,), ()))
+    main = max(candidates, key=lambda name: long.highest_change_bytes[name])
+    peak = next(device.peak for device in summary.devices if device.device == main)
+    lacking = _lacking_bytes(long.peak_bytes[main], options.capacity_bytes)
+    sentences = [
+        _describe_peak(peak),
+        *_compare_with_capacity(long.peak_bytes[main], options.capacity_bytes),
+        *_describe_growth(summary.steps.growth_bytes_per_step, summary.steps.growth_sources, peak.bytes),
+    ]
+    if trace.has_times and long.has_waits:
+        sentences += _describe_waits(long.wait_ns, long.step_ns)
+    has_step = bool(summary.steps.num_steps)
+    command = _plan_command(trace, main, options.capacity_bytes) if lacking is not None and has_step else None
+    order = sorted(names, key=lambda name: (name != main, name == "cpu"))
+    return _with_verdict(summary, order, Verdict(main, tuple(sentences), (), command))
+
+
+def _with_verdict(summary: Summary, order: list[str], verdict: Verdict) -> JudgedSummary:
+    members = {field.name: getattr(summary, field.name) for field in fields(summary)}
+    members["devices"] = tuple(sorted(summary.devices, key=lambda each: order.index(each.device)))
+    return JudgedSummary(**members, verdict=verdict)
 
 
 def _find_verdict(trace: Trace, device: str | None, options: AnalysisOptions) -> Verdict:
     if device is None:
-        return Verdict(None, ("The trace has no memory events.",), ())
+        return Verdict(None, (NO_EVENTS,), ())
     failure = next((each for each in reversed(explain_out_of_memory(trace)) if each.device == device), None)
     peak = summarize_peak(trace, device)
     if failure is not None:
+        # What looks for fixes is imported where it is needed: a long trace is not searched for them.
+        from memtrace.planning.failure_fixes import failure_fixes
+
         sentences, fixes = list(_describe_failure(trace, failure)), failure_fixes(trace, failure, options)
     else:
-        others = _clauses(dict(sorted(peak.by_category.items(), key=lambda each: -each[1])), peak.bytes)[1:]
-        sentences = [f"{', '.join([describe_peak(peak), *others])}."]
-        sentences += _compare_with_capacity(trace, device, options.capacity_bytes)
+        sentences = [_describe_peak(peak)]
+        sentences += _compare_with_capacity(find_peak(trace, device).requested.bytes, options.capacity_bytes)
         fixes = list(_step_fixes(trace, device, options))
     sentences += _describe_steps(trace, peak.bytes)
     least = max(int(MIN_FINDING_SHARE * peak.bytes), 1)
@@ -149,43 +168,59 @@ def _find_verdict(trace: Trace, device: str | None, options: AnalysisOptions) ->
 
 def _next_command(trace: Trace, device: str, failure: OutOfMemory | None, options: AnalysisOptions) -> str | None:
     if failure is not None:
+        from memtrace.planning.failure_fixes import known_capacity
+
         has_shortage, capacity = failure.cause == "capacity", known_capacity(failure, options)
     else:
         capacity = options.capacity_bytes
-        has_shortage = _lacking_bytes(trace, device, capacity) is not None
+        has_shortage = _lacking_bytes(find_peak(trace, device).requested.bytes, capacity) is not None
     if not has_shortage or capacity is None or not len(step_rows(trace).number):
         return None
-    return f"memtrace plan auto {trace_argument(trace)} --device {device} --capacity {capacity}B -o plan.json"
+    return _plan_command(trace, device, capacity)
+
+
+def _plan_command(trace: Trace, device: str, capacity_bytes: int | None) -> str:
+    return f"memtrace plan auto {trace_argument(trace)} --device {device} --capacity {capacity_bytes}B -o plan.json"
+
+
+def _describe_peak(peak: PeakSummary) -> str:
+    others = _clauses(dict(sorted(peak.by_category.items(), key=lambda each: -each[1])), peak.bytes)[1:]
+    return f"{', '.join([describe_peak(peak), *others])}."
 
 
 def _step_fixes(trace: Trace, device: str, options: AnalysisOptions) -> Iterator[Fix]:
     """Yield the fixes for a device on which no request failed."""
-    lacking = _lacking_bytes(trace, device, options.capacity_bytes)
+    from memtrace.planning.fixes import allocator_fixes, line_fixes, select_useful, step_fixes
+
+    lacking = _lacking_bytes(find_peak(trace, device).requested.bytes, options.capacity_bytes)
     shortfall = None if lacking is None else Shortfall(lacking, lacking)
     fixes = [*line_fixes(trace, device, shortfall, options), *step_fixes(trace, device, shortfall)]
     yield from select_useful(fixes, shortfall)
     yield from allocator_fixes(trace, device, has_failed=False, capacity_bytes=options.capacity_bytes)
 
 
-def _lacking_bytes(trace: Trace, device: str, capacity_bytes: int | None) -> int | None:
-    """Return by how much the peak exceeds a capacity; None: it does not, or no capacity is stated."""
-    lacking = 0 if capacity_bytes is None else find_peak(trace, device).requested.bytes - capacity_bytes
+def _lacking_bytes(peak_bytes: int, capacity_bytes: int | None) -> int | None:
+    """Return by how much a peak exceeds a capacity; None: it does not, or no capacity is stated."""
+    lacking = 0 if capacity_bytes is None else peak_bytes - capacity_bytes
     return lacking if lacking > 0 else None
 
 
-def _compare_with_capacity(trace: Trace, device: str, capacity_bytes: int | None) -> Iterator[str]:
+def _compare_with_capacity(peak_bytes: int, capacity_bytes: int | None) -> Iterator[str]:
     if capacity_bytes is None:
         return
-    lacking = _lacking_bytes(trace, device, capacity_bytes)
+    lacking = _lacking_bytes(peak_bytes, capacity_bytes)
     if lacking is not None:
         yield f"The peak exceeds the capacity of {format_bytes(capacity_bytes)} by {format_bytes(lacking)}."
         return
-    left = capacity_bytes - find_peak(trace, device).requested.bytes
+    left = capacity_bytes - peak_bytes
     yield f"The peak leaves {format_bytes(left)} of the capacity of {format_bytes(capacity_bytes)}."
 
 
 def _describe_failure(trace: Trace, failure: OutOfMemory) -> Iterator[str]:
     """Yield what was requested and where, why it failed, what held the memory, and what would have fitted."""
+    from memtrace.planning.unfinished_step import state_to_come
+    from memtrace.planning.unfinished_update import estimate_update
+
     where = f" at {failure.site}" if failure.site else ""
     free = "" if failure.device_free_bytes is None else f" with {format_bytes(failure.device_free_bytes)} free"
     phase = {"forward": " in forward", "backward": " in backward", "optimizer": " in the optimizer step"}
@@ -263,12 +298,20 @@ def _clauses(by_category: dict[str, int], total_bytes: int) -> list[str]:
 
 def _describe_steps(trace: Trace, peak_bytes: int) -> Iterator[str]:
     growth = measure_growth(trace)
-    if growth is not None and growth.bytes_per_step * STEPS_AHEAD >= MIN_FINDING_SHARE * peak_bytes:
-        where = f", most at {growth.sources[0].site}" if growth.sources else ""
-        yield f"Live memory grows by {format_bytes(growth.bytes_per_step)} per step{where}."
+    if growth is not None:
+        yield from _describe_growth(growth.bytes_per_step, growth.sources, peak_bytes)
     if not (trace.has_times and records_data_waits(trace)):
         return
     columns = step_columns(trace)
-    wait_ns, duration_ns = int(columns.data_wait_ns.sum()), int(columns.duration_ns.sum())
+    yield from _describe_waits(int(columns.data_wait_ns.sum()), int(columns.duration_ns.sum()))
+
+
+def _describe_growth(bytes_per_step: int | None, sources: Sequence[GrowthSource], peak_bytes: int) -> Iterator[str]:
+    if bytes_per_step is not None and bytes_per_step * STEPS_AHEAD >= MIN_FINDING_SHARE * peak_bytes:
+        where = f", most at {sources[0].site}" if sources else ""
+        yield f"Live memory grows by {format_bytes(bytes_per_step)} per step{where}."
+
+
+def _describe_waits(wait_ns: int, duration_ns: int) -> Iterator[str]:
     if duration_ns and wait_ns >= MIN_WAIT_SHARE * duration_ns:
         yield f"Steps spend {format_share(wait_ns, duration_ns)} of their time waiting for data."

@@ -18,6 +18,7 @@ from memtrace.analysis.attribution import op_column
 from memtrace.analysis.block_accesses import number_operator_calls
 from memtrace.analysis.blocks import CATEGORY, blocks
 from memtrace.analysis.event_codes import PHASE
+from memtrace.errors import MemtraceError
 from memtrace.format.arrays import Array
 from memtrace.planning.operator_graph import is_compute_bound
 from memtrace.planning.recorded_step import RecordedStep
@@ -60,6 +61,8 @@ class _Autocast:
     def __init__(self, trace: Trace, timeline: Timeline, step: RecordedStep, device: str) -> None:
         self.timeline = timeline
         self.calls = _read_calls(trace, step)
+        if not self.calls:
+            raise MemtraceError("the step has no operators: what autocast changes is not known.")
         self.float32_words = _FLOAT32_ON_CPU if device == "cpu" else _FLOAT32_ON_GPU
         count = len(blocks(trace))
         self.place = np.full(count, -1, np.int64)

@@ -10,7 +10,7 @@ packages add readers through the entry-point group ``memtrace.readers`` (see ``m
 
 from __future__ import annotations
 
-from memtrace.readers.job import number_ranks, read, read_job
+from memtrace.readers.job import number_ranks, read, read_each, read_job
 from memtrace.readers.rank import ReadRank
 
-__all__ = ["ReadRank", "number_ranks", "read", "read_job"]
+__all__ = ["ReadRank", "number_ranks", "read", "read_each", "read_job"]

@@ -15,22 +15,29 @@ from memtrace.format.decode import decode_columns
 from memtrace.format.manifest import write_manifest
 from memtrace.format.schema import EVENT_KINDS, MANIFEST_NAME
 from memtrace.format.split import write_parts
+from memtrace.format.storage import AnyPath
+from memtrace.format.storage_writer import local_output
 from memtrace.readers.rank import ReadRank
 
 
-def write_trace(ranks: Sequence[ReadRank], folder: Path, *, overwrite: bool = False) -> None:
-    """Write the ranks of a job to ``folder`` (``rank=N/manifest.json`` and Parquet parts).
+def write_trace(ranks: Sequence[ReadRank], output: AnyPath, *, overwrite: bool = False) -> None:
+    """Write the ranks of a job to a folder (``rank=N/manifest.json`` and Parquet parts).
 
     The folder appears under its name only once it is whole.
 
     Args:
         ranks: manifest and tables of each rank, as ``memtrace.readers.read_job`` returns them.
-        folder: the trace to write.
-        overwrite: replace the trace that is there.
+        output: the trace to write: a folder, or a URL in a storage.
+        overwrite: replace the trace that is there; in a storage, no trace is replaced.
 
     Raises:
         TraceError: something is there already and is not to be replaced, or the disk does not take the files.
     """
+    with local_output(output, overwrite=False) as folder:
+        _write_folder(ranks, folder, overwrite=overwrite)
+
+
+def _write_folder(ranks: Sequence[ReadRank], folder: Path, *, overwrite: bool) -> None:
     _check_replaceable(folder, overwrite=overwrite)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -11,13 +11,17 @@ from __future__ import annotations
 import gc
 import json
 import os
+import selectors
 import signal
 import sys
 import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -42,7 +46,7 @@ _EXITING_CHILDREN: Final[list[int]] = []
 
 
 def read_isolated(
-    path: Path, limits: ReadLimits | None = None, work_during_read: Callable[[], None] | None = None
+    path: Path, limits: ReadLimits | None = None, work_during_read: Callable[[], object] | None = None
 ) -> list[ReadRank]:
     """Read each rank in a file in a child process. See ``memtrace.readers.read`` for the arguments.
 
@@ -52,15 +56,92 @@ def read_isolated(
     from memtrace.readers.content import Content
 
     limits = limits or ReadLimits.for_file_size(Content.of(path).size_bytes)
-    with tempfile.TemporaryDirectory(prefix="memtrace-", ignore_cleanup_errors=True) as folder_name:
-        folder = Path(folder_name)
-        if _can_fork():
-            status = _read_in_fork(path, folder, limits, work_during_read)
-        else:
+    if _can_fork():
+        reading = ForkedRead(path, limits)
+        try:
             if work_during_read is not None:
                 work_during_read()
-            status = _read_in_new_interpreter(path, folder, limits)
-        return _collect_ranks(path, folder, limits, status)
+        except BaseException:
+            reading.kill()
+            raise
+        return reading.collect()
+    if work_during_read is not None:
+        work_during_read()
+    with _temporary_folder() as folder_name:
+        folder = Path(folder_name)
+        return _collect_ranks(path, folder, limits, _read_in_new_interpreter(path, folder, limits))
+
+
+def read_files(
+    paths: Sequence[Path], num_processes: int, work_during_read: Callable[[], object] | None = None
+) -> Iterator[list[ReadRank] | TraceError]:
+    """Yield the ranks in each file, in the order of the files, or why the file cannot be read.
+
+    Args:
+        paths: the files.
+        num_processes: number of files that are read at the same time.
+        work_during_read: called once in this process while others read.
+    """
+    if not _can_fork():
+        if work_during_read is not None:
+            work_during_read()
+        with ThreadPoolExecutor(num_processes) as pool:
+            yield from pool.map(partial(_read_or_error, num_processes=num_processes), paths)
+        return
+    waiting = deque(enumerate(paths))
+    running: dict[int, ForkedRead] = {}
+    finished: dict[int, list[ReadRank] | TraceError] = {}
+    try:
+        for number in range(len(paths)):
+            while number not in finished:
+                while waiting and len(running) < num_processes:
+                    index, path = waiting.popleft()
+                    try:
+                        limits = ReadLimits.for_file_size(_content_bytes(path), num_processes)
+                        running[index] = ForkedRead(path, limits)
+                    except TraceError as error:
+                        finished[index] = error
+                if work_during_read is not None:
+                    work_during_read()
+                    work_during_read = None
+                for index in _wait_for_one(running):
+                    finished[index] = _collect_or_error(running.pop(index))
+            yield finished.pop(number)
+    finally:
+        for reading in running.values():
+            reading.kill()
+
+
+def _wait_for_one(running: Mapping[int, ForkedRead]) -> list[int]:
+    """Return which children have ended or reported; waits for one of them."""
+    with selectors.DefaultSelector() as selector:
+        for index, reading in running.items():
+            selector.register(reading.status_pipe, selectors.EVENT_READ, index)
+        return [key.data for key, _ in selector.select()] if running else []
+
+
+def _collect_or_error(reading: ForkedRead) -> list[ReadRank] | TraceError:
+    try:
+        return reading.collect()
+    except TraceError as error:
+        return error
+
+
+def _read_or_error(path: Path, num_processes: int) -> list[ReadRank] | TraceError:
+    try:
+        return read_isolated(path, ReadLimits.for_file_size(_content_bytes(path), num_processes))
+    except TraceError as error:
+        return error
+
+
+def _content_bytes(path: Path) -> int:
+    from memtrace.readers.content import Content
+
+    return Content.of(path).size_bytes
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="memtrace-", ignore_cleanup_errors=True)
 
 
 def _can_fork() -> bool:
@@ -71,46 +152,66 @@ def _can_fork() -> bool:
     return torch is None or not torch.cuda.is_initialized()
 
 
-def _read_in_fork(path: Path, folder: Path, limits: ReadLimits, work_during_read: Callable[[], None] | None) -> int:
-    """Read in a fork of this process.
+class ForkedRead:
+    """A file that a fork of this process reads.
 
-    Returns:
-        The exit status of the child, negative for a signal.
+    Args:
+        path: the file.
+        limits: limits on the fork.
     """
-    # Imported before the fork because both processes need it.
-    import pyarrow  # noqa: F401
 
-    _reap_children()
-    status_reader, status_writer = os.pipe()
-    with warnings.catch_warnings():
-        # Python warns of forks beside other threads. Those of the thread pools of numpy and Arrow survive a fork.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        status = 1
+    def __init__(self, path: Path, limits: ReadLimits) -> None:
+        # Imported before the fork because both processes need it.
+        import pyarrow  # noqa: F401
+
+        _reap_children()
+        self._path = path
+        self._limits = limits
+        self._folder = _temporary_folder()
+        self.status_pipe, status_writer = os.pipe()
+        with warnings.catch_warnings():
+            # Python warns of forks beside other threads. Those of the thread pools of numpy and Arrow survive a fork.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._child = os.fork()
+        if self._child == 0:
+            status = 1
+            try:
+                _silence_output()
+                status = _read_and_save(path, Path(self._folder.name), limits)
+                os.write(status_writer, bytes([status]))
+            finally:
+                # os._exit skips the exit handlers of the parent and the freeing of a million objects.
+                os._exit(status)
+        os.close(status_writer)
+
+    def collect(self) -> list[ReadRank]:
+        """Wait for the fork and return what it read.
+
+        Raises:
+            TraceError: the file cannot be read, whatever it does to the fork.
+        """
         try:
-            _silence_output()
-            status = _read_and_save(path, folder, limits)
-            os.write(status_writer, bytes([status]))
-        finally:
-            # os._exit skips the exit handlers of the parent and the freeing of a million objects.
-            os._exit(status)
-    os.close(status_writer)
-    try:
-        with os.fdopen(status_reader, "rb") as pipe:
-            if work_during_read is not None:
-                work_during_read()
-            reported_status = pipe.read(1)
-        if reported_status:
-            # The child gives its memory back on another core while this process goes on.
-            _EXITING_CHILDREN.append(child)
-            return reported_status[0]
-        _, wait_status = os.waitpid(child, 0)
-    except BaseException:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        raise
-    return os.waitstatus_to_exitcode(wait_status)
+            reported_status = os.read(self.status_pipe, 1)
+            if reported_status:
+                # The child gives its memory back on another core while this process goes on.
+                _EXITING_CHILDREN.append(self._child)
+                status = reported_status[0]
+            else:
+                _, wait_status = os.waitpid(self._child, 0)
+                status = os.waitstatus_to_exitcode(wait_status)
+        except BaseException:
+            self.kill()
+            raise
+        os.close(self.status_pipe)
+        with self._folder as folder:
+            return _collect_ranks(self._path, Path(folder), self._limits, status)
+
+    def kill(self) -> None:
+        """End the fork and delete what it wrote."""
+        os.kill(self._child, signal.SIGKILL)
+        os.waitpid(self._child, 0)
+        os.close(self.status_pipe)
+        self._folder.cleanup()
 
 
 def _reap_children() -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from memtrace.machine_memory import available_memory_bytes
+from memtrace.processors import count_cores
 from memtrace.units import format_bytes
 
 MIB: Final = 1 << 20
@@ -15,6 +17,8 @@ GIB: Final = 1 << 30
 _BASE_MEMORY_BYTES: Final = 256 * MIB
 _MAX_MEMORY_PER_FILE_BYTE: Final = 12
 _MIN_MEMORY_PER_FILE_BYTE: Final = 4
+# The columns of a scanned snapshot and the tables that are made of them.
+_MIN_MEMORY_PER_SCANNED_BYTE: Final = 1
 _BASE_CPU_SECONDS: Final = 10
 _FILE_BYTES_PER_CPU_SECOND: Final = 16 * MIB
 
@@ -29,15 +33,16 @@ class ReadLimits:
     """Processor time of the process."""
 
     @classmethod
-    def for_file_size(cls, size_bytes: int) -> ReadLimits:
+    def for_file_size(cls, size_bytes: int, num_processes: int = 1) -> ReadLimits:
         """Return limits that every valid file stays well within.
 
         Args:
             size_bytes: size of the file's content, decompressed.
+            num_processes: number of files that are read at the same time.
         """
         wanted_bytes = _BASE_MEMORY_BYTES + _MAX_MEMORY_PER_FILE_BYTE * size_bytes
         free_bytes = available_memory_bytes()
-        memory_bytes = wanted_bytes if free_bytes is None else min(wanted_bytes, free_bytes * 3 // 4)
+        memory_bytes = wanted_bytes if free_bytes is None else min(wanted_bytes, free_bytes * 3 // 4 // num_processes)
         return cls(memory_bytes, _BASE_CPU_SECONDS + size_bytes // _FILE_BYTES_PER_CPU_SECOND)
 
     def impose(self) -> None:
@@ -74,27 +79,31 @@ def _used_memory_bytes() -> tuple[int, int] | None:
     return int(fields[0]) * page_bytes, int(fields[5]) * page_bytes
 
 
-def available_memory_bytes() -> int | None:
-    """Return the bytes of memory available without swapping; None where the operating system does not report them."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
+def count_processes(largest_bytes: int) -> int:
+    """Return how many files this machine can read at the same time: one per core that has enough memory.
+
+    Args:
+        largest_bytes: size of the largest file.
+    """
+    num_cores = count_cores()
+    free_bytes = available_memory_bytes()
+    if free_bytes is None:
+        return num_cores
+    return max(1, min(num_cores, free_bytes // (_BASE_MEMORY_BYTES + _MIN_MEMORY_PER_FILE_BYTE * largest_bytes)))
 
 
-def describe_memory_shortage(size_bytes: int) -> str | None:
+def describe_memory_shortage(size_bytes: int, *, is_scanned: bool = False) -> str | None:
     """Return why a pickle or JSON document cannot be loaded whole on this machine; None if it can.
 
     Args:
         size_bytes: size of the document, decompressed.
+        is_scanned: a pickle is read by the scanner, which makes no Python objects.
 
     Returns:
         Text that follows the name of the file and a colon.
     """
     free_bytes = available_memory_bytes()
-    needed_bytes = _MIN_MEMORY_PER_FILE_BYTE * size_bytes
+    needed_bytes = (_MIN_MEMORY_PER_SCANNED_BYTE if is_scanned else _MIN_MEMORY_PER_FILE_BYTE) * size_bytes
     if free_bytes is None or needed_bytes <= free_bytes:
         return None
     return (

@@ -16,9 +16,10 @@ from memtrace.errors import TraceError
 from memtrace.format.encode import Known, Text, empty_tables, make_table
 from memtrace.format.schema import CATEGORIES, EVENT_KINDS, MAX_BYTES
 from memtrace.readers.content import Content
-from memtrace.readers.fields import FieldError, integers
+from memtrace.readers.fields import integers
 from memtrace.readers.lifetimes import ALLOC, FREE, assign_slots, find_lifetimes
 from memtrace.readers.rank import ReadRank
+from memtrace.readers.rows import FieldError
 from memtrace.readers.tables import Array, Names, new_manifest
 
 DEVICE: Final = "unknown"

@@ -12,10 +12,8 @@ from typing import Any, Final
 
 from memtrace.errors import TraceError
 from memtrace.readers.content import Content
-from memtrace.readers.cuda_snapshot import read_snapshot
-from memtrace.readers.limits import describe_memory_shortage
+from memtrace.readers.cuda_snapshot import read_pickled
 from memtrace.readers.rank import ReadRank
-from memtrace.readers.unpickle import load_plain
 
 _PAGE: Final = re.compile(rb"\s*<(!doctype html|html|head|script|body)", re.IGNORECASE)
 _BEGIN: Final = re.compile(rb'"base64"\s*:\s*"')
@@ -28,7 +26,7 @@ class VizPage:
 
     def __init__(self) -> None:
         # Kept alive with the reader, see memtrace.readers.isolated.
-        self._value: Any = None
+        self._kept: list[Any] = []
 
     def recognises(self, content: Content) -> bool:
         """Return True for any HTML; ``read`` looks for the snapshot in it."""
@@ -41,15 +39,11 @@ class VizPage:
                 f"{content.path}: the page that export_memory_timeline draws contains a picture and no numbers. Export "
                 "to a file name that ends in .raw.json.gz instead."
             )
-        shortage = describe_memory_shortage(content.size_bytes)
-        if shortage is not None:
-            raise TraceError(f"{content.path}: {shortage}")
         pickled = _embedded_pickle(content)
-        self._value = load_plain(pickled, content.path)
-        return [read_snapshot(self._value, content)]
+        return [read_pickled(lambda: io.BytesIO(pickled), content, self._kept)]
 
 
-def _embedded_pickle(content: Content) -> io.BytesIO:
+def _embedded_pickle(content: Content) -> bytes:
     """Decode the pickle in the page."""
     with content.open() as file:
         text = file.read(_CHUNK_BYTES)
@@ -76,8 +70,7 @@ def _embedded_pickle(content: Content) -> io.BytesIO:
             if not more:
                 raise TraceError(f"{content.path}: the snapshot in the page is truncated. Copy the file again.")
             text += more
-    pickled.seek(0)
-    return pickled
+    return pickled.getvalue()
 
 
 def _split_whole_groups(text: bytes) -> tuple[bytes, bytes]:

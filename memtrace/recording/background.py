@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import _thread
 import math
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 START_TIMEOUT_SECONDS: Final = 2.0
 """Time after which a thread that has not begun its work never will: there was no memory for it."""
 POLL_SECONDS: Final = 0.02
+
+
+NICENESS: Final = 5
+"""By how much the priority of long background work is lower. It is not lower still because that work needs the
+interpreter lock now and then: if other programs kept it from running just then, the program would have to wait."""
+
+
+def _lower_priority() -> None:
+    if sys.platform == "linux":  # elsewhere the priority belongs to the process
+        with suppress(OSError):
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
+
+
+def _nothing() -> None:
+    """Stands for work that is done."""
 
 
 class BackgroundTask:
@@ -26,14 +44,16 @@ class BackgroundTask:
 
     Args:
         work: the function.
+        has_low_priority: whether the thread yields to those of the program where all processors are busy.
 
     Attributes:
         error: what ``work`` raised; None if it returned.
     """
 
-    def __init__(self, work: Callable[[], object]) -> None:
+    def __init__(self, work: Callable[[], object], *, has_low_priority: bool = False) -> None:
         self.error: BaseException | None = None
         self._work = work
+        self._has_low_priority = has_low_priority
         self._runner: dict[str, object] = {}  # "runner": who runs the work; setdefault is atomic
         self._is_done = False
         self._done = _thread.allocate_lock()
@@ -48,7 +68,7 @@ class BackgroundTask:
         if self._runner:
             return True
         try:
-            _thread.start_new_thread(self._run, ())
+            _thread.start_new_thread(self._run_on_own_thread, ())
         except (RuntimeError, MemoryError):
             return False
         return True
@@ -75,7 +95,13 @@ class BackgroundTask:
         """Make sure that the work is not running: return when it is done if it has begun, and cancel it otherwise."""
         if self._runner.setdefault("runner", self) is self:
             self._is_done = True
+            self._work = _nothing
         self.finish()
+
+    def _run_on_own_thread(self) -> None:
+        if self._has_low_priority:
+            _lower_priority()
+        self._run()
 
     def _run(self) -> None:
         runner = object()
@@ -86,6 +112,8 @@ class BackgroundTask:
         except BaseException as error:
             self.error = error
         finally:
+            # Where processors are busy, this thread ends much later, and would keep objects of the program until then.
+            self._work = _nothing
             # Logging makes an entry in the list of the program's threads, which stays before Python 3.12.
             if threading.get_ident() != threading.main_thread().ident:
                 getattr(threading, "_active", {}).pop(threading.get_ident(), None)

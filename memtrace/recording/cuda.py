@@ -26,7 +26,7 @@ from memtrace.readers.cuda_snapshot.sizes import read_divisions
 from memtrace.recording.cuda_driver import NO_CACHING_VARIABLE, CudaAllocator, CudaDriver
 from memtrace.recording.cuda_history import CudaHistory, rows_from_columns
 from memtrace.recording.manifest import ManifestFile
-from memtrace.recording.observers import OLDER_SEGMENT, CudaRow, Observer
+from memtrace.recording.observers import FOUND_BLOCK, OLDER_SEGMENT, CudaRow, Observer
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -70,6 +70,8 @@ class CudaMonitor:
         self._is_recording = False
         self._is_starting = False
         self._is_attached = False
+        self._is_paused = False
+        self._is_deferred = False
         self._cancel: Callable[[], None] = lambda: None
         self._history: CudaHistory | None = None
         self._complete_until_ns = 0
@@ -86,7 +88,26 @@ class CudaMonitor:
     def _attach(self) -> None:
         # A forked child inherits the queued call, but is not recorded.
         if self._is_recording and os.getpid() == self._process:
+            self._is_deferred = self._is_paused
+            if not self._is_paused:
+                self._guard(self._attach_now)
+
+    def pause(self) -> None:
+        """Read nothing until ``resume``."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Read again, after ``list_state``."""
+        self._is_paused = False
+
+    def list_state(self) -> None:
+        """Record the blocks and segments that exist after a pause, or in the middle of it."""
+        if self._is_deferred:
+            self._is_deferred = False
             self._guard(self._attach_now)
+        elif self._is_attached and self._manifest.current.cuda_allocator == "native" and self._history is None:
+            self._guard(self._follow_allocator)
+        self.read_totals()
 
     def _guard(self, work: Callable[[], None]) -> None:
         """Call ``work``, which runs inside the program's own CUDA calls: its errors must not reach the program."""
@@ -126,7 +147,8 @@ class CudaMonitor:
             self._manifest.update(allocator_settings=settings)
             segments, live = read_segments(snapshot["segments"])
             self._observer.cuda_settings(read_divisions(settings, live), int(settings.get("max_split_size", -1)))
-            rows, has_events = _existing_rows(segments, live, time_ns), True
+            kind = FOUND_BLOCK if self._is_attached else _BASELINE
+            rows, has_events = _existing_rows(segments, live, kind, time_ns), True
         finally:
             self._observer.finish_cuda(rows, has_events)
         self._history = history
@@ -236,13 +258,13 @@ class CudaMonitor:
         return tables | ({"counters": _counters_table(rows)} if rows else {})
 
 
-def _existing_rows(segments: SnapshotSegments, live: LiveBlocks, time_ns: int) -> list[CudaRow]:
-    """Segments and blocks that are older than the recording, as rows for ``Observer.finish_cuda``."""
+def _existing_rows(segments: SnapshotSegments, live: LiveBlocks, kind: int, time_ns: int) -> list[CudaRow]:
+    """Segments and blocks that exist, the blocks of a kind of event, as rows for ``Observer.finish_cuda``."""
     segment_rows = rows_from_columns(
         segments.device, segments.address, segments.size, segments.stream, segments.pool, segments.expandable
     )
     block_rows = rows_from_columns(live.device, live.address, live.requested, live.stream, live.pool, live.size)
-    rows = [(OLDER_SEGMENT, *row) for row in segment_rows] + [(_BASELINE, *row) for row in block_rows]
+    rows = [(OLDER_SEGMENT, *row) for row in segment_rows] + [(kind, *row) for row in block_rows]
     return [(*row, time_ns) for row in rows]
 
 

@@ -39,6 +39,10 @@ class HookErrors:
         if self.num_errors == 1:
             self.report(f"a hook of memtrace failed ({type(error).__name__}: {error}); {_WHAT_IS_MISSING}")
 
+    def note(self, text: str) -> None:
+        """Add a note to the manifest, without a warning."""
+        self._add_note(text)
+
     def report(self, text: str) -> None:
         """Warn the user and add a note to the manifest."""
         self._add_note(text)

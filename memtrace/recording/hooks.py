@@ -21,25 +21,18 @@ from memtrace.recording.pipelining import watch_pipelining
 from memtrace.recording.untraced import never_compiled
 
 
-def install_hooks(
-    observer: Observer,
-    labeller: Labeller,
-    optimizer_stepped: Callable[[torch.optim.Optimizer], None],
-    undo: ExitStack,
-) -> None:
-    """Install all hooks; closing ``undo`` removes them.
+def install_hooks(observer: Observer, labeller: Labeller, undo: ExitStack) -> None:
+    """Install all hooks but those of optimizers; closing ``undo`` removes them.
 
     Args:
         observer: is notified of module calls, backward passes and garbage collections.
-        labeller: labels the tensors of modules and optimizers.
-        optimizer_stepped: called after every optimizer step.
+        labeller: labels the tensors of modules.
         undo: receives what removes the hooks.
     """
     errors = labeller.errors
     for watch in (_watch_modules, _watch_backward, _watch_functional_calls):
         _install(watch, observer, labeller, undo)
     _watch_collections(observer, undo)
-    _watch_optimizers(labeller, errors.protect(optimizer_stepped), undo)
     watch_pipelining(observer, errors, undo)
 
 
@@ -127,19 +120,34 @@ def _watch_collections(observer: Observer, undo: ExitStack) -> None:
     undo.callback(remove)
 
 
-def _watch_optimizers(labeller: Labeller, after_step: Callable[[torch.optim.Optimizer], None], undo: ExitStack) -> None:
+def watch_optimizers(
+    labeller: Labeller,
+    stepped: Callable[[torch.optim.Optimizer], None],
+    is_paused: Callable[[], bool],
+    undo: ExitStack,
+) -> None:
+    """Count the steps of optimizers, and label their tensors; closing ``undo`` ends it.
+
+    Args:
+        labeller: labels the parameters, gradients and state of optimizers.
+        stepped: called after every optimizer step.
+        is_paused: whether nothing is observed at the moment, so that steps are only counted.
+        undo: receives what removes the hooks.
+    """
+    after_step = labeller.errors.protect(stepped)
     label_before = labeller.errors.protect(labeller.before_optimizer_step)
     label_after = labeller.errors.protect(labeller.after_optimizer_step)
 
     @never_compiled
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not is_paused():
             label_before(optimizer)
 
     @never_compiled
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
-            label_after(optimizer)
+            if not is_paused():
+                label_after(optimizer)
             after_step(optimizer)
 
     undo.callback(optimizer_hooks.register_optimizer_step_pre_hook(before).remove)

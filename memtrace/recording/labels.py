@@ -7,6 +7,7 @@ module that is created later. Names are those of ``named_parameters``, prefixed 
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ from memtrace.recording.hook_errors import HookErrors
 from memtrace.recording.module_registry import ModuleRegistry
 from memtrace.recording.observers import Observer
 from memtrace.recording.plain_access import (
+    are_plain_tensors,
     child_module,
     is_script,
     is_tensor,
@@ -73,6 +75,17 @@ class _NamedTensor:
     """By key of the optimizer state."""
 
 
+@dataclass(frozen=True, slots=True)
+class _LabelledParameters:
+    """What was last labelled before a step of an optimizer. Labels are made in every step, but rarely change."""
+
+    optimizer: weakref.ref[torch.optim.Optimizer]
+    parameter_ids: list[int]
+    name_ids: list[int]
+    names_version: tuple[int, int]
+    """``Labeller._names_version`` at that time: with the same version, an id stands for the same parameter."""
+
+
 def _join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
@@ -92,6 +105,8 @@ class Labeller:
         self.modules = ModuleRegistry()
         self.known_modules: dict[int, _NamedModule] = {}
         self._named_tensors: dict[int, _NamedTensor] = {}  # by id(tensor); removed together with the tensor
+        self._num_named_tensors = 0
+        self._labelled_parameters: dict[int, _LabelledParameters] = {}  # by id(optimizer); removed together with it
         self._labelled_state: dict[int, tuple[weakref.ref[torch.optim.Optimizer], list[int]]] = {}
         self._num_roots: dict[str, int] = {}
 
@@ -101,6 +116,23 @@ class Labeller:
             self.add_model(self.modules.root_of(module))
         if id(module) not in self.known_modules:
             self._name_module(module, type_name(module))
+
+    def module_name(self, key: int, kind: object) -> int:
+        """Return the name id of the module with the id ``key`` and the class ``kind``; -1 if there is none."""
+        module = self.modules.find(key)
+        if module is None or type(module) is not kind:
+            return -1
+        self.name_module(module)
+        return self.known_modules[key].name_id
+
+    def owner_name(self, key: int, kind: object, path: str) -> int:
+        """Return the name id of the module that contains the module ``key`` at ``path``; -1 if there is none."""
+        if self.module_name(key, kind) < 0:
+            return -1
+        name = self.known_modules[key].prefix
+        owner = name.removesuffix(path).removesuffix(".")
+        known = [named.name_id for named in list(self.known_modules.values()) if named.prefix == owner]
+        return known[0] if known and owner != name else -1
 
     def add_model(self, root: torch.nn.Module, prefix: str | None = None) -> None:
         """Name a model, its submodules, and their parameters and buffers. What has a name keeps it.
@@ -143,6 +175,7 @@ class Labeller:
         if key not in self._named_tensors:
             reference = weakref.ref(tensor, partial(self._named_tensors.pop, key))
             self._named_tensors[key] = _NamedTensor(reference, name, self._observer.name_id(_TENSOR_NAME, name))
+            self._num_named_tensors += 1
         return tensor
 
     def _name_new_models(self) -> None:
@@ -206,24 +239,38 @@ class Labeller:
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Label the parameters that an optimizer is about to update, and their gradients."""
         self._name_new_models()
-        self.label_parameters(
-            [
+        groups, key = optimizer_groups(optimizer), id(optimizer)
+        parameters = list(itertools.chain.from_iterable(groups))
+        known, parameter_ids = self._labelled_parameters.get(key), list(map(id, parameters))
+        if known is not None and known.parameter_ids == parameter_ids and known.names_version == self._names_version:
+            self._observer.label(parameters, PARAMETER, known.name_ids, GRADIENT)
+            return
+        for group_number, group in enumerate(groups):
+            for index, parameter in enumerate(group):
                 self._name_tensor(parameter, f"param_groups.{group_number}.{index}")
-                for group_number, parameters in enumerate(optimizer_groups(optimizer))
-                for index, parameter in enumerate(parameters)
-            ]
-        )
+        self.label_parameters(parameters)
+        self._labelled_parameters.pop(key, None)
+        if are_plain_tensors(parameters):  # other tensors can hold other memory in the next step
+            name_ids = [self._named_tensors[parameter_id].name_id for parameter_id in parameter_ids]
+            reference = weakref.ref(optimizer, partial(self._labelled_parameters.pop, key))
+            version = self._names_version
+            self._labelled_parameters[key] = _LabelledParameters(reference, parameter_ids, name_ids, version)
+
+    @property
+    def _names_version(self) -> tuple[int, int]:
+        """Changes when a tensor gets a name, and when a tensor with a name is freed."""
+        return self._num_named_tensors, len(self._named_tensors)
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Label the state of an optimizer."""
-        state, key = optimizer_state(optimizer), id(optimizer)
-        first = [id(tensor) for tensor in tensors_in(state[0][1])] if state else []
+        key = id(optimizer)
+        first = [id(tensor) for _, values in optimizer_state(optimizer, 1) for tensor in tensors_in(values)]
         if first and key in self._labelled_state and self._labelled_state[key][1] == first:
             return  # the optimizer updates its state in place, and the state is labelled
         reference = weakref.ref(optimizer, partial(self._labelled_state.pop, key))
         self._labelled_state[key] = (reference, first)
         tensors, names = [], []
-        for parameter, values in state:
+        for parameter, values in optimizer_state(optimizer):
             for entry, value in dict.items(values):
                 parts = [part for tensor in tensors_in(value) for part in memory_parts(tensor)]
                 if parts:
@@ -245,6 +292,13 @@ class Labeller:
         """Label gradients that no optimizer step has seen, for example after an exception in backward."""
         known = list(self._named_tensors.values())
         self.label_parameters([tensor for entry in known if (tensor := entry.reference()) is not None])
+
+    def label_live_optimizers(self) -> None:
+        """Label what the optimizers of the process hold, as at their steps, some of which were not observed."""
+        (optimizers,) = self._observer.live_instances((torch.optim.Optimizer,))
+        for optimizer in optimizers:
+            self.before_optimizer_step(optimizer)
+            self.after_optimizer_step(optimizer)
 
     def label_existing_tensors(self) -> None:
         """Record all tensors that exist when the recording starts, and name the modules among the live objects."""

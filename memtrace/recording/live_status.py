@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -10,8 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from memtrace.format.arrays import Array
-from memtrace.format.keyframes import Columns, LiveSet, PartColumns
+from memtrace.format.keyframes import Columns, Level, LiveSet, PartColumns, order_of
 from memtrace.format.live_status import (
     MAX_SAMPLES,
     MAX_STEPS,
@@ -26,8 +26,10 @@ from memtrace.recording import arrow
 
 STATUS_SECONDS: Final = 1.0
 """Time between two statuses."""
-_GROWS: Final = tuple(EVENT_KINDS.index(kind) for kind in ("alloc", "baseline", "live"))
-_FREE: Final = EVENT_KINDS.index("free")
+_SIGN_OF_KIND: Final = np.array(
+    [1 if kind in ("alloc", "baseline", "live") else -1 if kind == "free" else 0 for kind in EVENT_KINDS], np.int8
+)
+"""By kind of event: whether the live bytes grow (1) or shrink (-1)."""
 _STEP: Final = SPAN_KINDS.index("step")
 _MAX_POINTS: Final = 4096
 """Points of the curve since the last step's end; of more, the higher of two neighbors stays."""
@@ -43,12 +45,12 @@ class _DeviceCurve:
         self._time = np.empty(0, np.int64)
         self._level = np.empty(0, np.int64)
 
-    def advance(self, time_ns: Array, change: Array) -> None:
-        """Add changes of the level, in the order of their times."""
-        level = self.level + np.cumsum(change)
+    def advance(self, change: Level) -> None:
+        """Add what further rows change."""
+        level = self.level + change.size
         self.level, highest = int(level[-1]), int(level.max())
         self.peak, self.sample_peak = max(self.peak, highest), max(self.sample_peak, highest)
-        self._time = np.concatenate([self._time, time_ns])
+        self._time = np.concatenate([self._time, change.time_ns])
         self._level = np.concatenate([self._level, level])
         while len(self._time) > _MAX_POINTS:
             pairs = np.arange(0, len(self._time), 2)
@@ -56,14 +58,14 @@ class _DeviceCurve:
 
     def highest_before(self, end_ns: int) -> tuple[int, int]:
         """Return the highest and the last level before a time, since the last step ended."""
-        end = int(np.searchsorted(self._time, end_ns, side="left"))
+        end = bisect_left(self._time, end_ns)  # NumPy's search would give up the GIL, for several searches a step
         last = int(self._level[end - 1]) if end else self._start
         return int(max(self._start, self._level[:end].max(initial=0))), last
 
     def end_step(self, end_ns: int) -> None:
         """Forget what was before the end of a step."""
-        end = int(np.searchsorted(self._time, end_ns, side="left"))
-        _, self._start = self.highest_before(end_ns)
+        end = bisect_left(self._time, end_ns)
+        self._start = int(self._level[end - 1]) if end else self._start
         self._time, self._level = self._time[end:], self._level[end:]
 
     def take_sample(self) -> int:
@@ -99,25 +101,18 @@ class LiveStatusFile:
         """Begin with the live blocks of a trace that contains this one."""
         columns = live.keyframe()
         is_block = columns["block_id"] >= 0
-        self._advance_levels({name: values[is_block] for name, values in columns.items()})
+        self.advance(PartColumns({name: values[is_block] for name, values in columns.items()}))
 
     def advance(self, rows: PartColumns) -> None:
         """Take note of rows of the trace."""
         if len(rows.events.get("kind", ())):
-            self._advance_levels(rows.events)
+            levels = _levels(rows.events) if rows.levels is None else rows.levels
+            for device, level in levels.items():
+                time_ns = np.maximum(level.time_ns, self._order_ns)
+                self._curves.setdefault(device, _DeviceCurve()).advance(Level(time_ns, level.size))
+            self._order_ns = int(order_of(rows.events, self._order_ns)[-1])
         if len(rows.spans.get("kind", ())):
             self._end_steps(rows.spans)
-
-    def _advance_levels(self, events: Columns) -> None:
-        kind = events["kind"]
-        grows = np.isin(kind, _GROWS) & (events["block_id"] >= 0)
-        order = np.maximum.accumulate(np.maximum(events["time_ns"], self._order_ns))
-        self._order_ns = int(order[-1]) if len(order) else self._order_ns
-        size = np.maximum(events["size"], 0)
-        change = np.where(grows, size, np.where(kind == _FREE, -size, 0))
-        for device in np.unique(events["device"][change != 0]).tolist():
-            chosen = np.flatnonzero((events["device"] == device) & (change != 0))
-            self._curves.setdefault(device, _DeviceCurve()).advance(order[chosen], change[chosen])
 
     def _end_steps(self, spans: Columns) -> None:
         for row in np.flatnonzero(spans["kind"] == _STEP).tolist():
@@ -185,6 +180,20 @@ class LiveStatusFile:
         """Remove the file: the recording has ended."""
         with suppress(OSError):
             remove_live_status(self._folder)
+
+
+def _levels(events: Columns) -> dict[int, Level]:
+    """Return by device code how rows of events change the live bytes."""
+    order = order_of(events, _NO_TIME)
+    sign = _SIGN_OF_KIND[events["kind"]]
+    rows = np.flatnonzero((sign != 0) & (events["block_id"] >= 0))
+    device, change = events["device"][rows], sign[rows] * np.maximum(events["size"][rows], 0)
+    levels = {}
+    for code in np.flatnonzero(np.bincount(device)).tolist():
+        chosen = np.flatnonzero((device == code) & (change != 0))
+        if len(chosen):
+            levels[code] = Level(order[rows[chosen]], np.cumsum(change[chosen]))
+    return levels
 
 
 def _bytes_by_category(live: Columns) -> dict[str, dict[str, int]]:

@@ -107,10 +107,15 @@ class ManifestFile:
             coverage = replace(self.current.coverage, dropped_events=num_events)
             self.current = replace(self.current, coverage=coverage)
 
-    def set_unseen_accesses(self, sources: Sequence[str]) -> None:
-        """Set which code ran without its reads and writes being recorded."""
+    def set_program_steps(self, num_steps: int) -> None:
+        """Set how many steps the program has taken, recorded or not."""
         with self._lock:
-            coverage = replace(self.current.coverage, unseen_accesses=tuple(sources))
+            self.current = replace(self.current, coverage=replace(self.current.coverage, program_steps=num_steps))
+
+    def set_unseen_accesses(self, sources: Sequence[str], opaque_bytes: int | None) -> None:
+        """Set which code ran without its reads and writes being recorded; see ``FileCoverage``."""
+        with self._lock:
+            coverage = replace(self.current.coverage, unseen_accesses=tuple(sources), opaque_bytes=opaque_bytes)
             self.current = replace(self.current, coverage=coverage)
 
     def write(self, folder: Path) -> None:

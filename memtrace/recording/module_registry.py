@@ -32,11 +32,12 @@ class ModuleRegistry:
     def unnamed_modules(self) -> list[torch.nn.Module]:
         """The modules without a name."""
         unnamed, self._unnamed = self._unnamed, set()
-        modules = [module for key in unnamed if (module := self._module(key)) is not None]
+        modules = [module for key in unnamed if (module := self.find(key)) is not None]
         self._unnamed.update(id(module) for module in modules)
         return modules
 
-    def _module(self, key: int) -> torch.nn.Module | None:
+    def find(self, key: int) -> torch.nn.Module | None:
+        """The module with the id ``key``; None if there is none."""
         reference = self._references.get(key)
         return None if reference is None else reference()
 

@@ -22,6 +22,7 @@ from memtrace.recording.hook_errors import describe_error
 from memtrace.recording.manifest import new_manifest
 from memtrace.recording.observers.dispatch_blocks import fake_mode_active
 from memtrace.recording.observers.unseen import THREADS_NOTE
+from memtrace.recording.pauses import Pauses
 from memtrace.recording.trace_output import TraceOutput
 from memtrace.units import format_bytes
 
@@ -49,6 +50,7 @@ class NestedRecorder:
         output: the trace, with its rank and its steps.
         observer: the observer of the outer recording.
         is_complete: whether the trace is written and its manifest final.
+        has_started: whether ``start`` was called.
     """
 
     def __init__(self, outer: Recorder, requested_path: Path, options: RecordingOptions) -> None:
@@ -75,6 +77,7 @@ class NestedRecorder:
         self._sink: TraceSink | None = None
         self._started_ns = self.observer.now()
         self._started: dict[str, int] = {}  # counts of the outer recording when this one began
+        self.has_started = False
         self._is_recording = False
         self._is_abandoned = False
         self._range: dict[str, object] = {}  # "range": who records it; setdefault is atomic
@@ -92,9 +95,19 @@ class NestedRecorder:
         return replace(manifest, t0_epoch_ns=outer.t0_epoch_ns)
 
     @property
+    def is_running(self) -> bool:
+        """Whether the recording has begun and not ended."""
+        return self._is_recording and self._outer.is_running
+
+    @property
     def is_recording(self) -> bool:
         """Whether events are being recorded at the moment."""
         return self._is_recording and self._outer.is_recording
+
+    @property
+    def pauses(self) -> Pauses:
+        """Those of the outer recording."""
+        return self._outer.pauses
 
     @property
     def has_ended(self) -> bool:
@@ -120,6 +133,9 @@ class NestedRecorder:
     def start(self, models: Mapping[str, torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> bool:
         """Start to record; return False, after a warning, if that is not possible."""
         self.observer.end_phase()
+        self.has_started = True
+        if self._outer.pauses.is_paused:  # until this recording ends
+            self._outer.pauses.resume()
         task = BackgroundTask(partial(self._begin, models, optimizers))
         self._tasks.append(task)
         task.finish()
@@ -141,7 +157,11 @@ class NestedRecorder:
         outer.step_ended()
         outer.writer.add(sink)
         self._sink = sink
-        self._started = {"children": outer.children.num_started, "replays": _num_replays(outer)}
+        self._started = {
+            "children": outer.children.num_started,
+            "replays": _num_replays(outer),
+            "opaque_bytes": outer.compiled.opaque_bytes or 0,
+        }
         self.output.steps.start()
         self._is_recording = True
         self.output.job.start()
@@ -169,6 +189,10 @@ class NestedRecorder:
     def _step_ended(self) -> None:
         self.output.job.refresh()
         self._outer.step_ended()
+
+    def note_out_of_memory(self, error: BaseException) -> None:
+        """Take note of the out-of-memory error that ends the program."""
+        self.output.save_at_end()
 
     def _writing_failed(self, reason: str) -> None:
         # Runs on the writer's thread.
@@ -258,8 +282,10 @@ class NestedRecorder:
         for note in self._notes(outer.coverage.notes):
             if note not in (*manifest.current.coverage.notes, THREADS_NOTE):
                 manifest.add_note(note)
-        self.output.finish(reason)
-        self.is_complete = True
+        opaque_bytes = self._outer.compiled.opaque_bytes
+        self.is_complete = self.output.finish(
+            reason, None if opaque_bytes is None else opaque_bytes - self._started["opaque_bytes"]
+        )
 
     def _notes(self, outer_notes: Sequence[str]) -> list[str]:
         """What the outer recording notes, with the counts of the time of this recording."""
@@ -292,9 +318,11 @@ def _possible_options(
         missing.append(
             f"device times of operators that access blocks below {format_bytes(outer.device_time_min_bytes)} only"
         )
+    if wanted.schedule is not None:
+        missing.append("only some of the steps")
     if observer == "native" and (wanted.observer == "dispatch" or (wanted.observer == "auto" and fake_mode_active())):
         missing.append("fake tensors")
     shared: dict[str, Any] = {
         name: getattr(outer, name) for name in ("accesses", "stacks", "stack_min_bytes", "device_time_min_bytes")
     }
-    return replace(wanted, **shared), missing
+    return replace(wanted, **shared, schedule=None), missing

@@ -94,6 +94,16 @@ def claim_output_dir(trace: Path, rank: int, world_size: int) -> OutputDir:
     raise AssertionError("count() never ends")
 
 
+def check_rank_folder(folder: Path) -> None:
+    """Check that a recording can be written to the folder of a rank.
+
+    Raises:
+        MemtraceError: The folder contains something other than a memtrace trace.
+    """
+    if folder.exists() and any(folder.iterdir()) and not (folder / schema.MANIFEST_NAME).is_file():
+        raise MemtraceError(f"{folder} contains files but is not a memtrace trace; choose another path")
+
+
 def move_output_dir(output_dir: OutputDir, trace: Path, rank: int) -> bool:
     """Move a finished rank folder to the folder of ``rank`` in ``trace``; return whether that was possible.
 
@@ -166,9 +176,8 @@ def move_older_trace(rank_folder: Path, world_size: int | None = None) -> bool:
     Raises:
         MemtraceError: ``rank_folder`` contains something other than a memtrace trace.
     """
+    check_rank_folder(rank_folder)
     folders = [rank_folder] if rank_folder.exists() and any(rank_folder.iterdir()) else []
-    if folders and not (rank_folder / schema.MANIFEST_NAME).is_file():
-        raise MemtraceError(f"{rank_folder} contains files but is not a memtrace trace; choose another path")
     trace = rank_folder.parent
     if world_size is not None:
         ranks = {folder: folder.name.removeprefix("rank=") for folder in trace.glob("rank=*")}

@@ -20,7 +20,9 @@ _CLASS_DICT: Final = type.__dict__["__dict__"].__get__
 _MODULE_DICT: Final = torch.nn.Module.__dict__["__dict__"].__get__
 _OPTIMIZER_DICT: Final = torch.optim.Optimizer.__dict__["__dict__"].__get__
 _TENSOR_DICT: Final = torch.Tensor.__dict__["__dict__"].__get__
-_PLAIN_TENSORS: Final = (torch.Tensor, torch.nn.Parameter)
+_TENSOR: Final = torch.Tensor
+_PARAMETER: Final = torch.nn.Parameter
+_PLAIN_TENSORS: Final = (_TENSOR, _PARAMETER)
 _FAKE_TENSOR: Final = "torch._subclasses.fake_tensor"
 _SCRIPT_MODULE: Final = "torch.jit._script"
 _MAX_ITEMS: Final = 4096
@@ -44,7 +46,8 @@ def is_script(module: torch.nn.Module) -> bool:
 
 def is_tensor(value: object) -> bool:
     """Whether ``value`` is a tensor."""
-    return issubclass(type(value), torch.Tensor)
+    kind = type(value)
+    return kind is _PARAMETER or kind is _TENSOR or issubclass(kind, _TENSOR)
 
 
 def instances_of(bases: tuple[type, ...], objects: list[Any]) -> list[Any]:
@@ -66,6 +69,12 @@ def _with_subclasses(bases: tuple[type, ...]) -> list[type]:
                 known.add(id(subclass))
                 types.append(subclass)
     return types
+
+
+def are_plain_tensors(tensors: list[torch.Tensor]) -> bool:
+    """Whether all of ``tensors`` hold their memory themselves (see ``memory_parts``)."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return all(type(tensor) in _PLAIN_TENSORS and not is_wrapped(tensor) for tensor in tensors)
 
 
 def overrides_dispatch(kind: type) -> bool:
@@ -138,12 +147,15 @@ def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor
     ]
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer) -> list[tuple[object, dict[str, Any]]]:
-    """The state of each parameter of an optimizer."""
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, max_parameters: int | None = None
+) -> list[tuple[object, dict[str, Any]]]:
+    """The state of each parameter of an optimizer, or of the first ``max_parameters``."""
     state: Any = dict.get(_OPTIMIZER_DICT(optimizer), "state")
     if not issubclass(type(state), dict):
         return []
-    return [(parameter, values) for parameter, values in dict.items(state) if issubclass(type(values), dict)]
+    entries = itertools.islice(dict.items(state), max_parameters)
+    return [(parameter, values) for parameter, values in entries if issubclass(type(values), dict)]
 
 
 def tensors_in(value: object, depth: int = 3) -> list[torch.Tensor]:

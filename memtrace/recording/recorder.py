@@ -17,12 +17,17 @@ from memtrace.format.manifest import RecordingOptions
 from memtrace.format.schema import NAME_KINDS, SPAN_KINDS
 from memtrace.recording.background import BackgroundTask
 from memtrace.recording.children import ChildProcesses
+from memtrace.recording.compiled_regions import CompiledRegions
 from memtrace.recording.hook_errors import HookErrors, describe_error
-from memtrace.recording.hooks import install_hooks
+from memtrace.recording.hooks import watch_optimizers
 from memtrace.recording.labels import Labeller
 from memtrace.recording.manifest import ManifestFile, new_manifest
 from memtrace.recording.observers import Observer
+from memtrace.recording.out_of_memory import FailedAllocation
+from memtrace.recording.pauses import Pauses
 from memtrace.recording.reserve import AddressSpaceReserve
+from memtrace.recording.schedule import ScheduleFunction, StepSchedule
+from memtrace.recording.step_windows import StepWindows
 from memtrace.recording.trace_output import TraceOutput
 from memtrace.recording.writer import Writer
 
@@ -61,20 +66,27 @@ class Recorder:
         options: what is recorded.
         output: the trace, with its rank and its steps.
         labeller: names modules and tensors.
+        compiled: observes the kernels of compiled code.
         cuda: records what the observer does not see of CUDA; None without CUDA.
         writer: writes the trace; None until ``start``.
         nested: the recordings inside this one that have not ended.
         nested_numbers: gives each of them a number.
         children: counts the child processes that the program starts.
-        is_recording: whether events are recorded at the moment.
+        pauses: pauses the recording between the steps that its schedule records.
+        is_running: whether the recording has begun and not ended.
         is_complete: whether the trace is written and its manifest final.
     """
 
     def __init__(
-        self, requested_path: Path, options: RecordingOptions, observer: Observer, notes: Sequence[str]
+        self,
+        requested_path: Path,
+        options: RecordingOptions,
+        observer: Observer,
+        notes: Sequence[str],
+        schedule: ScheduleFunction | None = None,
     ) -> None:
         self.observer = observer
-        self.is_recording = False
+        self.is_running = False
         self.is_complete = False
         self.options = options
         self.children = ChildProcesses()
@@ -92,7 +104,11 @@ class Recorder:
         )
         self._manifest = self.output.manifest
         self.labeller = Labeller(observer, HookErrors(self._manifest.add_note))
+        self.compiled = CompiledRegions(observer, self.labeller)
         self._hooks = ExitStack()
+        self.pauses = Pauses(self)
+        if schedule is not None:
+            self.output.steps.windows = StepWindows(StepSchedule(schedule), self.pauses)
         self.cuda = make_cuda_monitor(observer, self._manifest)
         self._is_abandoned = False
         self._has_failed = False
@@ -111,6 +127,11 @@ class Recorder:
         return self.output.rank_folder
 
     @property
+    def is_recording(self) -> bool:
+        """Whether events are recorded at the moment."""
+        return self.is_running and not self.pauses.is_paused
+
+    @property
     def has_ended(self) -> bool:
         """Whether the recording has ended, although the recorded block may go on."""
         return self._has_failed or "end" in self._end
@@ -123,6 +144,8 @@ class Recorder:
         Only an interrupt of the program is raised.
         """
         if self._run(self._open) and self._start_observer() and self._run(partial(self._begin, models, optimizers)):
+            if self.output.steps.windows is not None:
+                self.output.steps.windows.step_begins(0)
             return True
         self.undo_start()
         return False
@@ -169,7 +192,8 @@ class Recorder:
 
     def _begin(self, models: Mapping[str, torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._manifest.update(t0_epoch_ns=time.time_ns() - self.observer.now())
-        install_hooks(self.observer, self.labeller, self._optimizer_stepped, self._hooks)
+        self.pauses.install()
+        watch_optimizers(self.labeller, self._optimizer_stepped, lambda: self.pauses.is_paused, self._hooks)
         self.children.watch(self._hooks)
         if self.cuda is not None:
             self._hooks.callback(self.cuda.watch_graphs())
@@ -177,10 +201,11 @@ class Recorder:
         self.label(models, ())
         self.labeller.errors.protect(self.labeller.label_existing_tensors)()
         self.label({}, optimizers)
+        self.compiled.watch(self._hooks)
         assert self.writer is not None
         if not self.writer.start():
             raise MemoryError("no thread can be started")
-        self.is_recording = True
+        self.is_running = True
         self.output.job.start()
 
     def label(self, models: Mapping[str, torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -200,10 +225,11 @@ class Recorder:
         self.observer.stop()  # on this thread too: the observer may be enabled for it
 
     def _undo(self) -> None:
-        self.is_recording = False
+        self.is_running = False
         end_writer = () if self.writer is None else (self.writer.abandon,)
         self._do_all(
-            self._hooks.close, self.observer.stop, self._reserve.close, self.output.job.stop, *end_writer,
+            self._hooks.close, self.pauses.hooks.close, self.observer.stop, self._reserve.close, self.output.job.stop,
+            *end_writer,
             self._close_cuda, self.output.discard,
         )  # fmt: skip
 
@@ -236,16 +262,25 @@ class Recorder:
     def step_ended(self) -> None:
         """Read what is read once in a step."""
         self.output.job.refresh()
+        self.read_totals()
+
+    def read_totals(self) -> None:
+        """Read the memory totals of the devices."""
         if self.cuda is not None:
             self.cuda.read_totals()
 
     def _stop_at_max_steps(self) -> None:
         self.stop("max_steps reached")
 
+    def note_out_of_memory(self, error: BaseException) -> None:
+        """Take note of the out-of-memory error that ends the program."""
+        self.output.save_at_end()
+        self.pauses.failed_allocation = FailedAllocation.from_error(error)
+
     def _writing_failed(self, reason: str) -> None:
         # Runs on the writer's thread. The program may be inside one of our hooks, so they stay installed, without
         # effect, until the recorded block ends.
-        self.is_recording = False
+        self.is_running = False
         self._has_failed = True
         self._do_all(partial(self._manifest.update, stop_reason=reason), self.observer.stop)
         self._warn(f"recording stopped, training continues: {reason}")
@@ -253,8 +288,8 @@ class Recorder:
     def abandon(self) -> None:
         """Make this recorder inert in a forked child: trace, folder and threads belong to the parent."""
         self._is_abandoned = True
-        self.is_recording = False
-        for work in (self.observer.abandon, self._hooks.close, self._reserve.close):
+        self.is_running = False
+        for work in (self.observer.abandon, self._hooks.close, self.pauses.abandon, self._reserve.close):
             with suppress(Exception):
                 work()
         self.output.leave_to_parent()
@@ -271,7 +306,7 @@ class Recorder:
         """
         if self._is_abandoned:
             return
-        if self.is_recording and "end" not in self._end:
+        if self.is_running and "end" not in self._end:
             self.output.steps.close()  # on this thread, which the step belongs to
             for nested in self._recording_nested():
                 nested.close_spans()
@@ -279,9 +314,9 @@ class Recorder:
         self.observer.stop()  # on this thread too: the observer is enabled for it
 
     def _stop_now(self, reason: str | None) -> None:
-        self._do_all(self._hooks.close, self.output.align_clock)
-        if self.is_recording:
-            self.is_recording = False
+        self._do_all(self._hooks.close, self.pauses.end, self.output.align_clock)
+        if self.is_running:
+            self.is_running = False
             self._do_all(self.labeller.errors.protect(self.labeller.label_remaining_gradients), self._stop_cuda)
         self._do_all(self.observer.stop, self._stop_writer, self._reserve.close, self._close_cuda)
         self._do_all(partial(self._finish_manifest, reason), self.output.release)
@@ -313,7 +348,6 @@ class Recorder:
             with suppress(Exception):  # a handler of the program's
                 logger.warning("memtrace: %s", note)
         try:
-            self.output.finish(reason)
-            self.is_complete = True
+            self.is_complete = self.output.finish(reason, self.compiled.opaque_bytes)
         except OSError as error:
             self._warn(f"the manifest could not be written, the trace is incomplete: {error}")

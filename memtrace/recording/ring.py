@@ -11,6 +11,7 @@ from pathlib import Path
 
 from memtrace.format.part_files import part_name
 from memtrace.format.part_writer import KEYFRAMED_TABLES
+from memtrace.recording.memory_files import MAX_HELD_BYTES, MemoryFiles, delete_file
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,19 @@ class _Part:
 class Ring:
     """Deletes parts that ended before the last ``last_steps`` steps began.
 
+    Args:
+        folder: the folder of the rank.
+        last_steps: number of steps to keep.
+        files: the parts, where they are in memory: their size is bounded too. None: they are on disk.
+
     Attributes:
         folder: the folder of the rank; it can be set until the first part is written.
         dropped_events: events of the deleted parts.
     """
 
-    def __init__(self, folder: Path, last_steps: int) -> None:
+    def __init__(self, folder: Path, last_steps: int, files: MemoryFiles | None = None) -> None:
         self.folder = folder
+        self._files = files
         self._last_steps = last_steps
         self._step_starts: deque[int] = deque(maxlen=last_steps + 1)
         self._parts: deque[_Part] = deque()
@@ -56,7 +63,7 @@ class Ring:
         """
         self._parts.append(_Part(number, num_events, end_ns))
         dropped = None
-        while len(self._parts) > 1 and self._is_past(self._parts[0]):
+        while len(self._parts) > 1 and (self._is_past(self._parts[0]) or self._are_too_large()):
             part = self._parts.popleft()
             self._delete(part.number)
             self.dropped_events += part.num_events
@@ -66,7 +73,11 @@ class Ring:
     def _is_past(self, part: _Part) -> bool:
         return len(self._step_starts) > self._last_steps and part.end_ns < self._step_starts[0]
 
+    def _are_too_large(self) -> bool:
+        return self._files is not None and self._files.num_bytes > MAX_HELD_BYTES
+
     def _delete(self, number: int) -> None:
+        delete = delete_file if self._files is None else self._files.delete
         # The keyframe goes first: a trace begins with the first keyframe that is there, whatever else is left.
         for table in KEYFRAMED_TABLES:
-            (self.folder / part_name(table, number)).unlink(missing_ok=True)
+            delete(self.folder / part_name(table, number))

@@ -18,6 +18,7 @@ import torch
 from memtrace.display import Displayed
 from memtrace.errors import MemtraceError
 from memtrace.format.manifest import RecordingOptions
+from memtrace.format.storage import AnyPath, to_path
 from memtrace.recording.nested import NestedRecorder
 from memtrace.recording.observers import Observer
 from memtrace.recording.observers.build import MODULE
@@ -26,6 +27,9 @@ from memtrace.recording.options import ObserverKind, device_time_threshold, vali
 from memtrace.recording.out_of_memory import explain_out_of_memory, is_out_of_memory
 from memtrace.recording.pipelining import Direction, PipelinePosition, action_text, mark_action
 from memtrace.recording.recorder import Recorder
+from memtrace.recording.remote_trace import UPLOAD_SECONDS, RemoteTrace, UploadOptions
+from memtrace.recording.schedule import ScheduleFunction, choose_schedule
+from memtrace.recording.snapshots import SnapshotRequest, SnapshotSignal
 from memtrace.recording.subscribers import Subscribers
 from memtrace.recording.with_methods import WithMethod, call_or_undo, call_until_done
 from memtrace.recording.writer import FLUSH_SECONDS
@@ -56,6 +60,12 @@ def record(
     stack_min_bytes: int = 512,
     device_time: bool | int = False,
     flush_seconds: float = FLUSH_SECONDS,
+    schedule: Callable[[int], object] | None = None,
+    every: int | None = None,
+    on_oom: bool = False,
+    upload_seconds: float = UPLOAD_SECONDS,
+    keep_local: bool = False,
+    local_dir: str | os.PathLike[str] | None = None,
 ) -> Recording:
     """Record the memory of the training code inside a ``with`` block.
 
@@ -67,7 +77,9 @@ def record(
 
     Args:
         path: Folder of the trace to write. A trace that is already there is renamed to ``<name>-old1`` (``-old2``,
-            and so on). Default "run.memtrace".
+            and so on). Or a URL of any storage that fsspec opens, such as "s3://bucket/run.memtrace": the trace is
+            recorded on disk and uploaded by another process; if a trace is already there, the new one is
+            ``<name>-2``. Default "run.memtrace".
         model: The model, or several models by name. Its modules and parameters are then named as in
             ``named_parameters()``. Default None: models are detected, and names start with the class of the model.
         optimizer: The optimizer, or several. State that exists before the first step is then labelled as optimizer
@@ -85,13 +97,27 @@ def record(
             access a GPU block of at least 1 MiB; an integer is that minimum in bytes. Default False.
         flush_seconds: Interval between two writes to disk, in seconds; a killed process loses at most this much.
             Default 5.
+        schedule: Which steps to record, as in ``torch.profiler``: ``torch.profiler.schedule(wait=..., active=...)``, or
+            any function from the number of a step, from 0, to such an action or to a bool. Between the recorded steps,
+            warm-up included, nothing is observed and nothing is slowed down. Default None: all steps.
+        every: Record one step in so many: the first two steps, and then each step whose number is a multiple of
+            ``every``. Excludes ``schedule``. Default None.
+        on_oom: Keep the trace of the last steps in memory (``last_steps``, here 3 by default), and write it only when
+            memory runs out. Default False.
+        upload_seconds: Maximum time in seconds that the end of the ``with`` block waits for the upload to a URL. What
+            is not uploaded by then stays on disk, and a warning names the command that uploads it. Default 60.
+        keep_local: Keep the trace on disk after it was uploaded to a URL. Default False.
+        local_dir: Folder in which a trace is recorded before it is uploaded to a URL. Default None: the folder
+            "memtrace-uploads" in the working directory.
 
     Returns:
         The recording, to be entered once with ``with``.
 
     Raises:
-        MemtraceError: An option is out of range, or ``observer="native"`` is not available.
+        MemtraceError: An option is out of range, the URL cannot be written to, or ``observer="native"`` is not
+            available.
     """
+    schedule_function, description = choose_schedule(schedule, every)
     options = RecordingOptions(
         stacks=stacks,
         accesses=accesses,
@@ -101,9 +127,17 @@ def record(
         stack_min_bytes=stack_min_bytes,
         device_time_min_bytes=device_time_threshold(device_time),
         flush_seconds=flush_seconds,
+        schedule=description,
+        on_oom=on_oom,
     )
     validate_options(options)
-    return Recording(_absolute(path), options, _models_by_name(model), _optimizer_list(optimizer))
+    models, optimizers = _models_by_name(model), _optimizer_list(optimizer)
+    target = to_path(path)
+    if isinstance(target, Path):
+        return Recording(_absolute(target), options, models, optimizers, schedule_function)
+    upload = UploadOptions(upload_seconds, keep_local, None if local_dir is None else _absolute(local_dir))
+    remote = RemoteTrace(target, upload)
+    return Recording(remote.local_path, options, models, optimizers, schedule_function, remote)
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
@@ -141,11 +175,16 @@ class Recording(Displayed):
         options: RecordingOptions,
         models: Mapping[str, torch.nn.Module],
         optimizers: Iterable[torch.optim.Optimizer],
+        schedule: ScheduleFunction | None = None,
+        remote: RemoteTrace | None = None,
     ) -> None:
+        self._remote = remote
         self._requested_path = path
         self._options = options
         self._models = models
         self._optimizers = optimizers
+        self._schedule = schedule
+        self._signal = SnapshotSignal(self._save_soon)
         self._recorder: Recorder | NestedRecorder | None = None
         self._position = PipelinePosition()
         self._subscribers = Subscribers()
@@ -155,14 +194,20 @@ class Recording(Displayed):
         self._is_over = False
 
     @property
-    def path(self) -> Path:
-        """Folder of the trace; not the requested one if another process is recording there."""
+    def path(self) -> AnyPath:
+        """Folder of the trace; not the requested one if another process is recording there.
+
+        For a trace in a storage it is the URL; after the recording, the folder on disk if the upload is not complete.
+        """
+        if self._remote is not None:
+            return self._remote.path
         return self._requested_path if self._recorder is None else self._recorder.trace_path
 
     @property
-    def rank_folder(self) -> Path:
-        """Folder of this process's rank in the trace."""
-        return self._requested_path if self._recorder is None else self._recorder.rank_folder
+    def rank_folder(self) -> AnyPath:
+        """Folder of this process's rank in the trace, on disk as long as it is there."""
+        folder = self._requested_path if self._recorder is None else self._recorder.rank_folder
+        return folder if self._remote is None else self._remote.rank_folder(folder)
 
     @property
     def flush_seconds(self) -> float:
@@ -217,19 +262,24 @@ class Recording(Displayed):
             self._recorder = self._make_recorder(selected) if outer is self else self._make_nested(outer)
             if self._recorder is not None:
                 self._recorder.output.steps.on_recorded = self._subscribers.step_ended
+                self._recorder.output.remote = self._remote
         except (MemoryError, ImportError) as error:
             self._enter_without_memory(error)
-        if self._recorder is not None and not self._recorder.start(self._models, self._optimizers):
+        # Needed only here. A program that keeps the recording must not keep its models because of it.
+        models, optimizers, self._models, self._optimizers = self._models, self._optimizers, {}, ()
+        if self._recorder is not None and not self._recorder.start(models, optimizers):
             self._recorder = None
         if self._recorder is None:
             self._make_way()
+        elif outer is self:
+            self._signal.install()
         self._has_entered.set()
         return self
 
     def _make_recorder(self, selected: tuple[Observer, list[str]] | None) -> Recorder:
         # Without an observer here, the recording that was running has ended since.
         observer, notes = selected or select_observer(self._options.observer)
-        return Recorder(self._requested_path, self._options, observer, notes)
+        return Recorder(self._requested_path, self._options, observer, notes, self._schedule)
 
     def _make_nested(self, outer: Recording) -> NestedRecorder | None:
         outer._has_entered.wait(ENTER_TIMEOUT_SECONDS)  # another thread may be entering it
@@ -246,6 +296,7 @@ class Recording(Displayed):
         return self._is_over or (self._recorder is not None and self._recorder.has_ended)
 
     def _undo_enter(self) -> None:
+        self._signal.remove()
         if self._recorder is not None:
             self._recorder.undo_start()
         self._recorder = None
@@ -269,8 +320,11 @@ class Recording(Displayed):
             self._ran_out_of_memory = False
             explain_out_of_memory(self._recorder.rank_folder)
         self._subscribers.recording_ended()
+        if self._remote is not None:
+            self._remote.leave()
 
     def _finish(self) -> None:
+        self._signal.remove()
         if self._recorder is not None:
             self._recorder.stop(self._stop_reason)
         self._make_way()
@@ -278,6 +332,7 @@ class Recording(Displayed):
     def _abandon(self) -> None:
         """Become inert in a forked child, whose parent goes on recording."""
         self._is_over = True
+        self._signal.remove()
         self._subscribers.clear()
         if self._recorder is not None:
             self._recorder.abandon()
@@ -295,6 +350,8 @@ class Recording(Displayed):
         """
         self._stop_reason = reason
         # Of recordings inside each other, the innermost one that the error leaves explains it.
+        if is_out_of_memory(error) and self._recorder is not None:
+            self._recorder.note_out_of_memory(error)
         self._ran_out_of_memory = is_out_of_memory(error) and _explained_error.get("id") != id(error)
         if self._ran_out_of_memory:
             _explained_error["id"] = id(error)
@@ -305,7 +362,7 @@ class Recording(Displayed):
         The first step starts with the recording. From the first call on, only marks end steps; optimizer steps no
         longer do.
         """
-        if (recorder := self._active_recorder()) is not None:
+        if (recorder := self._running_recorder()) is not None:
             recorder.output.steps.mark()
 
     def begin_step(self) -> None:
@@ -313,9 +370,9 @@ class Recording(Displayed):
 
         Without this mark, a step begins where the last one ended. As with ``step``, only marks end steps from now on.
         """
-        if (recorder := self._active_recorder()) is not None:
+        if (recorder := self._running_recorder()) is not None:
             recorder.observer.end_phase()
-            recorder.output.steps.begin()
+            recorder.output.steps.begin(is_each=True)
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
@@ -352,7 +409,7 @@ class Recording(Displayed):
 
         The time spent waiting for the loader is recorded, and the tensors of each item are labelled as inputs.
         """
-        if (recorder := self._active_recorder()) is not None:
+        if (recorder := self._running_recorder()) is not None:
             recorder.output.steps.begin()
         iterator: Iterator[LoaderItem] | None = None
 
@@ -384,8 +441,11 @@ class Recording(Displayed):
         Returns:
             The address of the page, which ends with a secret token; None, after a warning, if there is no server.
         """
-        if self._recorder is None or not self.is_recording:
+        if self._running_recorder() is None or self._recorder is None:
             logger.warning("memtrace: nothing is served: the recording is not running")
+            return None
+        if self._options.on_oom:
+            logger.warning("memtrace: nothing is served: with on_oom, the trace is kept in memory")
             return None
         try:
             from memtrace.recording.serving import start_server
@@ -450,6 +510,30 @@ class Recording(Displayed):
             return
         with mark_action(recorder.observer, text):
             yield
+
+    def snapshot(self) -> AnyPath | None:
+        """Bring the trace on disk up to date: all that was recorded so far, with the live blocks of this moment.
+
+        It can then be read while the recording goes on. That works at any time: between the steps of a schedule, where
+        the live blocks are listed, and with ``on_oom``, where the trace in memory is written. On the main thread of a
+        program that has no handler of its own for the signal SIGUSR2, that signal does the same.
+
+        Returns:
+            The folder of the trace; None if nothing was written, because the recording is not running or has failed.
+        """
+        recorder = self._running_recorder()
+        if recorder is None:
+            return None
+        request = SnapshotRequest(recorder.pauses)
+        return self.path if request.wait() and not recorder.has_ended else None
+
+    def _save_soon(self) -> None:
+        if (recorder := self._running_recorder()) is not None:
+            SnapshotRequest(recorder.pauses).start()
+
+    def _running_recorder(self) -> Recorder | NestedRecorder | None:
+        recorder = self._recorder
+        return recorder if recorder is not None and recorder.is_running else None
 
     def _active_recorder(self) -> Recorder | NestedRecorder | None:
         recorder = self._recorder

@@ -14,10 +14,12 @@ import numpy as np
 from memtrace.format.encode import encode_codes
 from memtrace.format.keyframes import PartColumns
 from memtrace.format.part_writer import PART_ROWS, PartWriter
-from memtrace.format.schema import SPAN_KINDS
+from memtrace.format.schema import EVENT_KINDS, SPAN_KINDS
+from memtrace.format.stored import FindEventForms
 from memtrace.recording import arrow
 from memtrace.recording.live_status import LiveStatusFile
 from memtrace.recording.manifest import ManifestFile
+from memtrace.recording.memory_files import MemoryFiles
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 OUTERMOST: Final = -1
 """Number of the recording that no other recording contains."""
 _STEP: Final = SPAN_KINDS.index("step")
+_OOM: Final = EVENT_KINDS.index("oom")
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Rows:
     def of_recording(self, number: int) -> Rows:
         """Return the same rows without the steps of other recordings."""
         spans = self.columns.spans
+        if not len(spans["kind"]):
+            return self
         is_step = spans["kind"] == _STEP
         is_foreign = is_step & (spans["name"] != number)
         if number == OUTERMOST and not is_foreign.any():
@@ -62,8 +67,12 @@ class TraceSink:
         failed: called once with the reason when the trace ends early.
         flush_seconds: a part is written at least this often.
         number: number of the recording, or OUTERMOST.
+        unsaved: the parts, where they stay in memory until ``save``, and how to claim the folder then, which returns
+            it; None: they go to disk.
 
     Attributes:
+        must_save: whether memory ran out, so that the trace is saved with the next part.
+        must_save_at_end: whether it is saved with the last part.
         is_over: set when nothing more is written.
     """
 
@@ -75,8 +84,12 @@ class TraceSink:
         failed: Callable[[str], None],
         flush_seconds: float,
         number: int = OUTERMOST,
+        unsaved: tuple[MemoryFiles, Callable[[], Path]] | None = None,
     ) -> None:
         self.folder = folder
+        self.must_save = self.must_save_at_end = False
+        self._unsaved = unsaved
+        self._num_saved_events = 0
         self.failed = failed
         self.is_over = threading.Event()
         self._flush_due = 0.0
@@ -86,22 +99,33 @@ class TraceSink:
         self._number = number
         self._parts = PartWriter(folder, arrow.DEVICES)
         self._parts.on_table_written = self._drop_void_steps
+        if unsaved is not None:
+            self._parts.write_file = unsaved[0].write
         self._has_void_steps = False
-        self._status = LiveStatusFile(folder)
+        self._status = LiveStatusFile(folder) if unsaved is None else None
 
     @property
     def due(self) -> float:
         """Time at which there is something to write next, by ``time.monotonic``."""
-        return min(self._flush_due, self._status.due)
+        return self._flush_due if self._status is None else min(self._flush_due, self._status.due)
 
     @property
     def num_events(self) -> int:
         """Events written so far."""
-        return self._parts.num_events
+        return self._parts.num_events if self._unsaved is None else self._num_saved_events
+
+    @property
+    def rows_wanted(self) -> int:
+        """Events that the current part still takes before it is written."""
+        return PART_ROWS - self._parts.rows_in_part
 
     def steps_numbered_anew(self) -> None:
         """Note that a second step 0 follows, which voids the steps before it; called on the training thread."""
         self._has_void_steps = True
+
+    def find_event_forms_with(self, find_event_forms: FindEventForms | None) -> None:
+        """Choose how the parts are shortened; see ``memtrace.format.stored.shorten``."""
+        self._parts.find_event_forms = find_event_forms
 
     def begin(self) -> None:
         """Start the clock of the flushes."""
@@ -111,13 +135,16 @@ class TraceSink:
         """Begin with the live set of ``outer``, whose trace goes on, and with the names known so far."""
         self.begin()
         self._parts.begin_with(outer._parts.live_set.without_steps(), names)
-        self._status.begin_with(outer._parts.live_set)
+        if self._status is not None:
+            self._status.begin_with(outer._parts.live_set)
 
     def append(self, rows: Rows) -> None:
         """Add rows to the current part."""
         own = rows.of_recording(self._number)
         self._parts.append(own.tables, own.columns)
-        self._status.advance(own.columns)
+        if self._status is not None:
+            self._status.advance(own.columns)
+        self.must_save |= self._unsaved is not None and bool((own.columns.events["kind"] == _OOM).any())
 
     def write_if_due(self, now_ns: int) -> None:
         """Write the current part if it is large or old enough, and the status for those who watch the recording.
@@ -125,29 +152,53 @@ class TraceSink:
         Args:
             now_ns: the observer's time up to which events have been drained.
         """
-        self._status.write_if_due(self._parts.live_set, self._parts.num_events, now_ns)
-        if time.monotonic() >= self._flush_due or self._parts.rows_in_part >= PART_ROWS:
+        if self._status is not None:
+            self._status.write_if_due(self._parts.live_set, self._parts.num_events, now_ns)
+        if self.must_save or time.monotonic() >= self._flush_due or self._parts.rows_in_part >= PART_ROWS:
             self.flush()
 
     def flush(self, *, with_manifest: bool = True) -> None:
         """Write the current part.
 
         Args:
-            with_manifest: write the manifest too; unnecessary where the last manifest follows at once.
+            with_manifest: write the manifest too; unnecessary for the last part, which the last manifest follows.
         """
         self._flush_due = time.monotonic() + self._flush_seconds
         num_events = self._parts.rows_in_part
         number = self._parts.flush()
-        if number is None:
-            return
-        if self._ring is not None:
+        if number is not None and self._ring is not None:
             dropped = self._ring.part_written(number, num_events, self._parts.order_ns)
             if dropped is not None:
                 self._parts.forget_parts(dropped)
+        if self._unsaved is not None:
+            if self.must_save or (self.must_save_at_end and not with_manifest):
+                self.save()
+        elif number is not None:
+            self._update_manifest()
+            if with_manifest:
+                self._manifest.write(self.folder)
+
+    def _update_manifest(self) -> None:
+        if self._ring is not None:
             self._manifest.set_dropped_events(self._ring.dropped_events)
         self._manifest.update(num_events=self._parts.num_events, parts=self._parts.parts)
-        if with_manifest:
-            self._manifest.write(self.folder)
+
+    def save(self) -> None:
+        """Write the parts that are kept in memory to disk, where there is such a trace already.
+
+        Raises:
+            MemtraceError: the folder contains something other than a memtrace trace.
+            OSError: the disk does not take it.
+        """
+        if self._unsaved is None:
+            return
+        files, claim_folder = self._unsaved
+        self.must_save = False
+        self.folder = claim_folder()
+        files.save(self.folder)
+        self._num_saved_events = self._parts.num_events
+        self._update_manifest()
+        self._manifest.write(self.folder)
 
     def end(self, last_tables: Mapping[str, pa.Table]) -> None:
         """Write what is left; the last manifest follows.
@@ -164,7 +215,8 @@ class TraceSink:
 
     def remove_status(self) -> None:
         """Remove the status: the recording has ended."""
-        self._status.remove()
+        if self._status is not None:
+            self._status.remove()
 
     def _drop_void_steps(self, table: str, temporary: Path) -> None:
         if table == "spans" and self._has_void_steps:

@@ -15,6 +15,7 @@ from memtrace.recording.observers import Observer
 
 if TYPE_CHECKING:
     from memtrace.recording.ring import Ring
+    from memtrace.recording.step_windows import StepWindows
 
 _STEP: Final = SPAN_KINDS.index("step")
 
@@ -51,7 +52,8 @@ class StepTracker:
         on_renumber: called when the first mark voids the steps recorded so far.
 
     Attributes:
-        num_steps: steps recorded so far.
+        num_steps: steps of the program so far.
+        windows: follows the schedule of the recording; None if all steps are recorded.
         on_recorded: called with the number of each step when it is recorded.
     """
 
@@ -80,17 +82,27 @@ class StepTracker:
         self._thread = threading.local()  # has the attribute "has_stepped" on threads that are known
         self._waiting: list[int] = []  # sorted ends of steps that follow the step of a round that is not over
         self._last_round_size = 1
+        self._is_round_known = False
+        self._is_closed = False
         self.num_steps = 0
+        self.windows: StepWindows | None = None
         self.on_recorded: Callable[[int], None] | None = None
 
     def start(self) -> None:
         """Begin the first step, where the recording begins later than the observer."""
         self._step_start_ns = self._first_start_ns = self._observer.now()
 
-    def begin(self) -> None:
-        """Mark the beginning of a loop of marked steps: time before it belongs to no step."""
+    def begin(self, *, is_each: bool = False) -> None:
+        """Mark the beginning of a step: time before it belongs to no step.
+
+        Args:
+            is_each: whether every step is marked so, and not only the first one of a loop.
+        """
         self._has_marks = True
         self._forget_rounds()
+        if self.windows is not None:
+            self.windows.begins_are_marked = is_each
+            self.windows.step_begins(self.num_steps)
         self._step_start_ns = self._observer.now()
 
     def _forget_rounds(self) -> None:
@@ -108,6 +120,8 @@ class StepTracker:
                 self._step_start_ns, self.num_steps = self._first_start_ns, 0
                 if self._ring is not None:
                     self._ring.forget_steps()
+                if self.windows is not None:
+                    self.windows.renumber()
                 self._on_renumber()
         self._end_step(self._observer.now())
         self._check_limit()
@@ -123,14 +137,35 @@ class StepTracker:
             self._thread.has_stepped = True
             if id(optimizer) in current.optimizers or (is_new_thread and current.optimizers):
                 self._last_round_size = len(current.optimizers)
+                self._is_round_known = True
                 insort(self._waiting, current.end_ns)
                 current = self._rounds[thread] = _Round()
             current.optimizers.add(id(optimizer))
             current.end_ns = self._observer.now()
             self._end_waiting_steps()
+            if self.windows is not None:
+                self._follow_schedule(self.windows, current)
             if self.num_steps + 1 == self._max_steps and len(current.optimizers) >= self._last_round_size:
                 self.close()
             self._check_limit()
+
+    def _follow_schedule(self, windows: StepWindows, current: _Round) -> None:
+        """Let the schedule act where a step has probably ended. It ends for certain in the next step, too late.
+
+        A round is taken to have as many optimizers as the one before it. A recording that starts too early does no
+        harm; the first round must therefore be larger to be taken for whole where recording would stop.
+        """
+        if len(self._rounds) > 1 or self._waiting:
+            return
+        expected = self._last_round_size
+        if windows.is_active and not self._is_round_known:
+            expected = windows.num_optimizers()
+        if len(current.optimizers) < expected:
+            return
+        if windows.will_pause(self.num_steps + 1):
+            self._record_step(current.end_ns, self.num_steps)
+            windows.recorded_early = self.num_steps
+        windows.step_begins(self.num_steps + 1)
 
     def _end_waiting_steps(self) -> None:
         """Record the steps that no step of an unfinished round can precede."""
@@ -153,17 +188,34 @@ class StepTracker:
                 for pending in self._rounds.values():
                     insort(self._waiting, pending.end_ns)
                 self._rounds.clear()
+                self._is_closed = True
                 self._end_waiting_steps()
 
     def _end_step(self, end_ns: int) -> None:
-        self._observer.span(_STEP, self._number, self._step_start_ns, end_ns, self.num_steps)
+        number, self.num_steps = self.num_steps, self.num_steps + 1
+        if self.windows is None:
+            self._record_step(end_ns, number)
+        else:
+            if self.windows.records(number):
+                self._record_step(end_ns, number)
+            if self.windows.begins_are_marked:
+                self.windows.step_ended(self.num_steps)
+            elif not self._is_closed:
+                self.windows.step_begins(self.num_steps)
         self._step_start_ns = end_ns
-        self.num_steps += 1
+
+    def _record_step(self, end_ns: int, number: int) -> None:
+        start_ns = self._step_start_ns
+        if self.windows is not None and number != self.windows.first_marked:
+            start_ns = max(start_ns, self.windows.start_ns)
+            if start_ns > end_ns:  # an interrupt of the program came in between
+                return
+        self._observer.span(_STEP, self._number, start_ns, end_ns, number)
         if self._ring is not None:
             self._ring.step_began(end_ns)
         self._on_step_end()
         if self.on_recorded is not None:
-            self.on_recorded(self.num_steps - 1)
+            self.on_recorded(number)
 
     def _check_limit(self) -> None:
         if self._max_steps is not None and self.num_steps >= self._max_steps:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Final
 
 from memtrace.errors import MemtraceError
 from memtrace.format import schema
-from memtrace.format.keyframes import PartColumns
 from memtrace.recording import arrow
 from memtrace.recording.background import BackgroundTask
 from memtrace.recording.observers import Batch, Observer
@@ -50,17 +49,19 @@ class Writer:
     ) -> None:
         self._observer = observer
         self._sink = sink
+        sink.find_event_forms_with(observer.find_event_forms)
         self._reserve = reserve
         self._cuda = cuda
         self._inner: list[TraceSink] = []
         self._waiting: list[TraceSink] = []
         self._lock = threading.RLock()  # guards the order of batches in the queue, and the two lists of traces
         self._queue: deque[Callable[[], None]] = deque()
+        self._requests: list[threading.Event] = []
         self._names: list[pa.Table] = []
         self._phase_of_name: dict[int, int] = {}
         self._is_stopping = False
         self._is_over = False
-        self._task = BackgroundTask(self._run)
+        self._task = BackgroundTask(self._run, has_low_priority=True)
 
     def start(self) -> bool:
         """Begin to write; return whether a thread could be started."""
@@ -91,6 +92,26 @@ class Writer:
             self._waiting.append(sink)
             self._queue.append(partial(self._begin_inner, sink))
         self._observer.wake()
+
+    def begin_part(self, *, save: bool = False) -> threading.Event:
+        """Write what has been seen so far, so that the next parts begin with the live set of now; on another thread.
+
+        Args:
+            save: whether traces that are kept in memory are written to disk too.
+
+        Returns:
+            Set when that is done, or can no longer be done.
+        """
+        done = threading.Event()
+        with self._lock:
+            if self._is_over:
+                done.set()
+                return done
+            self._take(at_end=True)
+            self._requests.append(done)
+            self._queue.append(partial(self._begin_parts, done, save=save))
+        self._observer.wake()
+        return done
 
     def remove(self, sink: TraceSink, last_tables: Mapping[str, pa.Table]) -> None:
         """Return when what has been seen so far is in the parts of an added trace; called on another thread.
@@ -124,7 +145,7 @@ class Writer:
         self._sink.begin()
         while not self._must_stop():
             due = min(sink.due for sink in (self._sink, *self._inner))
-            self._observer.wait(max(0.0, due - time.monotonic()))
+            self._observer.wait(max(0.0, due - time.monotonic()), self._sink.rows_wanted)
             if self._must_stop():  # perhaps because the program ran out of memory: the reserve is needed for the end
                 break
             now_ns = self._observer.now()
@@ -180,14 +201,28 @@ class Writer:
             self._phase_of_name |= {
                 row[0]: schema.PHASES.index(row[2]) for row in batch["names"] if row[2] in schema.PHASES
             }
-        part = PartColumns(columns["events"], columns["ops"], columns["labels"], columns["spans"], self._phase_of_name)
-        return Rows(tables, part)
+        return Rows(tables, arrow.part_columns(columns, batch, self._phase_of_name))
+
+    def _begin_parts(self, done: threading.Event, *, save: bool) -> None:
+        def write(sink: TraceSink) -> None:
+            sink.flush()
+            if save:
+                sink.save()
+
+        try:
+            write(self._sink)
+            for sink in list(self._inner):
+                self._protect(sink, partial(write, sink))
+        finally:
+            self._requests.remove(done)
+            done.set()
 
     # Recordings inside the outermost one. Whatever happens to one of them, the others go on.
 
     def _begin_inner(self, sink: TraceSink) -> None:
         self._waiting.remove(sink)
         self._inner.append(sink)
+        sink.find_event_forms_with(self._observer.find_event_forms)
         self._protect(sink, lambda: sink.begin_inside(self._sink, self._names))
 
     def _end_inner(self, sink: TraceSink, last_tables: Mapping[str, pa.Table]) -> None:
@@ -213,6 +248,8 @@ class Writer:
         with self._lock:
             self._is_over = True
             waiting, self._waiting = self._waiting, []
+            for done in self._requests:
+                done.set()
         for sink in list(self._inner):
             self._end_inner(sink, {})
         for sink in waiting:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memtrace.analysis import compute_coverage
-from memtrace.analysis.leaks import find_leaks, keeps_growing, live_bytes_at_step_ends
+from memtrace.analysis.leaks import find_leaks, keeps_growing
+from memtrace.analysis.retained_memory import live_bytes_at_step_ends
 from memtrace.trace import Trace
 from tests.builders import event, op, step, trace_of
 from tests.programs.tasks import Task

@@ -8,8 +8,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtrace.analysis.rank_overview import DeviceLoad, find_outliers, step_peak_grid, survey_ranks
-from memtrace.analysis.ranks import RankSummary, compare_ranks
+from memtrace.analysis.rank_groups import find_outliers
+from memtrace.analysis.rank_overview import step_peak_grid, survey_ranks
+from memtrace.analysis.rank_summary import DeviceLoad, RankSummary
+from memtrace.analysis.ranks import compare_ranks
 from memtrace.planning.verdict import choose_rank
 from memtrace.trace import MAX_KEPT_RANKS, Trace, load
 from tests.analysis.test_compare import job, sized_trace
@@ -33,7 +35,7 @@ def test_many_ranks_give_the_same_results_without_being_kept() -> None:
     assert overview.comparison == compare_ranks(many)
     assert [summary.peak_bytes for summary in overview.comparison.ranks] == [25 if n == 17 else 20 for n in traces]
     assert overview.comparison.rank_to_inspect == choose_rank(many) == 17
-    assert {outlier.rank for outlier in overview.outliers} == {17}
+    assert {outlier.rank for outlier in overview.comparison.outliers} == {17}
     # Nothing that was computed of a single rank stays with the trace of the job.
     assert not any(function is Trace._only_rank for function, *_ in many._results)
 
@@ -60,9 +62,9 @@ def test_outliers_differ_from_most_ranks() -> None:
 
 
 def test_few_ranks_and_ranks_that_spread_evenly_have_no_outliers() -> None:
-    assert find_outliers([summary(0, 10), summary(1, 99), summary(2, None)]) == []
-    assert find_outliers([summary(rank, 100 + 30 * rank) for rank in range(8)]) == []
-    assert find_outliers([summary(rank, 1000 + rank) for rank in range(8)]) == []
+    assert find_outliers([summary(0, 10), summary(1, 99), summary(2, None)]) == ()
+    assert find_outliers([summary(rank, 100 + 30 * rank) for rank in range(8)]) == ()
+    assert find_outliers([summary(rank, 1000 + rank) for rank in range(8)]) == ()
 
 
 @settings(max_examples=50, deadline=None)

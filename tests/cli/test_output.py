@@ -46,7 +46,7 @@ def test_a_site_is_followed_by_the_largest_of_its_modules() -> None:
 def test_an_unexpected_exception_becomes_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recorded_trace: Path
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("secret\x1b[31m")
 
     monkeypatch.setattr("memtrace.trace.load", fail)

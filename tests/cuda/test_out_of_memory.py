@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import memtrace
-from memtrace.planning.fixes import Fix
+from memtrace.planning.fix import Fix
 from memtrace.planning.verdict import MAX_FIXES, Verdict, find_verdict
 from tests.cuda.settings import on_null_device
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from memtrace.dashboards.sections import Link
 from memtrace.analysis.rank_overview import survey_ranks
 from memtrace.trace import Trace, load
 from tests.analysis.test_compare import job, sized_trace
-from tests.builders import event, trace_of
+from tests.builders import copied_job, event, trace_of
 from tests.dashboards.browser import needs_chromium, opened
 
 
@@ -87,20 +85,10 @@ def test_the_page_of_a_job_begins_with_the_overview_and_names_what_it_leaves_out
     assert f"This page leaves out {30 - MAX_VIEWS} more ranks or devices." in page
 
 
-def copied_job(recorded: Path, folder: Path, num_ranks: int) -> Path:
-    """A trace of many ranks: copies of the only rank of a recorded trace."""
-    for rank in range(num_ranks):
-        target = folder / f"rank={rank}"
-        shutil.copytree(recorded / "rank=0", target)
-        manifest = json.loads((target / "manifest.json").read_text())
-        (target / "manifest.json").write_text(json.dumps({**manifest, "rank": rank, "world_size": num_ranks}))
-    return folder
-
-
 @needs_chromium
 def test_a_link_of_the_overview_opens_the_view_of_a_rank(browser: Any, tmp_path: Path, gpt_trace: Path) -> None:
     trace = load(copied_job(gpt_trace, tmp_path / "job.memtrace", 6))
-    assert survey_ranks(trace).outliers == ()
+    assert survey_ranks(trace).comparison.outliers == ()
     with opened(browser, report(trace, tmp_path / "page.html")) as page:
         assert page.locator(".view:not([hidden])").get_attribute("data-view") == "0-cpu"
         page.click("#ranks td a >> text=3")
@@ -114,4 +102,4 @@ def test_the_table_is_bounded() -> None:
     table = ranks_table(trace, shown=set())
     assert table is not None
     assert len(table.rows) == MAX_ROWS
-    assert len(survey_ranks(trace).outliers) > MAX_ROWS
+    assert len(survey_ranks(trace).comparison.outliers) > MAX_ROWS

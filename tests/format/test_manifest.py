@@ -80,7 +80,7 @@ def test_the_message_about_a_newer_format_has_one_line_of_a_reasonable_length() 
 
 
 def test_unknown_members_are_ignored_and_absent_ones_have_defaults() -> None:
-    content = {"format": "memtrace", "format_version": 2, "rank": 1, "from_the_future": {}}
+    content = {"format": "memtrace", "format_version": 3, "rank": 1, "from_the_future": {}}
     assert parse_manifest(content, "manifest.json") == Manifest(rank=1)
 
 

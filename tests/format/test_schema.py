@@ -13,19 +13,24 @@ import pytest
 from memtrace.format.decode import decode_columns
 from memtrace.format.encode import encode_codes, make_table
 from memtrace.format.part_writer import open_part
-from memtrace.format.schema import OBSERVED_TABLES, TABLE_MEANINGS, TABLES, arrow_schema, find_column
+from memtrace.format.schema import OBSERVED_TABLES, TABLE_MEANINGS, TABLES, Column, arrow_schema, find_column
 from memtrace.recording.observers import COLUMN_DTYPES
 from memtrace.recording.observers.columns_header import columns_header
 
 DEVICES = ("cpu", "cuda:0")
 
 
+def find_column_or_none(table: str, name: str) -> Column | None:
+    return next((column for column in TABLES[table] if column.name == name), None)
+
+
 def test_every_table_is_described_and_every_vocabulary_fits_int8() -> None:
     assert set(TABLE_MEANINGS) == set(TABLES)
-    for columns in TABLES.values():
+    for table, columns in TABLES.items():
         assert len({column.name for column in columns}) == len(columns)
         for column in columns:
             assert column.meaning and len(column.vocabulary or ()) < 128
+            assert column.stored is None or find_column_or_none(table, column.stored.name) is None
             assert (column.dtype == "text") == (column.vocabulary is not None or column.name == "device")
 
 

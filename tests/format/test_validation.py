@@ -22,7 +22,7 @@ Change = Callable[[pa.Table], pa.Table]
 def _set(name: str, value: object) -> Change:
     def change(table: pa.Table) -> pa.Table:
         index = table.schema.get_field_index(name)
-        field = table.schema.field(index)
+        field = table.schema.field(index).with_nullable(True)
         text = pa.types.is_dictionary(field.type)
         values = pa.array([value] * table.num_rows, pa.string() if text else field.type)
         return table.set_column(index, field, values.dictionary_encode().cast(field.type) if text else values)
@@ -47,15 +47,15 @@ def _invalid_utf8(table: pa.Table) -> pa.Table:
 CASES: dict[str, tuple[str, Change, str]] = {
     "a size below zero": ("events", _set("size", -2), "has -2 in the column size, which must be from 0"),
     "a size that no device has": ("events", _set("size", MAX_BYTES + 1), "as a size"),
-    "a time out of range": ("events", _set("time_ns", MAX_NS + 1), "in the column time_ns"),
+    "a time out of range": ("events", _set("elapsed_ns", MAX_NS + 1), "in the column time_ns"),
     "a duration below zero": ("ops", _set("duration_ns", -1), "has -1 in the column duration_ns"),
-    "a block id below zero": ("events", _set("block_id", -1), "has -1 in the column block_id"),
-    "accesses without a block": ("events", lambda t: _set("kind", "read")(_set("block_id", None)(t)), "accesses without a block_id"),
+    "a block id below zero": ("events", _set("block_reference", 10**6), "in the column block_id, which must be from 0"),
+    "accesses without a block": ("events", lambda t: _set("kind", "read")(_set("block_reference", None)(t)), "accesses without a block_id"),
     "an unknown event": ("events", _set("kind", "explode"), "has 'explode' in the column kind, which is not one of alloc"),
     "a device that is an escape sequence": ("events", _set("device", "\x1b[31m"), r"has '\x1b[31m' in the column device"),
     "no kind": ("events", _set("kind", None), "has no value in"),
     "text instead of numbers": ("events", _retype("size", pa.string()), "has the column size as string instead of int64"),
-    "floating point numbers": ("ops", _retype("start_ns", pa.float64()), "has the column start_ns as double"),
+    "floating point numbers": ("ops", _retype("gap_ns", pa.float64()), "has the column gap_ns as double"),
     "a column twice": ("ops", lambda t: t.append_column("name", t.column("name")), "has the column name 2 times"),
     "invalid UTF-8": ("names", _invalid_utf8, "has invalid text"),
 }  # fmt: skip
@@ -79,8 +79,9 @@ def test_a_part_that_declares_too_many_rows_is_refused_before_it_is_read(tmp_pat
     on_disk(RandomTrace(1).rows, tmp_path / "x", [0])
     part = tmp_path / "x" / "rank=0" / "events-00000.parquet"
     rows = pq.read_table(part)
-    empty = pa.table([pa.nulls(1 << 20, field.type) for field in rows.schema], rows.schema)
-    with pq.ParquetWriter(part, rows.schema) as writer:
+    schema = pa.schema([field.with_nullable(True) for field in rows.schema])
+    empty = pa.table([pa.nulls(1 << 20, field.type) for field in schema], schema)
+    with pq.ParquetWriter(part, schema) as writer:
         for _ in range(MAX_PART_ROWS // (1 << 20) + 1):
             writer.write_table(empty)
     assert part.stat().st_size < 1_000_000

@@ -81,6 +81,18 @@ def test_an_error_of_the_cell_is_shown_once_and_its_peak_too(shell: Any, capsys:
     output = capsys.readouterr().out
     assert output.count("ZeroDivisionError: ") == 1
     assert "1.00 MiB" in output
+    assert "_record_cell" not in output
+
+
+def test_lines_of_cells_have_the_numbers_that_the_notebook_shows(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "import torch\ndef make():\n    return torch.ones(1 << 18)"
+    shell.run_cell(source, store_history=True)
+    shell.run_cell("%%memtrace\n\nkept = make()\nother = torch.ones(1 << 20)", store_history=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-2:] for line in lines if "4.00 MiB" in line and "In[" in line] == [["%", "In[2]:4"]]
+    assert [line.split()[-2:] for line in lines if "1.00 MiB" in line and "In[" in line] == [["In[1]:3", "make"]]
 
 
 def test_a_cell_with_an_assignment_or_nothing_has_no_result(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:

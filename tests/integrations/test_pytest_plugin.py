@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+import torch
 
 import memtrace
 from memtrace.analysis import find_peak
@@ -156,6 +157,58 @@ def test_nothing_is_imported_or_recorded_unless_enabled(pytester: pytest.Pyteste
     result = run_pytest(pytester, "-p", "no:xdist")
     result.assert_outcomes(passed=1)
     result.stdout.no_fnmatch_line("*memtrace:*")
+
+
+COMPUTING_TESTS = """
+    import pytest
+    import torch
+
+    RESULTS = []
+
+    @pytest.fixture(scope="module")
+    def model():
+        torch.manual_seed(3)
+        yield torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.3), torch.nn.Linear(32, 4))
+        torch.save([RESULTS, torch.get_rng_state()], "results.pt")
+
+    @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+    def test_training(model, optimizer):
+        optimizer = optimizer(model.parameters(), lr=0.1)
+        for _ in range(5):
+            loss = model(torch.randn(8, 16)).square().mean()
+            loss.backward()
+            RESULTS.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        RESULTS.extend(parameter.detach().clone() for parameter in model.parameters())
+
+    def test_that_fails(model):
+        RESULTS.append(torch.rand(3))
+        assert RESULTS[-1].sum() > 100
+
+    @pytest.mark.xfail(raises=RuntimeError)
+    def test_with_an_expected_error(model):
+        model(torch.randn(8, 15))
+
+    def test_that_skips_itself(model):
+        RESULTS.append(torch.rand(3))
+        pytest.skip("no more")
+"""
+
+
+def test_recorded_tests_compute_bitwise_the_same_and_have_the_same_outcomes(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(COMPUTING_TESTS)
+    results = []
+    for options in ([], ["--memtrace"]):
+        run = run_pytest(pytester, "-p", "no:xdist", *options)
+        run.assert_outcomes(passed=2, failed=1, xfailed=1, skipped=1)
+        results.append(torch.load(pytester.path / "results.pt"))
+        (pytester.path / "results.pt").unlink()
+    (plain, plain_state), (recorded, recorded_state) = results
+    assert torch.equal(plain_state, recorded_state)
+    assert len(plain) == len(recorded) == 2 * (5 + 4) + 2
+    for one, other in zip(plain, recorded, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ def test_missing_ranks_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     whole = unit_time_trace("1f1b", 4, 8, steps=2)
     whole = job(*(with_manifest(whole.rank(rank), world_size=5) for rank in whole.ranks))
     assert measure_pipeline(whole).missing_ranks == (4,)
-    monkeypatch.setattr("memtrace.trace.load", lambda path: whole)
+    monkeypatch.setattr("memtrace.trace.load", lambda path, **options: whole)
     assert "Missing ranks: 4" in CliRunner().invoke(cli, ["pipeline", str(tmp_path)]).output
     refused = CliRunner().invoke(cli, ["pipeline", str(tmp_path), "--schedule", "gpipe"])
     assert "need --predict" in str(refused.exception)

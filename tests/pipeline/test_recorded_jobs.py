@@ -29,7 +29,8 @@ from memtrace.pipeline.schedules.schedule import FLUSH, STASH, TWO_BUFFERED, Sch
 RUN = Path(__file__).parents[2] / "examples" / "pipeline" / "run.py"
 DOCS = Path(__file__).parents[2] / "docs"
 NUM_WORKERS, NUM_MICROBATCHES, NUM_BLOCKS = 4, 8, 6
-MESSAGE_BYTES, MAX_WAITING_MESSAGES = 4 * 4 * 64 * 64, 4
+MESSAGE_BYTES, MAX_WAITING_MESSAGES = 4 * 4 * 64 * 64, 2 * NUM_MICROBATCHES
+"""A rank sends at most two messages per micro-batch in a step, an output and a gradient."""
 RUNS_TORCH_SCHEDULES = not torch.__version__.startswith("2.9.")
 """Whether torch's own schedules run in ``RUN``; those of torch 2.9 abort in gloo, with and without a recording."""
 REPRESENTATIVE = (*(["torch:1f1b"] if RUNS_TORCH_SCHEDULES else []), "interleaved", "chimera", "zb-h1", "pipedream")

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import memtrace
 from memtrace.analysis.findings import find_device_waste
-from memtrace.planning.fixes import NO_COST, Fix, describe_saving, select_useful
+from memtrace.planning.fix import NO_COST, Fix, describe_saving
+from memtrace.planning.fixes import select_useful
 from memtrace.planning.unfinished_step import estimate_checkpointing
 from memtrace.planning.verdict import MAX_FIXES, choose_rank, find_verdict, judge_job, order_devices
 from memtrace.trace import Trace

@@ -234,7 +234,12 @@ def _in_child(jobs: list[tuple[str, bytes, bool]], folder: Path, results: Path) 
             run_batch(jobs, folder, results)
         finally:
             os._exit(0)
-    deadline = time.monotonic() + 2 * SECONDS_PER_BATCH
+    return wait_for_child(child, 2 * SECONDS_PER_BATCH)
+
+
+def wait_for_child(child: int, seconds: float) -> int:
+    """Return the exit code of a forked process, which is killed if it does not end in time."""
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         finished, status = os.waitpid(child, os.WNOHANG)
         if finished:

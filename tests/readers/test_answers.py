@@ -14,7 +14,7 @@ from memtrace.dashboards.steps import steps_figure
 
 import memtrace
 from memtrace.analysis import compute_coverage
-from memtrace.analysis.ranks import step_compute_ns
+from memtrace.analysis.rank_summary import step_compute_ns
 from tests.readers.snapshot_maker import SnapshotMaker, frame
 
 

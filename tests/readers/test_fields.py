@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memtrace.format.schema import MAX_BYTES
-from memtrace.readers.fields import FieldError, addresses, columns, sizes
+from memtrace.readers.fields import addresses, sizes
+from memtrace.readers.rows import FieldError, columns
 
 KEYS = ("action", "addr", "frames")
 

@@ -23,11 +23,11 @@ from memtrace.cli import main
 
 import memtrace
 from memtrace import readers
-from memtrace.analysis import compute_coverage
+from memtrace.analysis import compare_ranks, compute_coverage
 from memtrace.analysis.summary import summarize
 from memtrace.errors import TraceError
 from memtrace.format.encode import empty_tables
-from memtrace.format.manifest import TraceSource
+from memtrace.format.manifest import Manifest, TraceSource
 from memtrace.readers import isolated, registry
 from memtrace.readers.content import Content
 from memtrace.readers.import_job import write_trace
@@ -328,3 +328,80 @@ def test_a_lost_part_of_an_import_is_noticed(table: str, tmp_path: Path, files: 
     lost.unlink()
     with pytest.raises(TraceError, match=f"{table}-00000.parquet is missing"):
         summarize(memtrace.load(imported))
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks"),
+    [
+        (["rank3_memory_snapshot.pickle", "rank1_memory_snapshot.pickle"], [3, 1]),  # torchtitan
+        (["oom_rank-0_snapshot.pickle", "oom_rank-8_snapshot.pickle"], [0, 8]),  # Megatron-LM
+        (["memory_snapshot_rank1_step6.pkl", "memory_snapshot_rank0_step6.pkl"], [1, 0]),
+        (["snapshot_2026-01-02-03-05_1.pickle", "snapshot_2026-01-02-03-04_0.pickle"], [1, 0]),
+        (["mem.2.pickle", "mem.0.pickle", "mem.1.pickle"], [2, 0, 1]),
+        (["step100.pickle", "step200.pickle"], [0, 1]),  # numbers that do not count the files
+        (["b1.pickle", "a0.pickle"], [0, 1]),  # names that differ in more than numbers
+        (["rank1_a.pickle", "rank1_b.pickle"], [0, 1]),
+    ],
+)
+def test_ranks_in_the_file_names_of_training_frameworks(names: list[str], ranks: list[int]) -> None:
+    manifests = readers.number_ranks([(Path("iteration_10") / name, Manifest()) for name in names])
+    assert [manifest.rank for manifest in manifests] == ranks
+
+
+@pytest.mark.parametrize("can_fork", [True, False])
+def test_files_of_a_job_are_read_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_fork: bool
+) -> None:
+    """Each file is that of another history; one is damaged, one is not a snapshot."""
+    monkeypatch.setattr(isolated, "_can_fork", lambda: can_fork)
+    peaks, paths = [], []
+    for rank in range(6 if can_fork else 3):
+        history = random_history(rank, 40)
+        peaks.append(max(history.requested_curve))
+        paths.append(tmp_path / f"rank{rank}_memory_snapshot.pickle")
+        paths[-1].write_bytes(pickle.dumps(history.snapshot()))
+    answers = list(readers.read_each(paths, num_processes=3))
+    expected = [readers.read(path) for path in paths]
+    for answer, (rank,) in zip(answers, expected, strict=True):
+        assert not isinstance(answer, TraceError)
+        assert answer[0].tables == rank.tables and answer[0].manifest == rank.manifest
+    paths[1].write_bytes(paths[1].read_bytes()[:-50])
+    paths[2].write_bytes(b"nonsense")
+    trace = memtrace.load(*paths)
+    assert set(trace.unreadable) == {1, 2}
+    assert "rank1_memory_snapshot.pickle: the pickle is truncated" in trace.unreadable[1]
+    comparison = compare_ranks(trace)
+    assert [rank.peak_bytes for rank in comparison.ranks] == [
+        None if number in (1, 2) else peak for number, peak in enumerate(peaks)
+    ]
+    assert comparison.ranks[1].problem == trace.unreadable[1]
+    with pytest.raises(TraceError, match="rank1_memory_snapshot"):
+        readers.read_job(paths)
+    with pytest.raises(TraceError, match="truncated"):
+        memtrace.load(paths[1], paths[2])
+    with pytest.raises(TraceError, match="does not exist"):
+        memtrace.load(paths[0], tmp_path / "absent")
+
+
+def test_an_interrupt_ends_the_processes_that_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated, "_can_fork", lambda: True)
+    children: list[int] = []
+    fork = os.fork
+
+    def forked() -> int:
+        children.append(fork())
+        return children[-1]
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fork", forked)
+    paths = [tmp_path / f"rank{rank}.pickle" for rank in range(3)]
+    for path in paths:
+        path.write_bytes(pickle.dumps(random_history(1, 10).snapshot()))
+    with pytest.raises(KeyboardInterrupt):
+        memtrace.load(*paths, work_during_read=interrupt)
+    assert children
+    for child in children:
+        with pytest.raises(ChildProcessError):
+            os.waitpid(child, os.WNOHANG)

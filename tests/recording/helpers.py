@@ -12,8 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import memtrace
 from memtrace.analysis.blocks import blocks
+from memtrace.format.arrays import Array
 from memtrace.format.schema import CATEGORIES
 from memtrace.recording.session import Recording
 from memtrace.trace import Trace
@@ -36,11 +39,22 @@ def record_steps(
     return memtrace.load(path)
 
 
-def live_bytes(trace: Trace, category: str) -> int:
-    """Bytes of a category that are live at the end of a trace."""
+def live_bytes(trace: Trace, category: str, owner: str = "") -> int:
+    """Bytes of a category that are live at the end of a trace.
+
+    Args:
+        trace: the trace.
+        category: one of CATEGORIES.
+        owner: the class of the model whose blocks count; other tests of the process can have left models behind.
+    """
     table = blocks(trace)
     is_live = (table.category == CATEGORIES.index(category)) & (table.free_event < 0)
-    return int(table.size[is_live].sum())
+    return int(table.size[is_live & is_named(trace, table.name, owner)].sum())
+
+
+def is_named(trace: Trace, names: Array, owner: str) -> Array:
+    """Whether names of blocks begin with the class of a model; everything without one does."""
+    return np.array([not owner or (name >= 0 and trace.name(name).startswith(f"{owner}.")) for name in names.tolist()])
 
 
 def free_port() -> int:

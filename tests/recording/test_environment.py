@@ -17,7 +17,7 @@ from memtrace.recording import environment
 from memtrace.recording.environment import examine_environment
 from memtrace.recording.observers import build, native_observer, select, versions
 from memtrace.recording.observers.build import BuildError, NativeBuild
-from memtrace.recording.observers.versions import describe_untested_versions
+from memtrace.recording.observers.versions import describe_untested_versions, format_version
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,11 +49,20 @@ def test_other_versions_of_python_are_outside_the_range(
     assert describe_untested_versions() == f"Python {python[0]}.{python[1]} is outside the tested range 3.10 to 3.14"
 
 
+def test_every_minor_version_of_the_range_is_tried() -> None:
+    pythons, torches = (set(column) for column in zip(*versions.TESTED, strict=True))
+    for tried, oldest, newest in (
+        (pythons, versions.OLDEST_PYTHON, versions.NEWEST_PYTHON),
+        (torches, versions.OLDEST_TORCH, versions.NEWEST_TORCH),
+    ):
+        assert sorted(tried) == [(oldest[0], minor) for minor in range(oldest[1], newest[1] + 1)]
+
+
 def test_the_package_and_ci_declare_the_tested_range() -> None:
     package = configparser.ConfigParser()
     package.read(ROOT / "setup.cfg")
-    oldest_python, newest_python = (".".join(map(str, v)) for v in (versions.OLDEST_PYTHON, versions.NEWEST_PYTHON))
-    oldest_torch, newest_torch = (".".join(map(str, v)) for v in (versions.OLDEST_TORCH, versions.NEWEST_TORCH))
+    oldest_python, newest_python = map(format_version, (versions.OLDEST_PYTHON, versions.NEWEST_PYTHON))
+    oldest_torch, newest_torch = map(format_version, (versions.OLDEST_TORCH, versions.NEWEST_TORCH))
     assert package["options"]["python_requires"] == f">={oldest_python}"
     assert f"torch >= {oldest_torch}" in package["options"]["install_requires"].splitlines()
     classifiers = re.findall(r"Python :: (3\.\d+)", package["metadata"]["classifiers"])
@@ -61,6 +70,12 @@ def test_the_package_and_ci_declare_the_tested_range() -> None:
     assert classifiers == [f"3.{minor}" for minor in minors]
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
     matrix = re.findall(r'- python: "([\d.]+)".*\n\s+torch: "([\d.]+)"', workflow)
+    wheels = re.findall(r'- \{python: "([\d.]+)", torch: "([\d.]+)"\}', workflow)
+    assert wheels == [(format_version(python), format_version(torch)) for python, torch in versions.TESTED]
+    page = (ROOT / "docs" / "installation.md").read_text(encoding="utf-8")
+    pythons, torches = (re.search(rf"^\| {name} \| (\d.+) \|$", page, re.MULTILINE) for name in ("Python", "torch"))
+    assert pythons is not None and torches is not None
+    assert list(zip(pythons[1].split(" | "), torches[1].split(" | "), strict=True)) == wheels
     assert {matrix[0], matrix[-1]} == {(oldest_python, f"{oldest_torch}.0"), (newest_python, f"{newest_torch}.0")}
 
 

@@ -10,7 +10,9 @@ import os
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +200,19 @@ def test_a_background_task_runs_once_and_where_no_thread_can_be_started(monkeypa
     assert not here.start()
     here.finish()
     assert runs == [1, 2]
+
+
+def test_a_background_task_gives_up_what_its_work_refers_to() -> None:
+    class Model:
+        pass
+
+    for end in ("finish", "settle"):
+        model = Model()
+        reference = weakref.ref(model)
+        task = BackgroundTask(partial(id, model))
+        del model
+        getattr(task, end)()
+        assert reference() is None, end
 
 
 def test_a_settled_background_task_never_runs() -> None:

@@ -32,18 +32,24 @@ def record(program: Callable[[], None], path: Path) -> Trace:
     return memtrace.load(path)
 
 
+def traced_numpy_bytes() -> int:
+    """Bytes of the data of large NumPy arrays that are live. Small ones are those of the writer."""
+    arrays = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
+    sizes = [trace.size for trace in tracemalloc.take_snapshot().filter_traces([arrays]).traces]
+    return sum(size for size in sizes if size >= MIB)
+
+
 def test_the_peak_of_numpy_memory_is_that_of_tracemalloc(tmp_path: Path) -> None:
-    rng, before = np.random.default_rng(0), 0
+    rng, traced_bytes = np.random.default_rng(0), []
     sizes = rng.integers(1 * MIB, 3 * MIB, 40)
 
     def program() -> None:
-        nonlocal before
         kept: list[torch.Tensor] = []
-        before, _ = tracemalloc.get_traced_memory()
-        tracemalloc.reset_peak()
+        before = traced_numpy_bytes()
         for size in sizes:
             kept.append(torch.from_numpy(np.zeros(size, np.uint8)))
             kept[-1].fill_(1)
+            traced_bytes.append(traced_numpy_bytes() - before)
             del kept[: int(rng.integers(0, 3))]
 
     gc.collect()  # what other tests left behind must not be freed while it records
@@ -51,12 +57,12 @@ def test_the_peak_of_numpy_memory_is_that_of_tracemalloc(tmp_path: Path) -> None
     try:
         with memtrace.record(tmp_path / "run.memtrace", flush_seconds=FLUSH_LATE):
             program()
-            _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     trace = memtrace.load(tmp_path / "run.memtrace")
     recorded = find_peak(trace, "cpu").requested.bytes - compute_coverage(trace).baseline_bytes
-    assert recorded == pytest.approx(peak - before, rel=0.01)
+    # Each array has some bytes besides its data.
+    assert recorded == pytest.approx(max(traced_bytes), rel=1e-3)
 
 
 def shared() -> torch.Tensor:

@@ -11,6 +11,7 @@ import memtrace
 from memtrace.analysis import compute_coverage, steps_table
 from memtrace.analysis.blocks import CATEGORY, blocks
 from memtrace.analysis.ranks import compare_ranks
+from memtrace.format.manifest import RankCoordinate
 from tests.recording.helpers import DATA_PARALLEL_PARAMETER_BYTES as PARAMETER_BYTES
 from tests.recording.helpers import PROGRAMS, free_port
 
@@ -69,6 +70,7 @@ def test_sharded_tensors_are_labelled(tmp_path: Path) -> None:
     trace = memtrace.load(tmp_path / "job.memtrace")
     total_bytes = {"parameter": 0, "optimizer_state": 0}
     for number in trace.ranks:
+        assert trace.rank(number).manifest.coordinates == (RankCoordinate("dp_shard", number, 2),)
         table = blocks(trace.rank(number))
         gradients = table.size[table.category == CATEGORY["gradient"]]
         assert gradients.sum() == 4 * PARAMETER_BYTES // 2  # four steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # the first optimizer would import it, and a cycle of the import keeps that optimizer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,6 +20,7 @@ import memtrace
 from memtrace.analysis import compute_coverage
 from memtrace.format.part_writer import PartWriter
 from memtrace.recording.options import ObserverKind
+from memtrace.recording.session import Recording
 from tests.programs.tasks import make_step, mlp
 from tests.recording.helpers import endless_recording, part_written, record_steps, wait_until
 
@@ -56,6 +59,26 @@ def test_variables_of_the_program_live_no_longer_than_without_a_recording(tmp_pa
 
     with memtrace.record(tmp_path / "run.memtrace"):
         assert loop() == [True] * 3
+
+
+def test_a_recording_keeps_no_model_alive_after_its_end(tmp_path: Path) -> None:
+    def train() -> tuple[Recording, list[weakref.ref[Any]]]:
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with memtrace.record(tmp_path / "run.memtrace", model=model, optimizer=optimizer) as recording:
+            for _ in range(2):
+                model(torch.randn(4, 8)).sum().backward()
+                optimizer.step()
+        return recording, [weakref.ref(model), weakref.ref(model.weight), weakref.ref(optimizer)]
+
+    gc.collect()
+    gc.disable()  # a cycle would keep them as well
+    try:
+        recording, references = train()
+        assert [reference() for reference in references] == [None] * 3
+        assert recording.has_ended
+    finally:
+        gc.enable()
 
 
 def test_torch_profiler_can_run_at_the_same_time(tmp_path: Path) -> None:

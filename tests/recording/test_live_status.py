@@ -202,7 +202,7 @@ def test_a_killed_recording_is_stopped_and_its_trace_opens(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"format_version": 2, "steps": 3}', "\x00", '{"format_version": 1e999}']
+    "content", ["", "[]", "{}", '{"format_version": 3, "steps": 3}', "\x00", '{"format_version": 1e999}']
 )
 def test_a_damaged_status_is_an_error_that_names_the_file(tmp_path: Path, content: str) -> None:
     (tmp_path / LIVE_STATUS_NAME).write_text(content)

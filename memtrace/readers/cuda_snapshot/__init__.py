@@ -7,9 +7,10 @@ allocator's size of a block is given where the file states it or where it follow
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from memtrace.errors import TraceError
 from memtrace.format.encode import empty_tables
@@ -32,10 +33,11 @@ from memtrace.readers.cuda_snapshot.phases import phase_spans
 from memtrace.readers.cuda_snapshot.segments import read_segments
 from memtrace.readers.cuda_snapshot.settings import plain_settings
 from memtrace.readers.cuda_snapshot.stacks import StackTable
-from memtrace.readers.fields import FieldError, rows_of
 from memtrace.readers.lifetimes import find_lifetimes
 from memtrace.readers.limits import describe_memory_shortage
+from memtrace.readers.pickle_scanner import Scanner, TruncatedPickle, UnsupportedPickle, find_scanner, scan
 from memtrace.readers.rank import ReadRank
+from memtrace.readers.rows import FieldError, Rows, dicts_of
 from memtrace.readers.tables import Names, new_manifest
 from memtrace.readers.unpickle import load_plain
 
@@ -47,7 +49,7 @@ class PickledSnapshot:
 
     def __init__(self) -> None:
         # Kept alive with the reader, see memtrace.readers.isolated.
-        self._value: Any = None
+        self._kept: list[Any] = []
 
     def recognises(self, content: Content) -> bool:
         """Return whether the file is a pickle of protocol 2 to 5, by its first opcode."""
@@ -55,19 +57,62 @@ class PickledSnapshot:
 
     def read(self, content: Content) -> list[ReadRank]:
         """Read the one rank in the file."""
-        shortage = describe_memory_shortage(content.size_bytes)
-        if shortage is not None:
-            raise TraceError(f"{content.path}: {shortage}")
-        with content.open() as stream:
-            self._value = load_plain(stream, content.path)
-        return [read_snapshot(self._value, content)]
+        return [read_pickled(content.open, content, self._kept)]
+
+
+def read_pickled(open_pickle: Callable[[], BinaryIO], content: Content, kept: list[Any]) -> ReadRank:
+    """Read a pickled snapshot: with the scanner where there is one, and otherwise in Python.
+
+    Args:
+        open_pickle: opens the pickle; called once or twice.
+        content: the file that contains the pickle.
+        kept: receives objects that take long to free.
+
+    Raises:
+        TraceError: the pickle is damaged, needs too much memory, or is not a memory snapshot.
+    """
+    scanner = find_scanner(content.size_bytes)
+    if scanner is not None:
+        _check_memory(content, is_scanned=True)
+        with suppress(UnsupportedPickle), open_pickle() as stream:
+            return read_scanned(scanner, stream, content)
+    _check_memory(content, is_scanned=False)
+    with open_pickle() as stream:
+        kept.append(load_plain(stream, content.path))
+    return read_snapshot(kept[-1], content)
+
+
+def _check_memory(content: Content, *, is_scanned: bool) -> None:
+    shortage = describe_memory_shortage(content.size_bytes, is_scanned=is_scanned)
+    if shortage is not None:
+        raise TraceError(f"{content.path}: {shortage}")
+
+
+def read_scanned(scanner: Scanner, stream: BinaryIO, content: Content) -> ReadRank:
+    """Read a pickled snapshot without making objects of its entries.
+
+    Args:
+        scanner: the compiled scanner.
+        stream: the pickle.
+        content: the file.
+
+    Raises:
+        UnsupportedPickle: the pickle contains what the scanner does not know, and may be valid.
+        TraceError: the pickle is truncated, or its value is not a memory snapshot.
+    """
+    try:
+        value = scan(scanner, stream, tables=("segments",), lists_of_tables=("device_traces",))
+    except TruncatedPickle:
+        raise TraceError(f"{content.path}: the pickle is truncated. Copy the file again, or dump it again.") from None
+    return read_snapshot(value, content)
 
 
 def read_snapshot(value: Any, content: Content) -> ReadRank:
     """Convert a loaded snapshot to a trace.
 
     Args:
-        value: a snapshot, or the bare list of segments that ``torch.cuda.memory_snapshot`` returns.
+        value: a snapshot, or the bare list of segments that ``torch.cuda.memory_snapshot`` returns; its lists of dicts
+            can be rows that were scanned.
         content: the file.
 
     Raises:
@@ -97,7 +142,7 @@ class _SnapshotParts:
 
     @classmethod
     def of(cls, value: Any) -> _SnapshotParts:
-        if isinstance(value, list):
+        if isinstance(value, list | Rows):
             value = {"segments": value}
         if not isinstance(value, dict) or not ("segments" in value or "device_traces" in value):
             raise FieldError("it contains neither 'segments' nor 'device_traces'")
@@ -108,10 +153,17 @@ class _SnapshotParts:
             value.get("segments") or [],
             value.get("device_traces") or [],
             settings,
-            rows_of(value.get("external_annotations") or [], "'external_annotations'"),
+            dicts_of(value.get("external_annotations") or [], "'external_annotations'"),
             bool(value.get("host_traces") or value.get("host_segments")),
             any(_is_set(flag) for flag in flags),
         )
+
+    def close(self) -> None:
+        """Give back the memory of rows that were scanned, once they are columns."""
+        traces = self.traces if isinstance(self.traces, list | tuple) else ()
+        for rows in (self.segments, *traces):
+            if isinstance(rows, Rows):
+                rows.close()
 
 
 def _is_set(flag: object) -> bool:
@@ -123,6 +175,7 @@ def _is_set(flag: object) -> bool:
 def _convert(parts: _SnapshotParts, file: str) -> ReadRank:
     segments, live = read_segments(parts.segments)
     entries, frees_at_request = complete_frees(read_entries(parts.traces), live.address[live.pending])
+    parts.close()
     lives = find_lifetimes(entries.kind, entries.device, entries.address, entries.size)
     snapshot = Snapshot(entries, segments, live, lives, match_blocks(entries, lives, live), parts.settings)
     times = times_ns(entries)

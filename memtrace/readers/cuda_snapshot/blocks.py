@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from memtrace.format.arrays import distinct
 from memtrace.readers.cuda_snapshot.entries import SnapshotEntries
 from memtrace.readers.cuda_snapshot.segments import LiveBlocks, SnapshotSegments
 from memtrace.readers.lifetimes import Lifetimes
@@ -48,15 +49,24 @@ def match_blocks(entries: SnapshotEntries, lives: Lifetimes, live: LiveBlocks) -
     last: dict[int, int] = dict(zip(live_rows.tolist(), open_ended.tolist(), strict=True))
     last.pop(-1, None)
     match[np.fromiter(last.values(), np.int64, len(last))] = np.fromiter(last.keys(), np.int64, len(last))
-    only_live = np.setdiff1d(np.arange(len(live)), match)
+    is_matched = np.zeros(len(live), bool)
+    is_matched[match[match >= 0]] = True
+    only_live = np.flatnonzero(~is_matched)
     older = np.flatnonzero(~lives.allocated)
-    allocated = np.flatnonzero(lives.allocated)
-    allocated = allocated[np.argsort(first[allocated])]
+    allocated = _in_order_of_rows(np.flatnonzero(lives.allocated), first, len(entries))
     lifetime = np.concatenate([older, np.full(len(only_live), -1, np.int64), allocated])
     number = np.full(len(lives) + 1, -1, np.int64)
     number[lifetime[lifetime >= 0]] = np.flatnonzero(lifetime >= 0)
     in_live = np.concatenate([match[older], only_live, match[allocated]])
     return SnapshotBlocks(len(older) + len(only_live), number[lives.of_row], lifetime, in_live)
+
+
+def _in_order_of_rows(lives: Array, first_row: Array, num_rows: int) -> Array:
+    """Return lifetimes in the order of their first rows, which no two of them share."""
+    life_at = np.full(num_rows, -1, np.int64)
+    life_at[first_row[lives]] = lives
+    ordered: Array = life_at[life_at >= 0]
+    return ordered
 
 
 def _live_block_rows(device: Array, address: Array, blocks: LiveBlocks) -> Array:
@@ -65,7 +75,7 @@ def _live_block_rows(device: Array, address: Array, blocks: LiveBlocks) -> Array
     if not len(blocks):
         return row
     order = np.lexsort((blocks.address, blocks.device))
-    for number in np.unique(device).tolist():
+    for number in distinct(device).tolist():
         on_device = order[blocks.device[order] == number]
         queries = np.flatnonzero(device == number)
         if not len(on_device):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, compress, repeat
+from itertools import repeat
 from typing import Any, Final
 
 import numpy as np
 
 from memtrace.format.schema import EVENT_KINDS
 from memtrace.readers.annotations import Range
-from memtrace.readers.fields import FieldError, Row, addresses, column, columns, integers, rows_of, sizes
+from memtrace.readers.fields import addresses, integers, sizes
+from memtrace.readers.lifetimes import is_one_of
+from memtrace.readers.rows import Coded, FieldError, Row, Rows, rows_of
 from memtrace.readers.tables import Array
 
 KIND: Final = {kind: np.int8(code) for code, kind in enumerate(EVENT_KINDS)}
@@ -33,6 +35,8 @@ _ANNOTATION_ACTIONS: Final = frozenset({"annotate", "user_defined"})
 # Fields that are kept as the file contains them.
 RAW_KEYS: Final = ("frames", "forward_frames", "user_metadata", "compile_context")
 _KEYS: Final = ("action", "addr", "size", "stream", "time_us", "pool_id", *RAW_KEYS)
+ADDRESSLESS: Final = (KIND["oom"], KIND["snapshot"])
+"""Kinds of entries whose address means nothing."""
 NS_PER_US: Final = 1000
 MAX_DEVICES: Final = 127
 _MAX_TIME_RANGE_US: Final = 30 * 365 * 86_400 * 1_000_000
@@ -44,7 +48,7 @@ _COLUMNS: Final = ("kind", "device", "address", "size", "stream", "device_free",
 class SnapshotEntries:
     """The entries of all devices; each array has one element per entry."""
 
-    raw: Mapping[str, list[Any]]
+    raw: Mapping[str, Coded]
     """The fields ``RAW_KEYS`` as the file contains them; None where an entry does not have the field."""
     kind: Array
     """Index into ``EVENT_KINDS``."""
@@ -78,51 +82,43 @@ def read_entries(traces: object) -> SnapshotEntries:
         raise FieldError(f"'device_traces' has type {type(traces).__name__} instead of list")
     if len(traces) > MAX_DEVICES:
         raise FieldError(f"'device_traces' has {len(traces)} devices; the limit is {MAX_DEVICES}")
-    parts = [_device_entries(trace, number) for number, trace in enumerate(traces)]
+    histories = [rows_of(trace, f"the history of device {number}", _KEYS) for number, trace in enumerate(traces)]
+    parts = [_device_entries(rows, number) for number, rows in enumerate(histories) if len(rows)]
     parts = [part for part in parts if len(part)]
     if not parts:
-        return _device_entries([], 0)
+        return _device_entries(rows_of([], "the history of device 0"), 0)
     return parts[0] if len(parts) == 1 else _merged(parts)
 
 
-def _device_entries(trace: object, device: int) -> SnapshotEntries:
-    history = f"the history of device {device}"
+def _device_entries(rows: Rows, device: int) -> SnapshotEntries:
     what = f"entry {{}} of device {device}"
-    if not isinstance(trace, list | tuple):
-        rows_of(trace, history)
-    rows: Sequence[Row] = trace  # type: ignore[assignment]
-    fields = columns(rows, _KEYS, history)
-    kind, notes = _kinds(fields["action"], device)
-    keep = kind >= 0
-    if not keep.all():
-        chosen = keep.tolist()
-        rows = list(compress(rows, chosen))
-        fields = {key: list(compress(values, chosen)) for key, values in fields.items()}
-        kind = kind[keep]
-    has_address = ~np.isin(kind, [KIND["oom"], KIND["snapshot"]])
+    kind, notes = _kinds(rows.coded("action"), device)
+    rows, kind = rows.take(kind >= 0), kind[kind >= 0]
+    has_address = ~is_one_of(kind, ADDRESSLESS)
     address = np.zeros(len(rows), np.int64)
-    address[has_address] = addresses(list(compress(fields["addr"], has_address.tolist())), "addr", what)
+    address[np.flatnonzero(has_address)] = addresses(rows.take(has_address).numbers("addr"), "addr", what)
     return SnapshotEntries(
-        raw={key: fields[key] for key in RAW_KEYS},
+        raw={key: rows.coded(key) for key in RAW_KEYS},
         kind=kind,
         device=np.full(len(rows), device, np.int16),
         address=address,
-        size=sizes(fields["size"], "size", what, is_failed_request=kind == KIND["oom"]),
-        stream=_streams(fields["stream"], what),
+        size=sizes(rows.numbers("size"), "size", what, is_failed_request=kind == KIND["oom"]),
+        stream=_streams(rows.coded("stream"), what),
         device_free=_device_free(rows, kind, what),
-        pool=_entry_pools(fields["pool_id"], kind),
-        time_us=_times(fields["time_us"], what),
+        pool=_entry_pools(rows.coded("pool_id"), kind),
+        time_us=_times(rows.numbers("time_us"), what),
         notes=notes,
     )
 
 
-def _kinds(actions: Sequence[Any], device: int) -> tuple[Array, tuple[str, ...]]:
+def _kinds(actions: Coded, device: int) -> tuple[Array, tuple[str, ...]]:
     """Return the kind of each entry, -1 for actions that are not the allocator's, and notes on ignored entries."""
     try:
-        kind = np.fromiter(map(_ACTIONS.get, actions, repeat(-1)), np.int8, len(actions))
+        kinds = np.fromiter(map(_ACTIONS.get, actions.values, repeat(-1)), np.int8, len(actions.values))
     except TypeError:
         raise FieldError(f"an entry of device {device} has an 'action' that is not a string") from None
-    names = {actions[row] for row in np.flatnonzero(kind < 0).tolist()}
+    kind = actions.spread(kinds)
+    names = {actions.values[index] for index in np.flatnonzero(kinds < 0).tolist()}
     if None in names:
         raise FieldError(f"an entry of device {device} has no 'action'")
     unknown = sorted(ascii(name)[:40] for name in names - _ANNOTATION_ACTIONS)
@@ -131,45 +127,38 @@ def _kinds(actions: Sequence[Any], device: int) -> tuple[Array, tuple[str, ...]]
     return kind, (f"Entries with unknown actions were ignored: {', '.join(unknown[:_MAX_NAMED_ACTIONS])}",)
 
 
-def _streams(values: Sequence[Any], what: str) -> Array:
+def _streams(streams: Coded, what: str) -> Array:
     try:
-        distinct = set(values)
-    except TypeError:
-        distinct = set()
-    if len(distinct) == 1:
-        # Most programs use one stream, so that it need not be checked for every entry.
-        return np.full(len(values), addresses([distinct.pop() or 0], "stream", what)[0])
-    return addresses([value or 0 for value in values], "stream", what)
+        return streams.spread(addresses([value or 0 for value in streams.values], "stream", what))
+    except FieldError:
+        # For the number of the row in the message.
+        return addresses([value or 0 for value in streams.rows()], "stream", what)
 
 
-def _device_free(rows: Sequence[Row], kind: Array, what: str) -> Array:
+def _device_free(rows: Rows, kind: Array, what: str) -> Array:
+    if not (kind == KIND["oom"]).any():
+        return np.broadcast_to(np.int64(-1), len(rows))  # takes no memory
     free = np.full(len(rows), -1, np.int64)
-    for row in np.flatnonzero(kind == KIND["oom"]).tolist():
-        if "device_free" in rows[row]:
-            free[row] = sizes([rows[row]["device_free"]], "device_free", what.format(row))[0]
+    for number in np.flatnonzero(kind == KIND["oom"]).tolist():
+        row = rows.row(number)
+        if "device_free" in row:
+            free[number] = sizes([row["device_free"]], "device_free", what.format(number))[0]
     return free
 
 
-def _entry_pools(values: Sequence[Any], kind: Array) -> Array:
+def _entry_pools(pools: Coded, kind: Array) -> Array:
     """Return the pool of each entry, -1 for frees, which repeat the pool of their allocation."""
-    pool = np.full(len(values), -1, np.int64)
-    if any(values):
-        is_read = ~np.isin(kind, [KIND["free_requested"], KIND["free"], KIND["snapshot"]])
-        chosen = list(compress(values, is_read.tolist()))
-        pool[is_read] = pool_numbers(chosen, len(chosen))
-    return pool
+    if not any(pools.values):
+        return np.broadcast_to(np.int64(-1), len(pools))
+    is_read = ~is_one_of(kind, (KIND["free_requested"], KIND["free"], KIND["snapshot"]))
+    return np.where(is_read, pool_numbers(pools), -1)
 
 
-def pool_numbers(values: Sequence[Any] | None, num_rows: int) -> Array:
+def pool_numbers(pools: Coded) -> Array:
     """Return the numbers of memory pools as in the schema for torch's pairs; -1 for values that are not such pairs."""
-    if values is None:
-        return np.full(num_rows, -1, np.int64)
     known: dict[int, int] = {}
-    return np.fromiter(
-        (known.get(id(value)) or known.setdefault(id(value), _pool_number(value)) for value in values),
-        np.int64,
-        num_rows,
-    )
+    numbers = (known.get(id(value)) or known.setdefault(id(value), _pool_number(value)) for value in pools.values)
+    return pools.spread(np.fromiter(numbers, np.int64, len(pools.values)))
 
 
 def _pool_number(pair: object) -> int:
@@ -182,8 +171,8 @@ def _pool_number(pair: object) -> int:
     return 2 * number if owner == 0 else 2 * owner + 1 if number == 0 else -1
 
 
-def _times(values: Sequence[Any], what: str) -> Array | None:
-    if not values or None in values:
+def _times(values: Sequence[Any] | Array, what: str) -> Array | None:
+    if not len(values) or (not isinstance(values, np.ndarray) and None in values):
         return None
     times = integers(values, "time_us", what)
     return times if int(times.max()) - int(times.min()) < _MAX_TIME_RANGE_US else None
@@ -202,9 +191,8 @@ def _merged(parts: list[SnapshotEntries]) -> SnapshotEntries:
         merged_time = merged_time[order]
         if int(merged_time.max()) - int(merged_time.min()) >= _MAX_TIME_RANGE_US:
             merged_time = None
-    raw = {key: list(chain.from_iterable(part.raw[key] for part in parts)) for key in RAW_KEYS}
     return SnapshotEntries(
-        raw={key: [values[row] for row in order.tolist()] for key, values in raw.items()},
+        raw={key: Coded.joined([part.raw[key] for part in parts]).take(order) for key in RAW_KEYS},
         time_us=merged_time,
         notes=tuple(note for part in parts for note in part.notes),
         **{name: _joined(parts, name)[order] for name in _COLUMNS},
@@ -249,7 +237,7 @@ def read_ranges(annotations: Sequence[Row], *, t0_us: int, last_ns: int) -> list
         t0_us: microseconds since the Unix epoch at which the trace begins.
         last_ns: end of the trace, which also ends ranges without an end.
     """
-    times = integers(column(annotations, "time_us", "annotation {}"), "time_us", "annotation {}")
+    times = integers([row.get("time_us") for row in annotations], "time_us", "annotation {}")
     open_starts: dict[tuple[str, object], list[int]] = {}
     ranges = []
     for row, time in zip(annotations, times.tolist(), strict=True):

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from memtrace.format.arrays import distinct
 from memtrace.format.encode import Known, Text, make_table
 from memtrace.format.schema import CATEGORIES, EVENT_KINDS
 from memtrace.readers.cuda_snapshot.blocks import Snapshot
-from memtrace.readers.cuda_snapshot.entries import KIND
+from memtrace.readers.cuda_snapshot.entries import ADDRESSLESS, KIND
 from memtrace.readers.cuda_snapshot.ops import SnapshotOps
 from memtrace.readers.cuda_snapshot.segments import SnapshotSegments
 from memtrace.readers.cuda_snapshot.sizes import allocated_sizes
 from memtrace.readers.cuda_snapshot.stacks import StackTable
+from memtrace.readers.lifetimes import is_one_of
 from memtrace.readers.tables import Array
 
 if TYPE_CHECKING:
@@ -47,25 +49,21 @@ def events_table(snapshot: Snapshot, ops: SnapshotOps, times: Array) -> pa.Table
     entries, blocks = snapshot.entries, snapshot.blocks
     columns = _block_columns(snapshot)
     older = blocks.num_baseline
-    has_block = blocks.of_row >= 0
-    block = np.where(has_block, blocks.of_row, 0)
-    has_size = np.zeros(older + len(entries), bool)
-    has_size[:older] = columns.allocated.known[:older]
-    allocated = np.zeros(older + len(entries), np.int64)
-    allocated[:older] = columns.allocated.values[:older]
-    if len(columns.address):
-        has_size[older:] = has_block & columns.allocated.known[block]
-        allocated[older:] = columns.allocated.values[block]
+    # Of an entry without a block, whose number is -1, the element behind those of the blocks.
+    allocated = np.append(columns.allocated.values, 0)
+    is_known = np.append(columns.allocated.known, False)
     live = blocks.live[:older]
     baseline_op = np.where(live >= 0, ops.of_live[live], -1) if len(ops.of_live) else np.full(older, -1, np.int64)
-    address = np.concatenate([columns.address[:older], entries.address])
-    has_address = np.ones(len(address), bool)
-    has_address[older:] = ~np.isin(entries.kind, [KIND["oom"], KIND["snapshot"]])
+    has_address = np.ones(older + len(entries), bool)
+    has_address[older:] = ~is_one_of(entries.kind, ADDRESSLESS)
     number = np.concatenate([np.arange(older), blocks.of_row])
     op = np.concatenate([baseline_op, _entry_ops(snapshot, ops)])
     pool = np.concatenate([columns.pool[:older], entries.pool])
-    device_free = np.concatenate([np.full(older, -1, np.int64), entries.device_free])
     device = np.concatenate([columns.device[:older], entries.device])
+    has_free = np.concatenate([np.zeros(older, bool), entries.device_free >= 0])
+    more = {}
+    if has_free.any():  # a column that is not given takes no memory
+        more["device_free"] = Known(np.concatenate([np.zeros(older, np.int64), entries.device_free]), has_free)
     return make_table(
         "events",
         older + len(entries),
@@ -75,12 +73,12 @@ def events_table(snapshot: Snapshot, ops: SnapshotOps, times: Array) -> pa.Table
             "device": device_text(device),
             "block_id": Known(number, number >= 0),
             "size": np.concatenate([columns.requested[:older], entries.size]),
-            "allocated_size": Known(allocated, has_size),
-            "address": Known(address, has_address),
+            "allocated_size": Known(allocated[number], is_known[number]),
+            "address": Known(np.concatenate([columns.address[:older], entries.address]), has_address),
             "op_id": Known(op, op >= 0),
             "stream": np.concatenate([columns.stream[:older], entries.stream]),
             "pool": Known(pool, pool >= 0),
-            "device_free": Known(device_free, device_free >= 0),
+            **more,
         },
     )
 
@@ -125,8 +123,12 @@ def _block_columns(snapshot: Snapshot) -> _BlockColumns:
 
 def device_text(device: Array) -> Text:
     """Convert device numbers to a column of names: cuda:0, cuda:1 and so on."""
-    numbers, codes = np.unique(device, return_inverse=True)
-    return Text(codes.astype(np.int8), [f"cuda:{number}" for number in numbers.tolist()])
+    numbers = distinct(device)
+    if len(numbers) == 1:
+        return Text(np.zeros(len(device), np.int8), [f"cuda:{numbers[0]}"])
+    code_of = np.zeros(int(numbers.max(initial=0)) + 1, np.int8)
+    code_of[numbers] = np.arange(len(numbers))
+    return Text(code_of[device], [f"cuda:{number}" for number in numbers.tolist()])
 
 
 def labels_table(snapshot: Snapshot, ops: SnapshotOps) -> pa.Table:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from memtrace.format.arrays import distinct
 from memtrace.readers.cuda_snapshot.blocks import Snapshot
 from memtrace.readers.cuda_snapshot.entries import KIND
 from memtrace.readers.cuda_snapshot.ops import SnapshotOps
-from memtrace.readers.lifetimes import describe_contradictions
+from memtrace.readers.lifetimes import describe_contradictions, is_one_of
 from memtrace.readers.tables import Array
 from memtrace.readers.wording import format_clause
 from memtrace.units import format_bytes, format_count
@@ -138,7 +139,7 @@ def _contradictions(snapshot: Snapshot) -> Iterator[str]:
         contradictions.append(f"segments state {stated} of requested memory, but their blocks add up to {actual}")
     if contradictions:
         yield f"The snapshot contradicts itself, so PyTorch did not write it in this form: {'; '.join(contradictions)}"
-    lost = np.flatnonzero(lives.allocated & ~lives.ended & ~np.isin(np.arange(len(lives)), _surviving_lives(snapshot)))
+    lost = np.flatnonzero(lives.allocated & ~lives.ended & ~_is_surviving(snapshot))
     if len(lost) and len(segments):
         blocks = _format_blocks(len(lost), int(entries.size[lives.first_row[lost]].sum()))
         yield (
@@ -147,9 +148,11 @@ def _contradictions(snapshot: Snapshot) -> Iterator[str]:
         )
 
 
-def _surviving_lives(snapshot: Snapshot) -> Array:
-    """Return the lifetimes whose blocks are in the final state."""
-    return snapshot.blocks.lifetime[(snapshot.blocks.live >= 0) & (snapshot.blocks.lifetime >= 0)]
+def _is_surviving(snapshot: Snapshot) -> Array:
+    """Return for each lifetime whether its block is in the final state."""
+    survives = np.zeros(len(snapshot.lives), bool)
+    survives[snapshot.blocks.lifetime[(snapshot.blocks.live >= 0) & (snapshot.blocks.lifetime >= 0)]] = True
+    return survives
 
 
 def _num_resized(snapshot: Snapshot) -> int:
@@ -170,11 +173,11 @@ def _num_outside(snapshot: Snapshot) -> int:
     entries, segments = snapshot.entries, snapshot.segments
     if not len(segments):
         return 0
-    is_segment_entry = np.isin(
+    is_segment_entry = is_one_of(
         entries.kind, [KIND[kind] for kind in ("segment_alloc", "segment_free", "segment_map", "segment_unmap")]
     )
     num_outside = 0
-    for number in np.unique(entries.device).tolist():
+    for number in distinct(entries.device).tolist():
         in_history, in_state = is_segment_entry & (entries.device == number), segments.device == number
         start = np.concatenate([entries.address[in_history], segments.address[in_state]])
         end = start + np.concatenate([entries.size[in_history], segments.size[in_state]])

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -20,7 +19,8 @@ from memtrace.readers.annotations import Range
 from memtrace.readers.cuda_snapshot.entries import KIND, RAW_KEYS, SnapshotEntries
 from memtrace.readers.cuda_snapshot.phases import infer_backward
 from memtrace.readers.cuda_snapshot.stacks import StackTable
-from memtrace.readers.fields import FieldError
+from memtrace.readers.lifetimes import is_one_of
+from memtrace.readers.rows import Coded, FieldError
 from memtrace.readers.tables import Array, Names
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class SnapshotOps:
 
 def read_ops(
     entries: SnapshotEntries,
-    live_frames: Sequence[Any],
+    live_frames: Coded,
     optimizer_steps: Sequence[Range],
     times: Array,
     stacks: StackTable,
@@ -82,12 +82,11 @@ def read_ops(
         stacks: the call stacks of the snapshot.
         names: the table that receives the names.
     """
-    chosen = np.isin(entries.kind, _WITH_STACK)
-    selectors = chosen.tolist()
-    frames, printed, metadata, compiled = (list(compress(entries.raw[key], selectors)) for key in RAW_KEYS)
+    chosen = np.flatnonzero(is_one_of(entries.kind, _WITH_STACK))
+    frames, printed, metadata, compiled = (entries.raw[key].take(chosen) for key in RAW_KEYS)
     stack_index = stacks.intern(frames)
     num_chosen = len(stack_index)
-    if any(printed):
+    if any(printed.values):
         forward = stacks.intern_printed(printed)
         stack_index = np.where(forward > 0, forward, stack_index)
     live_stack_index = stacks.intern(live_frames)
@@ -95,7 +94,7 @@ def read_ops(
     context = np.full(len(stack_index) + len(live_frames), -1, np.int64)
     context[:num_chosen] = _contexts([texts for texts in descriptions if texts is not None], num_chosen, names)
     stack_index = np.concatenate([stack_index, live_stack_index])
-    phase = np.array([stack.phase for stack in stacks.distinct], np.int64)[stack_index]
+    phase = np.array([stack.phase for stack in stacks.distinct], np.int8)[stack_index]
     within = np.concatenate([_within(times[chosen], optimizer_steps), np.zeros(len(live_frames), bool)])
     phase[within & (phase < 0)] = OPTIMIZER
     allocs = np.flatnonzero(entries.kind[chosen] == KIND["alloc"])
@@ -129,17 +128,13 @@ def _number_calls(
     Returns:
         The number of each combination, -1 where all three are unknown; and the table ``ops``.
     """
-    key = (
-        (stack_index.astype(np.int64) * (len(PHASES) + 1) + phase + 1) * (int(context.max(initial=-1)) + 2)
-        + context
-        + 1
-    )
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    num_contexts = int(context.max(initial=-1)) + 2
+    key = (stack_index.astype(np.int64) * (len(PHASES) + 1) + phase + 1) * num_contexts + context + 1
+    first, inverse = _first_rows(key, len(stacks.distinct) * (len(PHASES) + 1) * num_contexts)
     is_known = (stack_index[first] > 0) | (phase[first] >= 0) | (context[first] >= 0)
-    order = np.argsort(first[is_known], kind="stable")
-    rows = first[is_known][order]
+    rows = first[is_known]
     number = np.full(len(first), -1, np.int64)
-    number[np.flatnonzero(is_known)[order]] = np.arange(len(rows))
+    number[is_known] = np.arange(len(rows))
     chosen = [stacks.distinct[index] for index in stack_index[rows].tolist()]
     nodes = [_with_node(names, code, stack.node) for code, stack in zip(context[rows].tolist(), chosen, strict=True)]
     stack_ids = np.array([stack.stack for stack in chosen], np.int64)
@@ -160,6 +155,27 @@ def _number_calls(
     return number[inverse], table
 
 
+def _first_rows(key: Array, num_keys: int) -> tuple[Array, Array]:
+    """Return the first row of each distinct key, in ascending order, and for each row the index of its key there.
+
+    Args:
+        key: numbers from 0 up to ``num_keys``.
+        num_keys: as above.
+    """
+    if num_keys > 4 * len(key) + 1024:
+        _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        rank = np.empty(len(order), np.int64)
+        rank[order] = np.arange(len(order))
+        return first[order], rank[inverse]
+    first_of_key = np.full(num_keys, len(key), np.int64)
+    first_of_key[key[::-1]] = np.arange(len(key) - 1, -1, -1)  # of the rows of a key, the first one is written last
+    first = np.sort(first_of_key[first_of_key < len(key)])
+    index_of_row = np.zeros(len(key), np.int64)
+    index_of_row[first] = np.arange(len(first))
+    return first, index_of_row[first_of_key[key]]
+
+
 def _with_node(names: Names, context: int, node: str) -> int:
     """Return the context of an operator call extended by the FX node of its call stack."""
     if not node:
@@ -168,28 +184,36 @@ def _with_node(names: Names, context: int, node: str) -> int:
     return names.text("range", f"{text}; {node}" if text else node)
 
 
-def _contexts(columns: Sequence[list[str]], num_rows: int, names: Names) -> Array:
+def _contexts(columns: Sequence[Coded], num_rows: int, names: Names) -> Array:
     """Return the context of each row as an id in the table ``names``; -1 for none.
 
     The context is what the program (user metadata) and the compiler (compiled frame) recorded with the allocation.
     """
     if not columns:
         return np.full(num_rows, -1, np.int64)
-    rows = list(zip(*columns, strict=True))
-    ids = {texts: names.text("range", "; ".join(filter(None, texts))) if any(texts) else -1 for texts in set(rows)}
-    return np.fromiter((ids[texts] for texts in rows), np.int64, num_rows)
+    combined = np.zeros(num_rows, np.int64)
+    for column in columns:
+        numbered = column.numbered()
+        combined = combined * len(numbered.values) + numbered.spread(np.arange(len(numbered.values)))
+    _, first, inverse = np.unique(combined, return_index=True, return_inverse=True)
+    ids = np.full(len(first), -1, np.int64)
+    for index in np.argsort(first, kind="stable").tolist():
+        texts = [text for column in columns if (text := column.value(int(first[index])))]
+        if texts:
+            ids[index] = names.text("range", "; ".join(texts))
+    return ids[inverse]
 
 
-def _texts(values: list[Any], key: str, empty: tuple[str, ...]) -> list[str] | None:
+def _texts(values: Coded, key: str, empty: tuple[str, ...]) -> Coded | None:
     """Return the strings among ``values``, "" for other values; None if no row has a string."""
     try:
-        distinct = set(values)
+        distinct = set(values.values)
     except TypeError:
         raise FieldError(f"an entry has a {key!r} that is not a string") from None
     if distinct <= {None, *empty}:
         return None
-    text_of = {value: value if isinstance(value, str) and value not in empty else "" for value in distinct}
-    return [text_of[value] for value in values]
+    texts = [value if isinstance(value, str) and value not in empty else "" for value in values.values]
+    return Coded(texts, values.codes)
 
 
 def _within(times: Array, ranges: Sequence[Range]) -> Array:

@@ -6,6 +6,7 @@ from typing import Final
 
 import numpy as np
 
+from memtrace.format.arrays import distinct
 from memtrace.format.schema import PHASES
 from memtrace.frames import BACKWARD, FORWARD, OPTIMIZER
 from memtrace.readers.annotations import Span
@@ -60,7 +61,7 @@ def phase_spans(phase: Array, times: Array, names: Names) -> list[Span]:
     ends[closed] = times[rows[begins[1:]]][closed[:-1]]
     starts = times[rows[begins]]
     codes = phase[rows[begins]]
-    ids = {code: names.text("range", PHASES[code]) for code in np.unique(codes).tolist()}
+    ids = {code: names.text("range", PHASES[code]) for code in distinct(codes).tolist()}
     return [
         Span("phase", ids[code], start, max(start, end), -1)
         for code, start, end in zip(codes.tolist(), starts.tolist(), ends.tolist(), strict=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, Final
 
 import numpy as np
 
 from memtrace.readers.cuda_snapshot.entries import MAX_DEVICES, pool_numbers
-from memtrace.readers.fields import FieldError, Row, addresses, column, integers, optional, rows_of, sizes
+from memtrace.readers.fields import addresses, integers, sizes
+from memtrace.readers.rows import Coded, FieldError, Row, Rows, rows_of
 from memtrace.readers.tables import Array
 
 # PyTorch documents "active_awaiting_free" and writes "active_pending_free".
@@ -37,7 +37,7 @@ class SnapshotSegments:
     """Whether the segment belongs to the small pool."""
     expandable: Array
     """1 for an expandable segment, 0 for others, -1 where it is unknown."""
-    frames: Sequence[Any]
+    frames: Coded
     """Call stacks as the file contains them."""
     num_size_mismatches: int = 0
     """Number of segments whose blocks do not add up to the size of the segment; 0 in every valid snapshot."""
@@ -62,7 +62,7 @@ class LiveBlocks:
     """Row of ``SnapshotSegments``."""
     pending: Array
     """Whether the program freed the block and the block waits for a stream."""
-    frames: Sequence[Any]
+    frames: Coded
     """Call stacks as the file contains them."""
 
     def __len__(self) -> int:
@@ -76,74 +76,86 @@ def read_segments(value: object) -> tuple[SnapshotSegments, LiveBlocks]:
         FieldError: the value is not a list of segments of an allocator.
     """
     rows = rows_of(value, "'segments'")
-    block_lists = [rows_of(blocks, "the blocks of a segment") for blocks in column(rows, "blocks", "segment {}")]
+    blocks, num_blocks = rows.children("blocks", "segment {}", "the blocks of a segment")
     segments = _segments(rows)
-    blocks = list(chain.from_iterable(block_lists))
-    owner = np.repeat(np.arange(len(rows)), np.array(list(map(len, block_lists)), np.int64))
-    live = _live_blocks(blocks, owner, segments)
-    filled = np.bincount(owner, [block["size"] for block in blocks], minlength=len(segments))
+    owner = np.repeat(np.arange(len(rows)), num_blocks)
+    size = sizes(blocks.numbers("size"), "size", "block {}")
+    live = _live_blocks(blocks, owner, size, segments)
+    filled = np.bincount(owner, size, minlength=len(segments))
     return replace(segments, num_size_mismatches=int((filled != segments.size).sum())), live
 
 
-def _segments(rows: Sequence[Row]) -> SnapshotSegments:
+def _segments(rows: Rows) -> SnapshotSegments:
     what = "segment {}"
-    device = integers(column(rows, "device", what) if rows else [], "device", what)
+    device = integers(rows.numbers("device"), "device", what)
     if len(device) and (device.min() < 0 or device.max() >= MAX_DEVICES):
         raise FieldError(f"a segment is on device {int(device[(device < 0) | (device >= MAX_DEVICES)][0])}")
-    kinds = optional(rows, "segment_type") or [None] * len(rows)
-    flags = optional(rows, "is_expandable") or [None] * len(rows)
+    kinds, flags = rows.values("segment_type"), rows.values("is_expandable")
     return SnapshotSegments(
         device=device.astype(np.int16),
-        address=addresses(column(rows, "address", what), "address", what),
-        size=sizes(column(rows, "total_size", what), "total_size", what),
-        allocated=sizes(column(rows, "allocated_size", what), "allocated_size", what),
-        active=sizes(column(rows, "active_size", what), "active_size", what),
+        address=addresses(rows.numbers("address"), "address", what),
+        size=sizes(rows.numbers("total_size"), "total_size", what),
+        allocated=sizes(rows.numbers("allocated_size"), "allocated_size", what),
+        active=sizes(rows.numbers("active_size"), "active_size", what),
         requested=_optional_sizes(rows, "requested_size", what),
-        stream=addresses([row.get("stream") or 0 for row in rows], "stream", what),
-        pool=pool_numbers(optional(rows, "segment_pool_id"), len(rows)),
+        stream=addresses([stream or 0 for stream in rows.values("stream")], "stream", what),
+        pool=pool_numbers(rows.coded("segment_pool_id")),
         small=np.array([kind == "small" for kind in kinds], bool),
         expandable=np.array([-1 if flag is None else bool(flag) for flag in flags], np.int8),
-        frames=[row.get("frames") for row in rows],
+        frames=rows.coded("frames"),
     )
 
 
-def _optional_sizes(rows: Sequence[Row], key: str, what: str) -> Array:
-    values = optional(rows, key)
-    if values is None or None in values:
-        return np.full(len(rows), -1, np.int64)
-    return sizes(values, key, what)
+def _optional_sizes(rows: Rows, key: str, what: str) -> Array:
+    values = rows.numbers(key)
+    return np.full(len(rows), -1, np.int64) if _is_incomplete(values) else sizes(values, key, what)
 
 
-def _live_blocks(blocks: Sequence[Row], owner: Array, segments: SnapshotSegments) -> LiveBlocks:
+def _is_incomplete(values: Sequence[Any] | Array) -> bool:
+    return not isinstance(values, np.ndarray) and any(value is None for value in values)
+
+
+def _live_blocks(blocks: Rows, owner: Array, size: Array, segments: SnapshotSegments) -> LiveBlocks:
     """Return the blocks that are not inactive; ``owner`` is the segment of each block."""
-    size = sizes(column(blocks, "size", "block {}"), "size", "block {}")
-    try:
-        state = np.array([_STATES.get(state, -1) for state in column(blocks, "state", "block {}")], np.int8)
-    except TypeError:
-        raise FieldError("a block has a 'state' that is not a string") from None
-    if (state < 0).any():
-        raise FieldError(f"a block has the unknown state {ascii(blocks[int(np.argmin(state))]['state'])[:40]}")
+    state = _states(blocks.coded("state"))
     address = _block_addresses(blocks, owner, size, segments)
-    live = np.flatnonzero(state > 0)
-    rows = [blocks[index] for index in live.tolist()]
+    live = state > 0
+    rows = blocks.take(live)
     owner = owner[live]
+    requested = rows.numbers("requested_size")
+    if _is_incomplete(requested):
+        requested = [_requested(rows.row(number)) for number in range(len(rows))]
+    frames = rows.coded("frames")
+    if _is_incomplete(frames.values):
+        frames = Coded([_frames(rows.row(number)) for number in range(len(rows))])
     return LiveBlocks(
         device=segments.device[owner],
         address=address[live],
         size=size[live],
-        requested=sizes([_requested(row) for row in rows], "requested_size", "block {}"),
+        requested=sizes(requested, "requested_size", "block {}"),
         stream=segments.stream[owner],
         pool=segments.pool[owner],
         segment=owner,
         pending=state[live] == 2,
-        frames=[_frames(row) for row in rows],
+        frames=frames,
     )
 
 
-def _block_addresses(blocks: Sequence[Row], owner: Array, size: Array, segments: SnapshotSegments) -> Array:
+def _states(states: Coded) -> Array:
+    try:
+        codes = np.array([_STATES.get(state, -1) for state in states.values], np.int8)
+    except TypeError:
+        raise FieldError("a block has a 'state' that is not a string") from None
+    if (codes < 0).any():
+        state = states.values[int(np.argmin(codes))]
+        raise FieldError(f"a block has {f'the unknown state {ascii(state)[:40]}' if state is not None else 'no state'}")
+    return states.spread(codes)
+
+
+def _block_addresses(blocks: Rows, owner: Array, size: Array, segments: SnapshotSegments) -> Array:
     """Return the addresses in the file; torch 2.0 writes none, so they follow from the order of the blocks."""
-    values = optional(blocks, "address")
-    if values is not None and None not in values:
+    values = blocks.numbers("address")
+    if not _is_incomplete(values):
         return addresses(values, "address", "block {}")
     before = np.cumsum(size) - size
     first = np.searchsorted(owner, np.arange(len(segments)))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from memtrace.allocator.rules import SMALL_REQUEST_BYTES, round_sizes
+from memtrace.format.arrays import distinct
 from memtrace.format.encode import Known
 from memtrace.readers.cuda_snapshot.blocks import Snapshot
 from memtrace.readers.cuda_snapshot.segments import LiveBlocks
@@ -59,7 +60,7 @@ def _in_expandable_segment(snapshot: Snapshot, device: Array, address: Array) ->
     """Return whether each block is in a segment that is expandable when the snapshot is taken."""
     segments = snapshot.segments
     inside = np.zeros(len(address), bool)
-    for number in np.unique(segments.device[segments.expandable == 1]).tolist():
+    for number in distinct(segments.device[segments.expandable == 1]).tolist():
         rows = np.flatnonzero((segments.expandable == 1) & (segments.device == number))
         rows = rows[np.argsort(segments.address[rows])]
         start, size = segments.address[rows], segments.size[rows]

@@ -23,7 +23,7 @@ from memtrace.frames import (
     phase_hint,
     stack_phase,
 )
-from memtrace.readers.fields import FieldError
+from memtrace.readers.rows import Coded, FieldError
 from memtrace.readers.tables import Array, Names
 
 MAX_DEPTH: Final = 4096
@@ -59,18 +59,32 @@ class _InternedFrame(NamedTuple):
     category_hint: str
 
 
+class _InternedRecord(NamedTuple):
+    """What a frame dict means."""
+
+    frame: Frame
+    """The frame as the file contains it."""
+    frames: tuple[_InternedFrame, ...]
+    """The frames that it stands for: none for stack machinery, the original source before generated code."""
+    node: str
+    """Its FX node, "" for none."""
+
+
 class StackTable:
     """Interns lists of frame dicts. It identifies them by ``id``, so they must stay alive as long as the table."""
 
     def __init__(self, names: Names) -> None:
         self._names = names
-        self._frames: dict[int, tuple[_InternedFrame, ...]] = {}
+        self._records: dict[int, _InternedRecord] = {}
         self._index_by_ids: dict[tuple[int, ...], int] = {}
         self._index_by_stack: dict[SnapshotStack, int] = {NO_STACK: 0}
         self.distinct: list[SnapshotStack] = [NO_STACK]
 
-    def intern(self, lists: Sequence[Any]) -> Array:
+    def intern(self, lists: Coded) -> Array:
         """Return for each list of frames its index in ``distinct``; 0 for None and for an empty list."""
+        return lists.spread(self._intern_values(lists.values))
+
+    def _intern_values(self, lists: Sequence[Any]) -> Array:
         similar: dict[tuple[int, int, int], list[tuple[Any, int]]] = {}
         indices: list[int] = []
         add, candidates_of, no_candidates = indices.append, similar.get, ()
@@ -97,13 +111,13 @@ class StackTable:
             raise FieldError("an entry has 'frames' that are not a list of frames") from None
         return np.array(indices, np.int32)
 
-    def intern_printed(self, lists: Sequence[Any]) -> Array:
+    def intern_printed(self, lists: Coded) -> Array:
         """Do the same for ``forward_frames``: printed tracebacks, one string per frame, outermost frame first."""
         known: dict[int, int] = {}
-        for lines in lists:
+        for lines in lists.values:
             if id(lines) not in known:
                 known[id(lines)] = self._intern_traceback(lines)
-        return np.fromiter((known[id(lines)] for lines in lists), np.int32, len(lists))
+        return lists.spread(np.fromiter((known[id(lines)] for lines in lists.values), np.int32, len(lists.values)))
 
     def _intern_traceback(self, lines: Any) -> int:
         if not isinstance(lines, list | tuple):
@@ -122,12 +136,13 @@ class StackTable:
         return self._index_by_ids[ids]
 
     def _add_list(self, records: Sequence[Any]) -> int:
-        frames = [frame for record in records for frame in self._intern_frame(record)]
+        interned = list(map(self._intern_record, records))
+        frames = [frame for record in interned for frame in record.frames]
         if not frames:
             return 0
         phase, recompute = stack_phase([frame.phase_hint for frame in frames])
-        node = next((text for text in map(_fx_node, records) if text), "")
-        operator = dispatched_operator(map(_to_frame, records))
+        node = next((record.node for record in interned if record.node), "")
+        operator = dispatched_operator(record.frame for record in interned)
         hint = next((frame.category_hint for frame in frames if frame.category_hint), "none")
         return self._add(
             SnapshotStack(
@@ -146,21 +161,20 @@ class StackTable:
             self.distinct.append(stack)
         return index
 
-    def _intern_frame(self, record: Any) -> tuple[_InternedFrame, ...]:
-        """Return the frames of a frame dict: none for stack machinery, the original source before generated code."""
-        if id(record) not in self._frames:
+    def _intern_record(self, record: Any) -> _InternedRecord:
+        if id(record) not in self._records:
             if not isinstance(record, dict):
                 raise FieldError("an entry has a frame that is not a dict")
-            self._frames[id(record)] = tuple(self._new_frames(record))
-        return self._frames[id(record)]
+            frame = _to_frame(record)
+            self._records[id(record)] = _InternedRecord(frame, self._new_frames(frame, record), _fx_node(record))
+        return self._records[id(record)]
 
-    def _new_frames(self, record: Mapping[str, Any]) -> list[_InternedFrame]:
-        frame = _to_frame(record)
+    def _new_frames(self, frame: Frame, record: Mapping[str, Any]) -> tuple[_InternedFrame, ...]:
         if is_stack_machinery(frame):
-            return []
+            return ()
         original_frames = parse_traceback([record.get("fx_original_trace")])[:MAX_DEPTH]
         frames = [_InternedFrame(self._frame_name(item), phase_hint(item), "") for item in original_frames]
-        return [*frames, _InternedFrame(self._frame_name(frame), phase_hint(frame), category_hint(frame))]
+        return (*frames, _InternedFrame(self._frame_name(frame), phase_hint(frame), category_hint(frame)))
 
     def _frame_name(self, frame: Frame) -> int:
         return self._names.frame(frame.file, frame.line, frame.function)
@@ -171,7 +185,7 @@ def _to_frame(record: Mapping[str, Any]) -> Frame:
     file, line, function = record.get("filename"), record.get("line"), record.get("name")
     return Frame(
         file if isinstance(file, str) else "",
-        line if isinstance(line, int) and 0 <= line < _MAX_LINE else 0,
+        int(line) if isinstance(line, int) and 0 <= line < _MAX_LINE else 0,
         function if isinstance(function, str) else "",
     )
 

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+import numpy as np
+
 from memtrace.format.schema import OBSERVED_TABLES, batch_dtypes
+from memtrace.format.stored import FindEventForms
 
 if TYPE_CHECKING:
     import torch
 
 Batch = dict[str, Any]
-"""The result of ``Observer.drain``: columns as raw little-endian bytes under "table.column", and new names under
-"names" as tuples (id, index into NAME_KINDS, text, ids of the frames)."""
+"""The result of ``Observer.drain``: columns as objects with the buffer protocol under "table.column", and new names
+under "names" as tuples (id, index into NAME_KINDS, text, ids of the frames). An observer may add bitmaps, least
+significant bit first: "table.column.valid" of a column with nulls, "table.column.bits" of a column of booleans. If it
+adds one, it adds all. It may also add what the batch changes in the live set, under "changes.column"."""
+
+CHANGES_DTYPES: Final = {
+    "event_rows": np.int32,
+    "event_order_ns": np.int64,
+    "op_rows": np.int32,
+    "level_device": np.int8,
+    "level_time_ns": np.int64,
+    "level_bytes": np.int64,
+}
+"""Columns and numpy dtypes of what a batch changes in the live set: the rows of ``events`` that still matter after the
+batch, and the largest time up to each of them; the rows of ``ops`` that these refer to; and the points of the live
+bytes by device, as in ``memtrace.format.keyframes.Level``."""
 
 COLUMN_DTYPES: Final = {table: batch_dtypes(table) for table in OBSERVED_TABLES}
 """Columns and numpy dtypes of a batch. Kinds, phases and categories are codes into the tuples of
@@ -25,6 +43,9 @@ pool, extra, time_ns.
 
 Sizes are in bytes. ``address`` of an out-of-memory event is the free memory of the device. ``extra`` is the allocated
 size of a baseline block, and 1 for an OLDER_SEGMENT that is expandable. ``time_ns`` -1 means now."""
+FOUND_BLOCK: Final = 15
+"""Kind of a ``CudaRow``, in addition to EVENT_KINDS: a block that was allocated during a pause. It becomes an
+allocation without an operator; ``extra`` is its allocated size."""
 OLDER_SEGMENT: Final = 13
 """Kind of a ``CudaRow``, in addition to EVENT_KINDS: a segment older than the recording. It creates no event."""
 
@@ -38,6 +59,9 @@ class Observer(Protocol):
     kind: str
     """Name of the observer in the manifest."""
 
+    find_event_forms: FindEventForms | None
+    """A faster function in the place of ``memtrace.format.stored.find_event_forms``; None if there is none."""
+
     def start(self, *, accesses: bool, stacks: bool, stack_min_bytes: int, device_time_min_bytes: int) -> None:
         """Start to observe this process: the calling thread immediately, other threads from their first allocation.
 
@@ -49,12 +73,25 @@ class Observer(Protocol):
                 times none.
         """
 
+    def pause(self) -> None:
+        """Observe nothing until ``resume``, except the frees of the blocks that are known; nothing if paused already.
+
+        Called on the thread that is recorded. Spans, labels and ``baseline`` are still recorded.
+        """
+
+    def resume(self) -> None:
+        """Observe again, as after ``start``, and know the same blocks as before; nothing if not paused.
+
+        Raises:
+            RuntimeError: another library has replaced what the observer hooks into.
+        """
+
     def stop(self) -> None:
         """Stop observing and remove all hooks. A last ``drain`` returns the rest."""
 
-    def wait(self, seconds: float) -> int:
-        """Sleep until there is much to drain, ``seconds`` have passed or the observer stops; return the number of
-        records.
+    def wait(self, seconds: float, enough_events: int) -> int:
+        """Sleep until there are ``enough_events`` to drain or the writer is needed for something else, ``seconds`` have
+        passed or the observer stops; return the number of records.
         """
 
     def wake(self) -> None:
@@ -152,8 +189,45 @@ class Observer(Protocol):
     def cuda_events(self, rows: list[CudaRow]) -> None:
         """Add events of the CUDA allocator that the observer does not see itself."""
 
+    def allocation_failed(self, device: int, size: int, free: int) -> None:
+        """Record an allocation that failed during a pause, after the blocks that are live.
+
+        Args:
+            device: 0 for the CPU, 1 + i for cuda:i.
+            size: requested bytes.
+            free: free bytes of the device; -1: unknown.
+        """
+
     def baseline(self, tensors: list[torch.Tensor]) -> None:
-        """Record the blocks of tensors that are older than the recording."""
+        """Record the blocks of tensors that are older than the recording, or were allocated during a pause.
+
+        Those of a pause begin now, as allocations without an operator.
+        """
+
+    def observed_kernel(
+        self, kernel: Callable[..., Any], method: str | None, name: int, accesses: bytes
+    ) -> Callable[..., Any]:
+        """Return an object to be used in place of a kernel that is called without the dispatcher.
+
+        It records every call as an operator, unless an operator is running, and has the attributes of the kernel.
+
+        Args:
+            kernel: what is called.
+            method: name of the method of ``kernel`` that launches it; None if it is called itself.
+            name: name id of the operator.
+            accesses: for each argument that is a tensor, in order: 1 if the kernel reads it, 2 if it writes it, 3 for
+                both. Tensors beyond the last one count as read and written.
+        """
+
+    def watch_region(self, code: CodeType, sites: list[tuple[int, int, int, int, list[int]]]) -> None:
+        """Attribute what the lines of generated code do to the lines of the program that they were generated from.
+
+        Args:
+            code: a function that torch.compile generated.
+            sites: for ranges of lines, ascending: the first line, the name id of the module (-1: unknown), the index
+                into PHASES of operators outside all module calls, the name id of the frame of the generated code, and
+                the name ids of the frames of the program, innermost first.
+        """
 
     def collected(self, phase: str, info: dict[str, int]) -> None:
         """Take note of a garbage collection: an element of ``gc.callbacks``. Those that free objects become ranges."""

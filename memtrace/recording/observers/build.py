@@ -8,20 +8,22 @@ cannot succeed does not delay every run.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Final
 
-from memtrace.recording.observers.build_cache import BuildCache, CachedModule, CacheError, cache_folders
-from memtrace.recording.observers.compilation import CompileError, compile_module
+from memtrace.native_build.build_cache import BuildCache, CachedModule, CacheError, cache_folders
+from memtrace.native_build.compilation import CompileError, compile_module
+from memtrace.native_build.compilers import find_compilers
+from memtrace.native_build.loading import load_extension
 from memtrace.recording.observers.cuda_headers import CudaHeaders, find_cuda_headers
-from memtrace.recording.observers.loading import load_extension
-from memtrace.recording.observers.toolchain import failure_key, find_compilers, module_key
+from memtrace.recording.observers.toolchain import failure_key, module_key, python_headers, recipe
 
 logger = logging.getLogger("memtrace")
 
@@ -46,6 +48,8 @@ class NativeBuild:
     """CUDA headers that it was built with; None: without CUDA."""
     cuda_obstacle: str | None
     """Why it cannot observe CUDA's allocator; None if it can, and where torch is not a CUDA build."""
+    build_seconds: float | None = None
+    """Time that this process needed to build it; None: it was in the cache."""
 
 
 _loaded: NativeBuild | None = None
@@ -159,17 +163,20 @@ class _Build:
         compilers = find_compilers()
         if not compilers:
             raise BuildError("no C++ compiler found; install one (Debian: apt-get install g++) or set CXX")
+        if not (python_headers() / "Python.h").is_file():
+            raise BuildError(f"{python_headers()} lacks Python.h; install it (Debian: apt-get install python3-dev)")
         failed = failure_key(self.key, headers, compilers)
         self._raise_remembered(failed)
         with self._locked() as (cache, touch):
             if (build := self.from_cache()) is not None:  # another process has built it
                 return build
             self._raise_remembered(failed)
+            started = time.monotonic()
             try:
                 with _progress(headers):
-                    content, compiler = compile_module(compilers, headers, touch)
+                    content, compiler = compile_module(compilers, recipe(headers), touch)
                     compiled = CachedModule(content, str(compiler), str(headers) if headers else None)
-                    build = self._load(compiled, cache)
+                    build = replace(self._load(compiled, cache), build_seconds=time.monotonic() - started)
             except (CompileError, ImportError) as error:
                 is_transient = isinstance(error, CompileError) and error.is_transient
                 with suppress(CacheError):
@@ -207,7 +214,8 @@ def _try_to_lock(cache: BuildCache, stack: ExitStack) -> Callable[[], None] | Ca
 
 
 def _report_wait() -> None:
-    _report("memtrace: another process is building the native observer; waiting for it\n")
+    if os.environ.get("RANK", "0") == "0":  # not once for each of a thousand ranks
+        _report("memtrace: another process is building the native observer; waiting for it\n")
 
 
 @contextmanager
@@ -216,7 +224,9 @@ def _progress(headers: CudaHeaders | None) -> Iterator[None]:
 
     suffix = " without CUDA" if torch.version.cuda is not None and headers is None else ""
     started = time.monotonic()
-    _report(f"memtrace: building the native observer{suffix} for torch {torch.__version__} (once, about a minute) ...")
+    _report(
+        f"memtrace: building the native observer{suffix} for torch {torch.__version__} (once, a minute or more) ..."
+    )
     try:
         yield
     except BaseException:

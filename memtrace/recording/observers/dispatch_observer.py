@@ -24,6 +24,7 @@ import gc
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Final
@@ -33,6 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from memtrace.format.schema import EVENT_KINDS, NAME_KINDS, PHASES, SPAN_KINDS
+from memtrace.format.stored import FindEventForms
 from memtrace.recording.observers import Batch, CudaRow
 from memtrace.recording.observers.dispatch_blocks import BlockTable, LiveBlock, fake_mode_active, is_fake
 from memtrace.recording.observers.dispatch_buffer import RecordBuffer
@@ -44,6 +46,7 @@ from memtrace.recording.observers.dispatch_operators import (
     next_sequence_nr,
     running_node_sequence_nr,
 )
+from memtrace.recording.observers.dispatch_regions import ObservedKernel, Regions
 from memtrace.recording.observers.dispatch_stacks import PythonStacks
 from memtrace.recording.observers.dispatch_threads import (
     ForwardNodes,
@@ -79,6 +82,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """``Observer`` as a Python dispatch mode; see the docstring of this module."""
 
     kind = "dispatch"
+    find_event_forms: FindEventForms | None = None
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
@@ -96,8 +100,12 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._threads: list[ObservedThread] = []
         self._collections: list[tuple[int, int]] = []  # start and end
         self._collection_start_ns = 0
-        self._python_stacks = PythonStacks(self._buffer, __file__)
+        self._regions = Regions()
+        self._python_stacks = PythonStacks(self._buffer, self._regions, __file__)
+        self.hide_frames_of(ObservedKernel.__call__.__code__)
         self._active = False
+        self._is_paused = False
+        self._window = 0
         self._has_baseline = False
         self._has_unseen_threads = False
 
@@ -123,17 +131,44 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_temporary = thread is not None and thread.has_own_mode  # the call that it was pushed for pops it
         if not is_temporary and self in _get_current_dispatch_mode_stack():  # the writer's thread has none
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        if not self._active:
+        if not self._runs:
             return
         for other in self._threads:
             self._end_forward(other)
-        self._active = False
+        self._active = self._is_paused = False
         self._blocks.close()
         self._drained.set()
 
-    def wait(self, seconds: float) -> int:
+    @property
+    def _runs(self) -> bool:
+        return self._active or self._is_paused
+
+    def pause(self) -> None:
+        """See ``Observer.pause``."""
+        if not self._active:
+            return
+        thread = self._thread()
+        self._end_forward(thread)
+        while thread.ranges:
+            self._end_range(thread)
+        self._is_paused, self._active = True, False
+        if (stack := _get_current_dispatch_mode_stack()) and stack[-1] is self and not thread.has_own_mode:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._drained.set()
+
+    def resume(self) -> None:
+        """See ``Observer.resume``."""
+        if not self._is_paused:
+            return
+        self._window += 1  # what threads were doing is not known any more
+        thread = self._thread()
+        self._active, self._is_paused = True, False
+        if thread.index == 0 and self not in _get_current_dispatch_mode_stack():
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def wait(self, seconds: float, enough_events: int) -> int:
         """See ``Observer.wait``."""
-        self._drained.wait(min(seconds, 0.5) if self._active else 0)
+        self._drained.wait(min(seconds, 0.5) if self._runs else 0)
         self._drained.clear()
         return len(self._buffer.rows["events"])
 
@@ -147,7 +182,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def abandon(self) -> None:
         """See ``Observer.abandon``. Below another mode this one stays on the stack, without effect."""
-        self._active = False
+        self._active = self._is_paused = False
         self._lock = self._buffer.lock = threading.RLock()
         self._drained = threading.Event()
         self._blocks.close()
@@ -231,7 +266,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         thread: ObservedThread | None = getattr(self._local, "thread", None)  # memtrace's own threads have none
         if kind == _SPAN["step"] and thread is not None:
             self._end_forward(thread)
-        if self._active:
+        if self._runs:
             index_of_thread = -1 if thread is None else thread.index
             self._buffer.add("spans", (kind, name, start_ns, end_ns - start_ns, index_of_thread, index))
 
@@ -246,7 +281,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def label(self, tensors: list[torch.Tensor], category: int, names: list[int], gradient_category: int) -> None:
         """See ``Observer.label``."""
-        if not self._active:
+        if not self._runs:
             return
         with torch._C.DisableTorchFunction():
             for tensor, name in zip(tensors, names, strict=True):
@@ -272,10 +307,38 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunction():
             for tensor in tensors:
                 if not self._records_fakes_only or is_fake(tensor):
-                    self._blocks.add_older(tensor)
+                    self._list(tensor)
                     if tensor.is_leaf and tensor.grad is not None:
-                        self._blocks.add_older(tensor.grad)
+                        self._list(tensor.grad)
         self._has_baseline = True
+
+    def _list(self, tensor: torch.Tensor) -> None:
+        if self._window or self._is_paused:  # it was allocated during a pause
+            self._blocks.allocate(tensor, self.now(), -1)
+        else:
+            self._blocks.add_older(tensor)
+
+    def allocation_failed(self, device: int, size: int, free: int) -> None:
+        """See ``Observer.allocation_failed``."""
+        row = (self.now(), _EVENT["oom"], device, -1, size, -1, -1, -1, -1, self._thread().index, -1, free)
+        self._buffer.add("events", row)
+
+    def observed_kernel(
+        self, kernel: Callable[..., Any], method: str | None, name: int, accesses: bytes
+    ) -> Callable[..., Any]:
+        """See ``Observer.observed_kernel``."""
+        return ObservedKernel(self._call_kernel, kernel, method, name, accesses)
+
+    def _call_kernel(self, kernel: ObservedKernel, launch: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # While an operator runs, which is recorded as a whole, the mode is not on the stack.
+        if not self._active or all(mode is not self for mode in _get_current_dispatch_mode_stack()):
+            return launch(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return self._call(self._begin_call(kernel.info(args, kwargs), kernel.name), launch, args, kwargs)
+
+    def watch_region(self, code: CodeType, sites: list[tuple[int, int, int, int, list[int]]]) -> None:
+        """See ``Observer.watch_region``."""
+        self._regions.add(code, sites)
 
     def collected(self, phase: str, info: dict[str, int]) -> None:
         """See ``Observer.collected``."""
@@ -326,7 +389,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def cuda_events(self, rows: list[CudaRow]) -> None:
         """See ``Observer.cuda_events``."""
         with self._lock:
-            if self._active and self._blocks.cuda is not None:
+            if self._runs and self._blocks.cuda is not None:
                 self._cuda.add_rows(rows, self.now())
 
     # Operators.
@@ -409,6 +472,9 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Add the call in which something happens outside all operators: it has a stack but no name."""
         phase, is_recompute = phase_of(thread)
         module = thread.modules[-1][0] if thread.modules else -1
+        if (site := self._regions.running()) is not None:
+            module = site.module if site.module >= 0 else module
+            phase = site.phase if phase == _OTHER else phase
         has_stack = self._stacks and allocated_bytes >= self._stack_min_bytes
         stack = self._python_stacks.current() if has_stack else -1
         self._buffer.add("ops", (op, -1, time_ns, 0, thread.index, module, phase, stack, -1, int(is_recompute)))
@@ -448,8 +514,9 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         new_nodes = range(thread.last_sequence, sequence)
         thread.last_sequence = sequence
         phase, is_recompute = phase_of(thread)
-        if phase == _OTHER and len(new_nodes) > 0:
-            phase = _FORWARD
+        site = self._regions.running()
+        if phase == _OTHER:
+            phase = _FORWARD if len(new_nodes) > 0 else phase if site is None else site.phase
         if phase == _FORWARD:
             thread.forward = (thread.forward[0] if thread.forward else call.started_ns, ended_ns)
         is_backward = phase == _BACKWARD and not is_recompute
@@ -460,7 +527,10 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
             inherited = self._forward.find(thread, self._threads, sequence_nr)
         elif len(new_nodes) > 0:
             sequence_nr = new_nodes[0]
-        if inherited is not None:
+        if site is not None:
+            module = site.module if site.module >= 0 else inherited[0] if inherited is not None else module
+            stack = self._python_stacks.current() if self._stacks else -1
+        elif inherited is not None:
             module, stack = inherited
         else:
             is_large = allocated_bytes > 0 and allocated_bytes >= self._stack_min_bytes
@@ -485,29 +555,43 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     thread.modules_outside = len(thread.modules)
                 thread.optimizer_ranges += 1
         elif name.startswith("profiler::_record_function_exit") and thread.ranges:
-            text, started_ns = thread.ranges.pop()
-            self.span(_SPAN["range"], self.name_id(_NAME["range"], text), started_ns, self.now(), -1)
-            if text.startswith("enumerate(DataLoader)#") and thread.wait_ranges == 0:
-                self.span(_SPAN["data_wait"], -1, started_ns, self.now(), -1)
-            if text.startswith("Optimizer.") and thread.optimizer_ranges > 0:
-                thread.optimizer_ranges -= 1
-                if thread.optimizer_ranges == 0:
-                    thread.modules_outside = 0
-                    self.span(_SPAN["phase"], self.name_id(_NAME["range"], "optimizer"), started_ns, self.now(), -1)
+            self._end_range(thread)
+
+    def _end_range(self, thread: ObservedThread) -> None:
+        text, started_ns = thread.ranges.pop()
+        self.span(_SPAN["range"], self.name_id(_NAME["range"], text), started_ns, self.now(), -1)
+        if text.startswith("enumerate(DataLoader)#") and thread.wait_ranges == 0:
+            self.span(_SPAN["data_wait"], -1, started_ns, self.now(), -1)
+        if text.startswith("Optimizer.") and thread.optimizer_ranges > 0:
+            thread.optimizer_ranges -= 1
+            if thread.optimizer_ranges == 0:
+                thread.modules_outside = 0
+                self.span(_SPAN["phase"], self.name_id(_NAME["range"], "optimizer"), started_ns, self.now(), -1)
 
     def _end_forward(self, thread: ObservedThread) -> None:
         if thread.forward is not None:
             start_ns, end_ns = thread.forward
             thread.forward = None
             name = self.name_id(_NAME["range"], "forward")
-            if self._active:
+            if self._runs:
                 self._buffer.add("spans", (_SPAN["phase"], name, start_ns, end_ns - start_ns, thread.index, -1))
 
     def _thread(self) -> ObservedThread:
         thread: ObservedThread | None = getattr(self._local, "thread", None)
         if thread is None:
             with self._lock:
-                thread = self._local.thread = ObservedThread(len(self._threads), last_sequence=next_sequence_nr())
+                thread = self._local.thread = ObservedThread(
+                    len(self._threads), self._window, last_sequence=next_sequence_nr()
+                )
                 self._threads.append(thread)
                 self.name_id(_NAME["thread"], f"{thread.index}\t{threading.current_thread().name}")
+        if thread.window != self._window:
+            thread = self._thread_of_new_window(thread)
+        return thread
+
+    def _thread_of_new_window(self, known: ObservedThread) -> ObservedThread:
+        thread = ObservedThread(known.index, self._window, last_sequence=next_sequence_nr())
+        thread.has_own_mode = known.has_own_mode
+        with self._lock:
+            self._threads[known.index] = self._local.thread = thread
         return thread

@@ -8,6 +8,7 @@ from typing import Final
 
 from memtrace.format.schema import NAME_KINDS
 from memtrace.recording.observers.dispatch_buffer import RecordBuffer
+from memtrace.recording.observers.dispatch_regions import Regions
 
 _FRAME: Final = NAME_KINDS.index("frame")
 _MAX_DEPTH: Final = 128
@@ -18,14 +19,16 @@ class PythonStacks:
 
     Args:
         buffer: receives the names of frames and stacks.
+        regions: the generated code, whose frames follow those of the program that they were generated from.
         hidden_file: frames of this file are left out.
 
     Attributes:
         hidden: code whose frames are left out.
     """
 
-    def __init__(self, buffer: RecordBuffer, hidden_file: str) -> None:
+    def __init__(self, buffer: RecordBuffer, regions: Regions, hidden_file: str) -> None:
         self._buffer = buffer
+        self._regions = regions
         self._hidden_files = {hidden_file, __file__}
         self.hidden: set[CodeType] = set()
 
@@ -41,8 +44,11 @@ class PythonStacks:
         known = self._buffer.stack_id(key)
         if known is not None:
             return known
-        frames = [
-            self._buffer.name_id(_FRAME, f"{code.co_filename}\t{line}\t{getattr(code, 'co_qualname', code.co_name)}")
-            for code, line in positions
-        ]
-        return self._buffer.add_stack(key, frames)
+        return self._buffer.add_stack(key, [frame for code, line in positions for frame in self._frames(code, line)])
+
+    def _frames(self, code: CodeType, line: int) -> list[int]:
+        site = self._regions.find(code, line)
+        if site is not None:
+            return [*site.frames, site.generated_frame]
+        name = getattr(code, "co_qualname", code.co_name)
+        return [self._buffer.name_id(_FRAME, f"{code.co_filename}\t{line}\t{name}")]

@@ -22,6 +22,7 @@ class ObservedThread:
     """What a thread is doing at the moment."""
 
     index: int
+    window: int = 0  # number of the window, between two pauses of the recording, that the rest belongs to
     modules: list[tuple[int, int]] = field(default_factory=list)  # name id and start of each module call
     ranges: list[tuple[str, int]] = field(default_factory=list)  # name and start of each profiler range
     backward_calls: int = 0

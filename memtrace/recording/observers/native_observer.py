@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Final
 
+import numpy as np
 import torch
 
+from memtrace.format.schema import EVENT_KINDS
+from memtrace.format.stored import EventForms, EventValues, FindEventForms, Keyframe
 from memtrace.recording.excluded_memory import excluded_ranges
 from memtrace.recording.observers.build import load_native
 
+_OOM: Final = EVENT_KINDS.index("oom")
+_UINT64: Final = (1 << 64) - 1
 WAKE_RECORDS: Final = 1 << 14
-"""Number of buffered records (events and operator calls, about 60 bytes each) at which the writer is woken."""
+"""Number of buffered records (events and operator calls, about 60 bytes each) at which the writer is woken to collect
+them."""
 LIMIT_RECORDS: Final = 1 << 18
 """Number of buffered records at which a training thread waits for the writer."""
 
@@ -35,6 +41,8 @@ class NativeObserver:
         self.cuda_obstacle = build.cuda_obstacle
         # The functions of the module are used directly, without a Python wrapper: some run at every module call.
         self.abandon = native.abandon
+        self.pause = native.pause
+        self.resume = native.resume
         self.wait = native.wait
         self.wake = native.wake
         self.drain = native.drain
@@ -52,11 +60,14 @@ class NativeObserver:
         self.label_inputs = native.label_inputs
         self.baseline = native.baseline
         self.live_instances = native.live_instances
+        self.observed_kernel = native.observed_kernel
+        self.watch_region = native.watch_region
         self.collected = native.collected
         self.attach_cuda = native.attach_cuda
         self.finish_cuda = native.finish_cuda
         self.cuda_settings = native.cuda_settings
         self.cuda_events = native.cuda_events
+        self.find_event_forms: FindEventForms | None = self._find_event_forms
 
     def start(self, *, accesses: bool, stacks: bool, stack_min_bytes: int, device_time_min_bytes: int) -> None:
         """See ``Observer.start``.
@@ -74,6 +85,10 @@ class NativeObserver:
         if NativeObserver._latest is self:
             self._native.stop()
 
+    def allocation_failed(self, device: int, size: int, free: int) -> None:
+        """See ``Observer.allocation_failed``."""
+        self._native.cuda_events([(_OOM, device - 1, free & _UINT64, size, -1, -1, -1, -1)])
+
     def times_devices(self) -> bool:
         """See ``Observer.times_devices``. True if the module was built with the CUDA headers."""
         return bool(self._native.status()["device_time"])
@@ -85,6 +100,26 @@ class NativeObserver:
     def sees_threads(self) -> bool:
         """See ``Observer.sees_threads``. Always True: every thread that allocates or calls a module is switched on."""
         return True
+
+    def _find_event_forms(self, events: EventValues, newest_block: int, keyframe: Keyframe) -> EventForms:
+        """See ``memtrace.format.stored.find_event_forms``; without the interpreter lock."""
+        time_ns = np.empty(0, np.int64) if events.time_ns is None else np.ascontiguousarray(events.time_ns, np.int64)
+        elapsed_ns, reference, is_stored = self._native.event_forms(
+            np.ascontiguousarray(events.kind, np.int8),
+            time_ns,
+            np.ascontiguousarray(events.block_id, np.int64),
+            np.ascontiguousarray(events.block_is_known, np.uint8),
+            np.ascontiguousarray(events.address, np.int64),
+            np.ascontiguousarray(events.address_is_known, np.uint8),
+            newest_block,
+            np.ascontiguousarray(keyframe["block_id"], np.int64),
+            np.ascontiguousarray(keyframe["address"], np.int64),
+        )
+        return EventForms(
+            None if events.time_ns is None else np.frombuffer(elapsed_ns or b"", np.int64),
+            None if reference is None else np.frombuffer(reference, np.int32),
+            None if is_stored is None else np.frombuffer(is_stored, np.bool_),
+        )
 
     def failure(self) -> str | None:
         """See ``Observer.failure``."""

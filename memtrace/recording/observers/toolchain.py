@@ -1,69 +1,52 @@
-"""The compilers that may build the native observer, and the flags and sources of a build."""
+"""The sources of the native observer, and the flags that compile and link it."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
-import shlex
-import shutil
 import sys
 import sysconfig
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from memtrace.allocator.rules import MAX_SLACK_BYTES, MIN_BLOCK_BYTES, SMALL_REQUEST_BYTES
 from memtrace.format.schema import CATEGORIES
-from memtrace.recording.observers.columns_header import columns_header
+from memtrace.native_build.compilation import Recipe
+from memtrace.native_build.compilers import Compiler
+from memtrace.recording.observers.columns_header import HEADER_NAME, columns_header
 from memtrace.recording.observers.cuda_headers import CudaHeaders
+from memtrace.recording.observers.typed_operators import typed_sources
 
 SOURCES: Final = Path(__file__).parent / "native"
-_COMPILERS: Final = ("c++", "g++", "clang++")
 
 
-@dataclass(frozen=True)
-class Compiler:
-    """A C++ compiler that is installed. Whether it works shows when it is used."""
-
-    command: tuple[str, ...]
-    """Path of the program and any arguments that $CXX gives it."""
-
-    def __str__(self) -> str:
-        """The command, for users."""
-        return shlex.join(self.command)
-
-    @property
-    def identity(self) -> str:
-        """Changes when another program takes its place, such as a newer version."""
-        with suppress(OSError):
-            status = Path(self.command[0]).resolve().stat()
-            return f"{self} {status.st_size} {status.st_mtime_ns}"
-        return str(self)
+def recipe(headers: CudaHeaders | None) -> Recipe:
+    """Return how the native observer is compiled, with CUDA's part if headers for it are given."""
+    kernels = typed_sources(torch_headers())
+    return Recipe(
+        sources=(*map(Path, kernels), *sorted(SOURCES.glob("*.cpp"))),  # what takes longest to compile comes first
+        generated={HEADER_NAME: columns_header(), **kernels},
+        compile_flags=(*compile_flags(headers), "-I.", f"-I{SOURCES}"),
+        link_flags=tuple(link_flags(headers is not None)),
+    )
 
 
-def find_compilers() -> tuple[Compiler, ...]:
-    """Return the compilers to try, in order: $CXX, which may have arguments (``ccache g++``), c++, g++ and clang++."""
-    commands = []
-    with suppress(ValueError):  # unbalanced quotes
-        commands.append(shlex.split(os.environ.get("CXX", "")))
-    commands += [[name] for name in _COMPILERS]
-    found: dict[str, Compiler] = {}
-    for command in commands:
-        if command and (path := shutil.which(command[0])):
-            # The real path tells apart, but is not called: programs such as ccache look at the name they are called by.
-            key = shlex.join([os.path.realpath(path), *command[1:]])
-            found.setdefault(key, Compiler((str(Path(path).absolute()), *command[1:])))
-    return tuple(found.values())
+def torch_headers() -> Path:
+    """Return the folder of torch's headers."""
+    import torch
+
+    return Path(torch.__file__).parent / "include"
+
+
+def python_headers() -> Path:
+    """Return the folder of Python's headers, which a package of their own may have to bring."""
+    return Path(sysconfig.get_paths()["include"])
 
 
 def compile_flags(headers: CudaHeaders | None) -> list[str]:
     """Return the flags that compile a source, with CUDA's part if headers for it are given."""
-    import torch
-
-    root = Path(torch.__file__).parent / "include"
-    folders = [root, root / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_paths()["include"])]
+    root = torch_headers()
+    folders = [root, root / "torch" / "csrc" / "api" / "include", python_headers()]
     cuda = [f"-I{folder}" for folder in headers.include_folders] if headers is not None else []
     return [*_language_flags(), *(f"-I{folder}" for folder in folders), *cuda, *_cuda_flags(headers is not None)]
 
@@ -76,6 +59,7 @@ def _language_flags() -> list[str]:
         "-O2",
         "-DNDEBUG",  # without it RecordFunction's layout differs from that in the wheel, and every callback throws
         "-fPIC",
+        "-fno-plt",  # the functions of torch are called directly
         "-fvisibility=hidden",
         "-ftls-model=initial-exec",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
@@ -106,7 +90,8 @@ def module_key(with_cuda: bool) -> str:
     digest = hashlib.sha256()
     for source in sorted(path for path in SOURCES.rglob("*") if path.is_file()):
         digest.update(source.relative_to(SOURCES).as_posix().encode() + b"\0" + source.read_bytes())
-    identity = (columns_header(), *_language_flags(), *_cuda_flags(with_cuda), *link_flags(with_cuda), *_interpreter())
+    generated = (columns_header(), *typed_sources(torch_headers()).values())
+    identity = (*generated, *_language_flags(), *_cuda_flags(with_cuda), *link_flags(with_cuda), *_interpreter())
     digest.update("\0".join((*identity, *_torch())).encode())
     return digest.hexdigest()[:32]
 
@@ -122,7 +107,8 @@ def _torch() -> tuple[str, ...]:
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     status = library.stat() if library.is_file() else None
     version = (str(torch.__version__), str(torch.version.git_version), str(torch.version.cuda))
-    return (*version, str((status.st_size, status.st_mtime_ns)) if status else "")
+    # Whole seconds: the layers of a container image keep no fractions.
+    return (*version, str((status.st_size, int(status.st_mtime))) if status else "")
 
 
 def failure_key(module: str, headers: CudaHeaders | None, compilers: tuple[Compiler, ...]) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any, Final
+from typing import Final
 
 from memtrace.recording.observers import Observer
 
@@ -13,20 +12,18 @@ THREADS_NOTE: Final = (
 )
 
 
-def unseen_accesses(observer: Observer) -> list[str]:
-    """The sources of accesses that were not recorded, in the words of ``FileCoverage.unseen_accesses``."""
+def unseen_accesses(observer: Observer, *, ran_opaque_code: bool) -> list[str]:
+    """The sources of accesses that were not recorded, in the words of ``FileCoverage.unseen_accesses``.
+
+    Args:
+        observer: the observer of the recording.
+        ran_opaque_code: whether code of torch.compile ran whose kernels were not observed.
+    """
     sources = []
-    if _runs_compiled_kernels():
+    if ran_opaque_code:
         sources.append("compiled")
     if not observer.sees_python_handlers():
         sources.append("python_handlers")
     if not observer.sees_threads():
         sources.append("threads")
     return sources
-
-
-def _runs_compiled_kernels() -> bool:
-    """Whether the process has loaded code that torch.compile generated. It accesses memory through raw pointers."""
-    code_cache: Any = sys.modules.get("torch._inductor.codecache")
-    python_code = getattr(code_cache, "PyCodeCache", None)
-    return bool(getattr(python_code, "modules", None))

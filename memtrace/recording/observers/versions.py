@@ -6,10 +6,23 @@ import re
 import sys
 from typing import Final
 
-OLDEST_PYTHON: Final = (3, 10)
-NEWEST_PYTHON: Final = (3, 14)
-OLDEST_TORCH: Final = (2, 9)
-NEWEST_TORCH: Final = (2, 15)
+Version = tuple[int, int]
+
+TESTED: Final[tuple[tuple[Version, Version], ...]] = (
+    ((3, 10), (2, 9)),
+    ((3, 11), (2, 10)),
+    ((3, 12), (2, 11)),
+    ((3, 13), (2, 12)),
+    ((3, 11), (2, 13)),
+    ((3, 12), (2, 14)),
+    ((3, 13), (2, 15)),
+    ((3, 14), (2, 15)),
+)
+"""Versions of Python and torch that CI and ``make test-compat`` install together, from the oldest to the newest."""
+OLDEST_PYTHON: Final = min(python for python, _ in TESTED)
+NEWEST_PYTHON: Final = max(python for python, _ in TESTED)
+OLDEST_TORCH: Final = min(torch for _, torch in TESTED)
+NEWEST_TORCH: Final = max(torch for _, torch in TESTED)
 
 
 def describe_untested_versions() -> str | None:
@@ -22,13 +35,18 @@ def describe_untested_versions() -> str | None:
 
     python = sys.version_info[:2]
     if not OLDEST_PYTHON <= python <= NEWEST_PYTHON:
-        return f"Python {_text(python)} is outside the tested range {_text(OLDEST_PYTHON)} to {_text(NEWEST_PYTHON)}"
+        return _outside("Python", format_version(python), OLDEST_PYTHON, NEWEST_PYTHON)
     numbers = re.match(r"(\d+)\.(\d+)", str(torch.__version__))
     version = (int(numbers[1]), int(numbers[2])) if numbers else None
     if version is None or not OLDEST_TORCH <= version <= NEWEST_TORCH:
-        return f"torch {torch.__version__} is outside the tested range {_text(OLDEST_TORCH)} to {_text(NEWEST_TORCH)}"
+        return _outside("torch", str(torch.__version__), OLDEST_TORCH, NEWEST_TORCH)
     return None
 
 
-def _text(version: tuple[int, ...]) -> str:
+def _outside(package: str, version: str, oldest: Version, newest: Version) -> str:
+    return f"{package} {version} is outside the tested range {format_version(oldest)} to {format_version(newest)}"
+
+
+def format_version(version: Version) -> str:
+    """Return a version as it is written: 3.10."""
     return ".".join(map(str, version))

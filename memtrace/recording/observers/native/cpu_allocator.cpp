@@ -35,7 +35,7 @@ void record_free(uint64_t address) {
 }
 
 void traced_deleter(void* data) {
-  if (recorder().active.load(std::memory_order_relaxed))
+  if (recorder().runs())
     record_or_give_up([&] { record_free(reinterpret_cast<uint64_t>(data)); });
   original_deleter(data);
 }
@@ -46,6 +46,7 @@ void record_out_of_memory(int64_t size) {
   // Count the failed allocation, so that its operator gets a stack.
   thread.op_allocated_bytes += size;
   r.add(Event{r.now(), kUnknownFree, size, thread.current_op, kNone, thread.index, 0, EventKind::oom, false});
+  r.wake_writer_now();   // the program may end soon
 }
 
 struct TracedAllocator final : c10::Allocator {
@@ -55,7 +56,8 @@ struct TracedAllocator final : c10::Allocator {
     if (data.get() == nullptr || !r.active.load(std::memory_order_relaxed)) return data;
     trace_deleter(data);
     // The dispatcher mode is thread-local: enable it in every thread that allocates.
-    if (!thread_enabled()) enable_thread(true);
+    const bool is_enabled = has_thread_state() && thread_state().current_op != kNone;
+    if (!is_enabled && !thread_enabled()) enable_thread(true);
     record_or_give_up(
         [&] { record_allocation(reinterpret_cast<uint64_t>(data.get()), static_cast<int64_t>(size), 0, kNone); });
     return data;

@@ -7,6 +7,7 @@
 
 #include "cpu_allocator.h"
 #include "cuda_storages.h"
+#include "pause.h"
 #include "state.h"
 
 #ifdef MEMTRACE_CUDA
@@ -30,7 +31,7 @@ int32_t stream_pool_index(StreamPool stream_pool) {
 
 Event make_event(const CudaEvent& event, const ThreadState& thread) {
   const bool happens_now = event.time_ns == kNone;
-  const bool is_older = event.kind == EventKind::baseline || event.kind == EventKind::older_segment;
+  const bool is_older = event.kind == EventKind::baseline || event.kind == EventKind::older_segment || event.kind == EventKind::found;
   return Event{happens_now ? recorder().now() : event.time_ns, event.address, event.size,
                is_older ? event.extra : happens_now ? thread.current_op : kNone,
                stream_pool_index({event.stream, event.pool}), happens_now ? thread.index : static_cast<int16_t>(kNone),
@@ -44,7 +45,8 @@ void insert_before_later_events(const std::vector<Event>& existing) {
   const bool has_snapshot = attachment.in_progress && attachment.has_snapshot.any();
   const size_t position = has_snapshot ? attachment.position : r.events.size();
   attachment.in_progress = false;
-  if (!r.active) return;
+  r.knows_cuda_blocks = false;   // during a pause, these blocks are known from now on
+  if (!r.runs()) return;
   r.events.insert(r.events.begin() + static_cast<std::ptrdiff_t>(position), existing.begin(), existing.end());
 }
 
@@ -52,7 +54,7 @@ void insert_before_later_events(const std::vector<Event>& existing) {
 
 void record_cuda_event(const CudaEvent& event) {
   Recorder& r = recorder();
-  if (!r.active.load(std::memory_order_relaxed)) return;
+  if (!r.runs()) return;
   const bool happens_now = event.time_ns == kNone;
   if (event.kind == EventKind::alloc && happens_now) {
     if (!thread_enabled()) enable_thread(true);
@@ -64,6 +66,7 @@ void record_cuda_event(const CudaEvent& event) {
   // Count the failed allocation, so that its operator gets a stack.
   if (event.kind == EventKind::oom) thread.op_allocated_bytes += event.size;
   r.add(make_event(event, thread));
+  if (event.kind == EventKind::oom) r.wake_writer_now();   // the program may end soon
 }
 
 void finish_cuda_attachment(const std::vector<CudaEvent>& existing, CudaSource source) {
@@ -109,7 +112,16 @@ int64_t pool_of(const AnyEntry& entry) {
   }
 }
 
-// Whether an event comes before the snapshot that describes its device.
+// During a pause: segments and failed allocations, and the frees of the blocks that are known.
+void on_entry_during_pause(const Entry& entry) {
+  const EventKind kind = kind_of(entry.action_);
+  if (kind == EventKind::free) return record_known_cuda_free(entry.addr_, static_cast<int8_t>(entry.device_ + 1));
+  if (kind == EventKind::alloc || kind == EventKind::free_requested || kind == EventKind::snapshot) return;
+  record_cuda_event({kind, entry.device_, entry.addr_, static_cast<int64_t>(entry.size_),
+                     reinterpret_cast<int64_t>(entry.stream_), pool_of(entry)});
+}
+
+// Whether the snapshot that describes the device of an event, and comes after it, makes the event redundant.
 bool is_in_snapshot(const Entry& entry) {
   Recorder& r = recorder();
   Lock lock(r.mutex);
@@ -121,14 +133,16 @@ bool is_in_snapshot(const Entry& entry) {
     attachment.has_snapshot.set(device);
     r.cuda_source = CudaSource::events;
   }
-  return true;
+  // Of blocks that are known, and of segments, the snapshot tells nothing new.
+  return !attachment.is_resumed || entry.action_ == Entry::ALLOC || entry.action_ == Entry::SNAPSHOT;
 }
 
 // Called while the allocator holds its lock: must neither allocate on the device nor wait for the GIL.
 void on_entry(const Entry& entry) {
-  if (!recorder().active.load(std::memory_order_relaxed)) return;
+  if (!recorder().runs()) return;
   record_or_give_up([&] {
     if (is_in_snapshot(entry)) return;
+    if (!recorder().active.load(std::memory_order_relaxed)) return on_entry_during_pause(entry);
     record_cuda_event({kind_of(entry.action_), entry.device_, entry.action_ == Entry::SNAPSHOT ? 0 : entry.addr_,
                        static_cast<int64_t>(entry.size_), reinterpret_cast<int64_t>(entry.stream_), pool_of(entry)});
   });
@@ -137,7 +151,7 @@ void on_entry(const Entry& entry) {
 void set_in_progress(bool in_progress) {
   Recorder& r = recorder();
   Lock lock(r.mutex);
-  r.cuda_attachment = CudaAttachment{in_progress, {}, 0};
+  r.cuda_attachment = CudaAttachment{in_progress, r.cuda_source == CudaSource::events, {}, 0};
 }
 
 }  // namespace

@@ -26,7 +26,7 @@ void traced_deleter(void* context) {
     }
   }
   Recorder& r = recorder();
-  if (r.active.load(std::memory_order_relaxed)) {
+  if (r.runs()) {
     record_or_give_up([&] {
       ThreadState& thread = thread_state();
       const auto address = reinterpret_cast<uint64_t>(context);

@@ -24,5 +24,6 @@ std::optional<Memory> memory_of(const at::Tensor& tensor);
 
 // The call in which something happens outside all operators: a call without a name, with the stack of the thread.
 OpCall unnamed_call(ThreadState& thread);
+void exit_range(ThreadState& thread);   // ends the innermost profiler range of a thread
 
 }  // namespace memtrace

@@ -43,7 +43,7 @@ bool is_excluded(uint64_t address) {
 
 void record_free(uint64_t address) {
   Recorder& r = recorder();
-  if (!r.active.load(std::memory_order_relaxed)) return;
+  if (!r.runs()) return;
   ThreadState& thread = thread_state();
   r.add(Event{r.now(), address, 0, thread.current_op, kNone, thread.index, 0, EventKind::free, true});
 }

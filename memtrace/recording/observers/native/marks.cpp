@@ -132,7 +132,7 @@ class Labels {
   void record() {
     Recorder& r = recorder();
     Lock lock(r.mutex);
-    if (!r.active) return;
+    if (!r.runs()) return;
     for (const OpCall& call : calls_) r.push(call);
     for (Event& event : events_) {
       event.time_ns = time_;
@@ -209,8 +209,13 @@ PyObject* baseline(PyObject*, PyObject* tensors) {
     if (tensor.defined() && tensor.unsafeGetTensorImpl()->grad().defined()) add(tensor.unsafeGetTensorImpl()->grad());
   }
   Recorder& r = recorder();
+  const int64_t now = r.now();
   Lock lock(r.mutex);
-  for (const Event& event : events) r.push(event);
+  for (Event& event : events) {
+    if (r.was_paused) event.kind = EventKind::found;
+    if (r.was_paused) event.time_ns = now;
+    r.push(event);
+  }
   Py_RETURN_NONE;
 }
 

@@ -7,15 +7,18 @@
 #include <memory>
 #include <stdexcept>
 
+#include "batch.h"
+#include "collector.h"
+#include "compiled_regions.h"
 #include "cuda_allocator.h"
 #include "device_time.h"
+#include "event_forms.h"
 #include "dispatch.h"
 #include "foreign_memory.h"
-#include "late_events.h"
 #include "live_objects.h"
+#include "pause.h"
 #include "python_handlers.h"
 #include "state.h"
-#include "tables.h"
 
 namespace memtrace {
 
@@ -26,9 +29,6 @@ PyObject* fail(const char* message) {
 
 namespace {
 
-std::unique_ptr<Resolver> resolver;          // of the current recording; used by one thread at a time
-std::unique_ptr<LateEventCalls> late_calls;  // the same
-
 // start(accesses, stacks, stack_min_bytes, device_time_min_bytes, wake_records, limit_records)
 PyObject* start(PyObject*, PyObject* arguments) {
   int accesses = 0, stacks = 0;
@@ -37,7 +37,7 @@ PyObject* start(PyObject*, PyObject* arguments) {
   if (!PyArg_ParseTuple(arguments, "ppLLnn", &accesses, &stacks, &stack_min_bytes, &device_time_min_bytes, &wake, &limit))
     return nullptr;
   Recorder& r = recorder();
-  if (r.active) return fail("a recording is already running");
+  if (r.runs()) return fail("a recording is already running");
   try {
     install_dispatch_mode();
     {
@@ -48,6 +48,7 @@ PyObject* start(PyObject*, PyObject* arguments) {
       r.ops.clear();
       r.spans.clear();
       r.threads.clear();
+      r.was_paused = false;
       r.stream_pools.clear();
       r.cuda_attachment = {};
       r.cuda_source = CudaSource::undecided;
@@ -55,10 +56,11 @@ PyObject* start(PyObject*, PyObject* arguments) {
     r.names.clear();
     r.next_op = 0;
     r.failure = nullptr;
+    r.paused = false;
+    r.recording++;
     r.epoch++;
-    r.t0 = std::chrono::steady_clock::now();
-    resolver = std::make_unique<Resolver>();
-    late_calls = std::make_unique<LateEventCalls>();
+    r.clock.start();
+    start_collector();
     install_cpu_allocator(true);
     see_operators_of_python_handlers(true);
     thread_state();   // the thread that starts the recording is thread 0
@@ -84,10 +86,11 @@ PyObject* stop(PyObject*, PyObject*) {
     record_collections();
     finish_device_times();
   }
-  r.active = false;
+  r.active = r.paused = false;
   install_cpu_allocator(false);
   see_operators_of_python_handlers(false);
   forget_foreign_memory();
+  forget_regions();
   release_stacks();
   {
     Lock lock(r.mutex);
@@ -112,9 +115,16 @@ PyObject* exclude_ranges(PyObject*, PyObject* rows) {
   Py_RETURN_NONE;
 }
 
+// use_typed_kernels(on): for comparisons; call it while no thread records
+PyObject* choose_kernels(PyObject*, PyObject* on) {
+  install_dispatch_mode();
+  use_typed_kernels(PyObject_IsTrue(on) == 1);
+  Py_RETURN_NONE;
+}
+
 // abandon(): makes the observer of a forked child inert
 PyObject* abandon(PyObject*, PyObject*) {
-  recorder().active = false;
+  recorder().active = recorder().paused = false;
   enable_thread(false);
   install_cpu_allocator(false);
   see_operators_of_python_handlers(false);
@@ -123,22 +133,32 @@ PyObject* abandon(PyObject*, PyObject*) {
 
 PyObject* now(PyObject*, PyObject*) { return PyLong_FromLongLong(recorder().now()); }
 
-// wait(seconds) -> number of records; returns early when there is much to drain
-PyObject* wait(PyObject*, PyObject* argument) {
-  const double seconds = PyFloat_AsDouble(argument);
-  if (PyErr_Occurred()) return nullptr;
-  Recorder& r = recorder();
-  size_t num_records = 0;
+// Runs `work` without the interpreter lock; false if there is no memory for it.
+template <typename Work>
+bool with_memory_without_gil(Work&& work) {
+  bool has_memory = true;
   Py_BEGIN_ALLOW_THREADS {
-    std::unique_lock<SpinLock> lock(r.mutex);
-    r.wake_writer.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
-      return !r.active || r.must_wake || r.events.size() + r.ops.size() >= r.options.wake_records;
-    });
-    r.must_wake = false;
-    num_records = r.events.size() + r.ops.size();
+    try {
+      work();
+    } catch (const std::bad_alloc&) {
+      has_memory = false;
+    }
   }
   Py_END_ALLOW_THREADS
-  return PyLong_FromSize_t(num_records);
+  return has_memory;
+}
+
+// wait(seconds, enough_events) -> number of records; returns early when there is much to drain
+PyObject* wait(PyObject*, PyObject* arguments) {
+  double seconds = 0;
+  Py_ssize_t enough_events = 0;
+  if (!PyArg_ParseTuple(arguments, "dn", &seconds, &enough_events)) return nullptr;
+  if (collector() == nullptr) return fail("no recording was started");
+  size_t num_records = 0;
+  const bool has_memory = with_memory_without_gil([&] {
+    num_records = collector()->wait(seconds, static_cast<size_t>(std::max<Py_ssize_t>(enough_events, 0)));
+  });
+  return has_memory ? PyLong_FromSize_t(num_records) : PyErr_NoMemory();
 }
 
 PyObject* wake(PyObject*, PyObject*) {
@@ -149,16 +169,6 @@ PyObject* wake(PyObject*, PyObject*) {
   }
   r.wake_writer.notify_all();
   Py_RETURN_NONE;
-}
-
-template <typename T>
-bool put(PyObject* dict, const char* name, const std::vector<T>& column) {
-  PyObject* bytes = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(column.data()),
-                                              static_cast<Py_ssize_t>(column.size() * sizeof(T)));
-  if (bytes == nullptr) return false;
-  const bool ok = PyDict_SetItemString(dict, name, bytes) == 0;
-  Py_DECREF(bytes);
-  return ok;
 }
 
 // The tuple (id, kind, text, frames).
@@ -185,104 +195,23 @@ PyObject* names_list() {
   return list;
 }
 
-// Columns that nobody filled are left out: they are null.
-template <typename Columns>
-bool put_columns(PyObject* out, const Columns& columns) {
-  bool ok = true;
-  columns.each([&](const char* name, const auto& column) {
-    if (ok && column.size() == columns.num_rows()) ok = put(out, name, column);
-  });
-  return ok;
-}
-
-bool put_tables(PyObject* out, Tables& tables) {
-  if (!tables.events.has_cuda) {
-    tables.events.allocated_size.clear();
-    tables.events.pool.clear();
-    tables.events.device_free.clear();
-  }
-  return put_columns(out, tables.events) && put_columns(out, tables.ops) && put_columns(out, tables.spans) &&
-         put_columns(out, tables.labels) && put_columns(out, tables.device_times);
-}
-
-// Moves events after `until_ns` to `later`, for the next drain: events that are still to arrive may be older than they.
-void keep_later(std::vector<Event>& events, int64_t until_ns, std::vector<Event>& later) {
-  std::stable_sort(events.begin(), events.end(), [](const Event& a, const Event& b) { return a.time_ns < b.time_ns; });
-  const auto first = std::upper_bound(events.begin(), events.end(), until_ns,
-                                      [](int64_t time, const Event& event) { return time < event.time_ns; });
-  later.assign(first, events.end());
-  events.erase(first, events.end());
-}
-
-// Requires the mutex.
-int64_t start_of_running_calls() {
-  int64_t first = INT64_MAX;
-  for (ThreadState* thread : recorder().threads) {
-    const int64_t start = std::atomic_ref(thread->op_start_ns).load(std::memory_order_relaxed);
-    if (start != kNone) first = std::min(first, start);
-  }
-  return first;
-}
-
-// Takes the records up to `until_ns` and converts them. Throws std::bad_alloc.
-void take_records(int64_t until_ns, Tables& tables) {
-  Recorder& r = recorder();
-  if (r.active) record_foreign_frees(SIZE_MAX);
-  std::vector<Event> events, later;
-  std::vector<OpCall> ops;
-  std::vector<Span> spans;
-  std::vector<StreamPool> stream_pools;
-  {
-    Lock lock(r.mutex);
-    stream_pools = r.stream_pools;
-    if (!r.cuda_attachment.in_progress) {   // otherwise the content of the allocator's snapshot is inserted first
-      events.swap(r.events);
-      ops.swap(r.ops);
-      spans.swap(r.spans);
-      r.events.swap(r.spare_events);
-      r.ops.swap(r.spare_ops);
-    }
-    if (until_ns != kNone) until_ns = std::min(until_ns, start_of_running_calls() - 1);
-    resolver->set_settings(r.cuda_settings);
-    r.writer_notified = false;
-  }
-  r.buffer_taken.notify_all();
-  if (until_ns != kNone) keep_later(events, until_ns, later);
-  if (r.cuda_source.load() == CudaSource::history) late_calls->assign(events, ops, until_ns);
-  take_device_times(tables.device_times);
-  resolver->add(events, stream_pools, tables);
-  resolver->add(ops, tables);
-  resolver->add(spans, tables);
-  events.clear();
-  ops.clear();
-  Lock lock(r.mutex);
-  if (r.active) {
-    r.spare_events.swap(events);
-    r.spare_ops.swap(ops);
-  }
-  if (!later.empty()) r.events.insert(r.events.begin(), later.begin(), later.end());
-}
-
-// drain(until_ns) -> {"events.time_ns": bytes, ..., "names": [(id, kind, text, frames)]}; until_ns -1 drains everything
+// drain(until_ns) -> {"events.time_ns": column, ..., "names": [(id, kind, text, frames)]}, with the columns as batch.h
+// describes them; until_ns -1 drains everything
 PyObject* drain(PyObject*, PyObject* until) {
-  if (resolver == nullptr) return fail("no recording was started");
+  if (collector() == nullptr) return fail("no recording was started");
   const int64_t until_ns = PyLong_AsLongLong(until);
   if (until_ns == -1 && PyErr_Occurred()) return nullptr;
-  Tables tables;
   record_collections();
-  bool has_memory = true;
-  Py_BEGIN_ALLOW_THREADS {
-    try {
-      take_records(until_ns, tables);
-    } catch (const std::bad_alloc&) {
-      has_memory = false;
-    }
-  }
-  Py_END_ALLOW_THREADS
+  std::vector<BatchColumn> columns;
+  const bool has_memory = with_memory_without_gil([&] {
+    collector()->collect(until_ns);
+    columns = batch_columns(collector()->take_rows());
+  });
   if (!has_memory) return PyErr_NoMemory();
   PyObject* out = PyDict_New();
   PyObject* names = names_list();
-  if (out == nullptr || names == nullptr || !put_tables(out, tables) || PyDict_SetItemString(out, "names", names) != 0) {
+  if (out == nullptr || names == nullptr || !put_columns(out, std::move(columns)) ||
+      PyDict_SetItemString(out, "names", names) != 0) {
     Py_XDECREF(out);
     Py_XDECREF(names);
     return nullptr;
@@ -347,13 +276,12 @@ PyObject* cuda_settings(PyObject*, PyObject* arguments) {
 // status() -> {"active": bool, ...}; "failure" is why the recording ended by itself, or None
 PyObject* status(PyObject*, PyObject*) {
   Recorder& r = recorder();
-  return Py_BuildValue("{s:O,s:z,s:O,s:O,s:O,s:O,s:i,s:L}", "active", r.active ? Py_True : Py_False, "failure",
+  return Py_BuildValue("{s:O,s:z,s:O,s:O,s:O,s:O,s:i}", "active", r.active ? Py_True : Py_False, "failure",
                        r.failure.load(), "thread_enabled", thread_enabled() ? Py_True : Py_False, "cuda",
                        cuda_supported() ? Py_True : Py_False, "device_time",
                        device_time_supported() ? Py_True : Py_False, "python_handlers",
                        sees_operators_of_python_handlers() ? Py_True : Py_False, "dispatch_key",
-                       static_cast<int>(kMode), "blocks",
-                       static_cast<long long>(resolver ? resolver->num_blocks() : 0));
+                       static_cast<int>(kMode));
 }
 
 // `Function` as a function of the module: C++ exceptions become Python exceptions.
@@ -388,9 +316,12 @@ PyObject* marking(PyObject* module, PyObject* arguments) {
 PyMethodDef methods[] = {
     {"start", checked<start>, METH_VARARGS, nullptr},
     {"stop", checked<stop>, METH_NOARGS, nullptr},
+    {"pause", checked<pause>, METH_NOARGS, nullptr},
+    {"resume", checked<resume>, METH_NOARGS, nullptr},
     {"exclude_memory", checked<exclude_ranges>, METH_O, nullptr},
+    {"use_typed_kernels", checked<choose_kernels>, METH_O, nullptr},
     {"abandon", checked<abandon>, METH_NOARGS, nullptr},
-    {"wait", checked<wait>, METH_O, nullptr},
+    {"wait", checked<wait>, METH_VARARGS, nullptr},
     {"wake", checked<wake>, METH_NOARGS, nullptr},
     {"drain", checked<drain>, METH_O, nullptr},
     {"name_id", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&name_id)), METH_FASTCALL, nullptr},
@@ -406,6 +337,8 @@ PyMethodDef methods[] = {
     {"label", marking<label>, METH_VARARGS, nullptr},
     {"label_inputs", marking<label_inputs>, METH_VARARGS, nullptr},
     {"baseline", marking<baseline>, METH_O, nullptr},
+    {"watch_region", checked<watch_region>, METH_VARARGS, nullptr},
+    {"observed_kernel", checked<observed_kernel>, METH_VARARGS, nullptr},
     {"collected", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&collected)), METH_FASTCALL, nullptr},
     {"cuda_events", checked<cuda_events>, METH_O, nullptr},
     {"attach_cuda", checked<attach_cuda>, METH_NOARGS, nullptr},
@@ -414,6 +347,7 @@ PyMethodDef methods[] = {
     {"status", status, METH_NOARGS, nullptr},
     {"call_until_done", call_until_done, METH_VARARGS, nullptr},
     {"call_or_undo", call_or_undo, METH_VARARGS, nullptr},
+    {"event_forms", event_forms, METH_VARARGS, nullptr},
     {"live_instances", checked<live_instances>, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -438,4 +372,6 @@ void wait_for_writer() {
 
 }  // namespace memtrace
 
-PyMODINIT_FUNC PyInit_memtrace_native() { return PyModule_Create(&memtrace::definition); }
+PyMODINIT_FUNC PyInit_memtrace_native() {
+  return memtrace::prepare_column_type() ? PyModule_Create(&memtrace::definition) : nullptr;
+}

@@ -64,7 +64,11 @@ std::unique_ptr<OperatorInfo> inspect(const c10::OperatorHandle& op) {
     access.writes = alias != nullptr && alias->isWrite();
     // Neither reads nor writes: the result is a view of the argument, and making a view accesses no memory.
     access.reads = alias == nullptr || (access.writes && !argument.is_out() && !overwrites(name));
-    if (access.reads || access.writes) info->accesses.push_back(access);
+    if (!access.reads && !access.writes) continue;
+    info->accesses.push_back(access);
+    if (i >= kMaxTypedArguments) continue;
+    info->reads |= uint64_t{access.reads} << i;
+    info->writes |= uint64_t{access.writes} << i;
   }
   return info;
 }
@@ -84,14 +88,14 @@ const OperatorInfo& operator_info(const c10::OperatorHandle& op) {
   Recorder& r = recorder();
   const c10::FunctionSchema* key = &op.schema();
   Slot& slot = (*slots)[(reinterpret_cast<uintptr_t>(key) >> 6) % slots->size()];
-  if (slot.key == key && slot.info->epoch == r.epoch.load(std::memory_order_relaxed)) return *slot.info;
+  if (slot.key == key && slot.info->epoch.load(std::memory_order_acquire) == r.epoch.load(std::memory_order_relaxed)) return *slot.info;
   std::lock_guard<ForkSafeMutex> lock(mutex);
   std::unique_ptr<OperatorInfo>& info = all[key];
   if (info == nullptr) info = inspect(op);
   if (info->epoch != r.epoch) {
     const std::string& overload = op.schema().overload_name();
     info->name = r.names.id(NameKind::op, overload.empty() ? op.schema().name() : op.schema().name() + "." + overload);
-    info->epoch = r.epoch;
+    info->epoch = r.epoch.load();
   }
   slot = {key, info.get()};
   return *info;

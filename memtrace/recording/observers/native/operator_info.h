@@ -3,6 +3,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <atomic>
 #include <string_view>
 #include <vector>
 
@@ -12,6 +13,8 @@ namespace memtrace {
 
 enum class Role : uint8_t { plain, view, range_enter, range_exit, no_access };
 
+constexpr size_t kMaxTypedArguments = 64;
+
 struct ArgumentAccess {
   uint16_t index;
   bool is_list, reads, writes;
@@ -19,7 +22,7 @@ struct ArgumentAccess {
 
 struct OperatorInfo {
   int32_t name = kNone;
-  uint32_t epoch = 0;             // number of the recording that `name` belongs to
+  std::atomic<uint32_t> epoch{0};   // number of the recording that `name` belongs to
   Role role = Role::plain;
   bool writes_result = true;      // false: the result is uninitialised memory (empty)
   bool composite = false;         // implemented by calls of other operators
@@ -27,6 +30,7 @@ struct OperatorInfo {
   bool autocasts_cpu = false, autocasts_cuda = false;
   uint16_t num_arguments = 0;
   std::vector<ArgumentAccess> accesses;   // of the arguments whose memory the operator accesses
+  uint64_t reads = 0, writes = 0;         // the same, with one bit for each of the first `kMaxTypedArguments` arguments
 };
 
 inline bool starts_with(std::string_view text, std::string_view prefix) { return text.substr(0, prefix.size()) == prefix; }

@@ -1,44 +1,24 @@
 // Records the Python stack of the calling thread, with one row in `names` for every distinct stack.
 #include "marks.h"   // first: it includes Python.h
 
-#include <frameobject.h>
-
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
 
+#include "compiled_regions.h"
+#include "python_frames.h"
 #include "state.h"
 
 namespace memtrace {
 namespace {
 
 constexpr int kMaxDepth = 128;
-
-struct Position {
-  PyCodeObject* code;
-  int where;   // instruction offset; before Python 3.11 the line number
-};
+constexpr int kMaxFrames = kMaxDepth + 16;   // with frames that are hidden
 
 // Guarded by the GIL. Code objects are kept alive as long as their addresses identify them.
-auto& stacks = *new std::unordered_map<uint64_t, int32_t>;
+auto& stacks = *new std::unordered_map<uint64_t, int32_t>;    // ids by hash
 auto& hidden_code = *new std::unordered_set<PyCodeObject*>;   // never released: a few functions of memtrace
 auto& kept_code = *new std::unordered_set<PyCodeObject*>;
-
-int position_in(PyFrameObject* frame) {
-#if PY_VERSION_HEX >= 0x030B0000
-  return PyFrame_GetLasti(frame);
-#else
-  return PyFrame_GetLineNumber(frame);
-#endif
-}
-
-int line_of(const Position& position) {
-#if PY_VERSION_HEX >= 0x030B0000
-  return PyCode_Addr2Line(position.code, position.where);
-#else
-  return position.where;
-#endif
-}
 
 std::string text_of(PyObject* text) {
   Py_ssize_t length = 0;
@@ -58,7 +38,11 @@ int32_t intern(const Position* positions, int depth) {
   frames.reserve(static_cast<size_t>(depth));
   for (int i = 0; i < depth; ++i) {
     PyCodeObject* code = positions[i].code;
-    if (kept_code.insert(code).second) Py_INCREF(code);
+    if (const RegionSite* site = find_region_site(code, line_of(positions[i]))) {
+      frames.insert(frames.end(), site->frames.begin(), site->frames.end());
+      frames.push_back(site->generated_frame);
+      continue;
+    }
     PyObject* name = PyObject_GetAttrString(reinterpret_cast<PyObject*>(code), "co_qualname");
     if (name == nullptr) {
       PyErr_Clear();
@@ -71,36 +55,59 @@ int32_t intern(const Position* positions, int depth) {
   return recorder().names.add_stack(std::move(frames));
 }
 
-int32_t walk_stack() {
-  Position positions[kMaxDepth];
+struct Stack {
+  Position positions[kMaxFrames];
   int depth = 0;
   uint64_t hash = 1469598103934665603ull;
-  PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
-  while (frame != nullptr && depth < kMaxDepth) {
-    PyCodeObject* code = PyFrame_GetCode(frame);
-    Py_DECREF(code);   // the frame keeps it alive
-    if (hidden_code.count(code) == 0) {
-      const Position position{code, position_in(frame)};
-      positions[depth++] = position;
-      for (uint64_t part : {reinterpret_cast<uint64_t>(code), static_cast<uint64_t>(position.where)}) {
-        hash = (hash ^ part) * 1099511628211ull;
-        hash ^= hash >> 29;
-      }
-    }
-    PyFrameObject* back = PyFrame_GetBack(frame);
-    Py_DECREF(frame);
-    frame = back;
+
+  void push(const Position& position) {
+    positions[depth++] = position;
+    const uint64_t frame = reinterpret_cast<uint64_t>(position.code) ^ (static_cast<uint64_t>(position.where) * 0x9E3779B97F4A7C15ull);
+    hash = (hash ^ frame) * 1099511628211ull;
+    hash ^= hash >> 29;
   }
-  Py_XDECREF(frame);
-  if (depth == 0) return kNone;
-  auto known = stacks.find(hash);
+};
+
+// The id of a stack that the calling thread has not met before. Requires the GIL.
+int32_t add_stack(const Stack& all) {
+  Stack visible;
+  for (int i = 0; i < all.depth && visible.depth < kMaxDepth; ++i) {
+    Py_INCREF(all.positions[i].code);   // the entry of the thread's cache identifies it by its address, too
+    if (!kept_code.insert(all.positions[i].code).second) Py_DECREF(all.positions[i].code);
+    if (hidden_code.count(all.positions[i].code) == 0) visible.push(all.positions[i]);
+  }
+  if (visible.depth == 0) return kNone;
+  const auto known = stacks.find(visible.hash);
   if (known != stacks.end()) return known->second;
   // Looking up names runs no user code, but must not clear a pending exception.
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);
-  const int32_t id = intern(positions, depth);
+  const int32_t id = intern(visible.positions, visible.depth);
   PyErr_Restore(type, value, traceback);
-  stacks.emplace(hash, id);
+  stacks.emplace(visible.hash, id);
+  return id;
+}
+
+void read_stack(PyThreadState* python, Stack& stack) {
+  visit_frames(python, [&](const Position& position) {
+    stack.push(position);
+    return stack.depth < kMaxFrames;
+  });
+}
+
+int32_t find_or_add_stack(PyThreadState* python, StackCache& cache) {
+  Stack stack;
+  if (!kFramesNeedGil) read_stack(python, stack);
+  if (const int32_t* id = kFramesNeedGil ? nullptr : cache.find(stack.hash)) return *id;
+  const PyGILState_STATE gil = PyGILState_Ensure();
+  int32_t id = kNone;
+  record_or_give_up([&] {
+    if (kFramesNeedGil) read_stack(python, stack);
+    const int32_t* known = kFramesNeedGil ? cache.find(stack.hash) : nullptr;
+    id = known != nullptr ? *known : add_stack(stack);
+    cache.put(stack.hash, id);
+  });
+  PyGILState_Release(gil);
   return id;
 }
 
@@ -109,12 +116,14 @@ int32_t walk_stack() {
 int32_t python_stack(bool may_wait) {
   // A thread that Python does not know has no frames. Waiting for the GIL there could deadlock: the thread that holds
   // the GIL may be waiting for this one (parallel_for).
-  if (!Py_IsInitialized() || PyGILState_GetThisThreadState() == nullptr) return kNone;
-  if (!may_wait && !PyGILState_Check()) return kNone;
-  const PyGILState_STATE gil = PyGILState_Ensure();
+  PyThreadState* python = Py_IsInitialized() ? PyGILState_GetThisThreadState() : nullptr;
+  if (python == nullptr || (!may_wait && !PyGILState_Check())) return kNone;
   int32_t id = kNone;
-  record_or_give_up([&] { id = walk_stack(); });
-  PyGILState_Release(gil);
+  record_or_give_up([&] {
+    std::unique_ptr<StackCache>& cache = thread_state().stacks;
+    if (cache == nullptr) cache = std::make_unique<StackCache>();
+    id = find_or_add_stack(python, *cache);
+  });
   return id;
 }
 

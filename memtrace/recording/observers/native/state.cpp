@@ -71,7 +71,7 @@ void after_fork_in_parent() {
 // A forked child, such as a DataLoader worker, has no writer thread, so it must not record.
 void after_fork_in_child() {
   Recorder& r = recorder();
-  r.active = false;
+  r.active = r.paused = false;
   // Threads of the parent may have held the locks inside these; nobody waits for them in the child.
   new (&r.wake_writer) std::condition_variable_any;
   new (&r.buffer_taken) std::condition_variable_any;
@@ -91,7 +91,7 @@ Recorder* const the_recorder = [] {
 }();
 
 // Leaked on purpose, a few hundred bytes per thread: blocks are still freed while a thread's local storage is destroyed.
-thread_local ThreadState* thread_state_or_null = nullptr;
+constinit thread_local ThreadState* thread_state_or_null = nullptr;
 
 void Recorder::notify_writer_if_due() {
   if (writer_notified || events.size() + ops.size() < options.wake_records) return;
@@ -99,16 +99,22 @@ void Recorder::notify_writer_if_due() {
   wake_writer.notify_one();
 }
 
+void Recorder::wake_writer_now() {
+  Lock lock(mutex);
+  must_wake = true;
+  wake_writer.notify_all();
+}
+
 void Recorder::add(const Event& event) noexcept {
   Lock lock(mutex);
-  if (!active) return;
+  if (!runs()) return;
   push(event);
   notify_writer_if_due();
 }
 
 void Recorder::add(const Span& span) noexcept {
   Lock lock(mutex);
-  if (!active) return;
+  if (!runs()) return;
   push(span);
 }
 
@@ -125,29 +131,34 @@ void Recorder::push(const Span& span) noexcept {
 void Recorder::give_up(const char* reason) noexcept {
   const char* none = nullptr;
   failure.compare_exchange_strong(none, reason);
-  active = false;
+  active = paused = false;
   wake_writer.notify_all();
   buffer_taken.notify_all();
 }
 
 int16_t thread_index_or_none() {
-  const ThreadState* state = thread_state_or_null;
-  return state != nullptr && state->epoch == recorder().epoch.load(std::memory_order_relaxed) ? state->index : kNone;
+  return has_thread_state() ? thread_state_or_null->index : kNone;
 }
 
 ThreadState& reset_thread_state() {
   Recorder& r = recorder();
   ThreadState*& state = thread_state_or_null;
   if (state == nullptr) state = new ThreadState;
+  const ThreadState previous{.recording = state->recording, .index = state->index};
   *state = ThreadState{};
   state->epoch = r.epoch.load(std::memory_order_relaxed);
+  state->recording = r.recording.load(std::memory_order_relaxed);
   char name[16] = "";
   pthread_getname_np(pthread_self(), name, sizeof name);
+  state->is_autograd_worker = std::string_view(name).rfind("pt_autograd", 0) == 0;
+  if (previous.recording == state->recording) {   // the recording was paused in between
+    state->index = previous.index;
+    return *state;
+  }
   Lock lock(r.mutex);
   state->index = static_cast<int16_t>(std::min<size_t>(r.threads.size(), INT16_MAX));
   r.threads.push_back(state);
   r.names.id(NameKind::thread, std::to_string(state->index) + "\t" + name);
-  state->is_autograd_worker = std::string_view(name).rfind("pt_autograd", 0) == 0;
   return *state;
 }
 

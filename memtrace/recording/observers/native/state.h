@@ -1,12 +1,13 @@
 // The shared state of the native observer: events, operator calls and spans, the buffer that collects them, and the
-// state of each thread. Includes only the standard library, so that it compiles quickly.
+// state of each thread. Includes nothing of torch, so that it compiles quickly.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <bitset>
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <optional>
@@ -14,18 +15,22 @@
 #include <string_view>
 #include <thread>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
+
+#include "clock.h"
 
 namespace memtrace {
 
-// In the order of memtrace.format.schema.EVENT_KINDS. The last three are internal: `label` and `older_segment`
-// create no events, `foreign_seen` is the first sight of memory from outside torch.
+// In the order of memtrace.format.schema.EVENT_KINDS. The last four are internal: `label` and `older_segment`
+// create no events, `foreign_seen` is the first sight of memory from outside torch, `found` that of a block that was
+// allocated during a pause.
 enum class EventKind : int8_t {
   alloc, free, read, write, baseline, free_requested, segment_alloc, segment_free, segment_map, segment_unmap,
-  oom, snapshot, label, older_segment, foreign_seen
+  oom, snapshot, label, older_segment, foreign_seen, found
 };
 enum class Phase : int8_t { forward, backward, optimizer, other };         // memtrace.format.schema.PHASES
-enum class SpanKind : int8_t { step, phase, module, data_wait, range, action };  // memtrace.format.schema.SPAN_KINDS
+enum class SpanKind : int8_t { step, phase, module, data_wait, range, action, gap };  // memtrace.format.schema.SPAN_KINDS
 enum class NameKind : int8_t { op, module, tensor, frame, stack, thread, range };  // memtrace.format.schema.NAME_KINDS
 
 // How the blocks of CUDA devices become known. Until it is decided, accesses to them are not recorded: without their
@@ -46,7 +51,7 @@ struct Event {
   int64_t time_ns;
   uint64_t address;  // oom: free bytes of the device
   int64_t size;
-  int64_t op;        // operator call; label: category, baseline: allocated size, older_segment: 1 if expandable
+  int64_t op;        // operator call; label: category, baseline, found: allocated size, older_segment: 1 if expandable
   int32_t detail;    // label: name id; otherwise index into `Recorder::stream_pools`, or kNone
   int16_t thread;
   int8_t device;     // 0 = cpu, 1 + i = cuda:i
@@ -64,6 +69,7 @@ struct OpCall {
   Phase phase;
   bool recompute : 1;
   bool has_accesses : 1;    // false: recorded only so that its backward operators get its module and stack
+  bool has_site : 1;        // `module` is that of the generated code which made the call
 };
 
 struct Span {
@@ -90,6 +96,7 @@ struct CudaSettings {
 // allocator. What happens on a device before its snapshot is taken is in the snapshot; what happens after is recorded.
 struct CudaAttachment {
   bool in_progress = false;
+  bool is_resumed = false;         // whether blocks are known already, whose frees count from here on
   std::bitset<128> has_snapshot;   // by device
   size_t position = 0;             // where the content of the snapshot belongs in `Recorder::events`
 };
@@ -100,8 +107,26 @@ struct OpenRange {
   bool optimizer, data_wait;
 };
 
+// Ids of the Python stacks that a thread met last, by hash.
+class StackCache {
+ public:
+  const int32_t* find(uint64_t hash) const {
+    const Entry& entry = entries_[hash % entries_.size()];
+    return entry.hash == hash ? &entry.id : nullptr;
+  }
+  void put(uint64_t hash, int32_t id) { entries_[hash % entries_.size()] = {hash, id}; }
+
+ private:
+  struct Entry {
+    uint64_t hash = 0;
+    int32_t id = kNone;
+  };
+  std::array<Entry, 4096> entries_;
+};
+
 struct ThreadState {
-  uint32_t epoch = 0;                                    // number of the recording that this state belongs to
+  uint32_t epoch = 0;                                    // number of the window that this state belongs to
+  uint32_t recording = 0;                                // number of the recording that the index belongs to
   int16_t index = 0;
   int64_t current_op = kNone;
   int64_t op_start_ns = kNone;                           // of the current operator; the writer reads it: use atomic_ref
@@ -115,6 +140,7 @@ struct ThreadState {
   bool is_autograd_worker = false;                       // whether this is a thread of the autograd engine
   size_t modules_outside = 0;                            // depth of module calls at the start of backward or optimizer
   int64_t forward_start = kNone, forward_end = kNone;    // start, and end so far, of the current forward phase
+  std::unique_ptr<StackCache> stacks;
 };
 
 struct Options {
@@ -177,13 +203,15 @@ class SpinLock {
 using Lock = std::lock_guard<SpinLock>;
 
 struct Recorder {
-  std::atomic<bool> active{false};
+  std::atomic<bool> active{false};         // whether events are recorded
+  std::atomic<bool> paused{false};         // whether the recording goes on, and records frees of known blocks only
   std::atomic<const char*> failure{nullptr};   // why the recording ended by itself
-  std::atomic<uint32_t> epoch{0};          // number of the recording; thread state of an earlier recording is stale
+  std::atomic<uint32_t> recording{0};      // number of the recording, whose names have ids of their own
+  std::atomic<uint32_t> epoch{0};          // number of the window, across recordings; older thread state is stale
   std::atomic<int64_t> next_op{0};
   std::atomic<CudaSource> cuda_source{CudaSource::undecided};
   Options options;
-  std::chrono::steady_clock::time_point t0;
+  Clock clock;
   Names names;
 
   std::condition_variable_any wake_writer, buffer_taken;
@@ -199,29 +227,37 @@ struct Recorder {
   std::vector<Event> spare_events;         // drained buffers, used again to avoid the page faults of new memory
   std::vector<OpCall> spare_ops;
   std::vector<ThreadState*> threads;
+  bool was_paused = false;                 // whether blocks that are first listed were allocated during a pause
+  bool knows_cuda_blocks = false;          // whether `cuda_blocks` is known; only during a pause
+  std::unordered_set<uint64_t> cuda_blocks;   // CUDA blocks whose frees are recorded during the pause
 
-  int64_t now() const {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - t0).count();
-  }
+  bool runs() const { return active.load(std::memory_order_relaxed) || paused.load(std::memory_order_relaxed); }
+  int64_t now() const { return clock.now(); }
   void add(const Event& event) noexcept;   // locks the mutex
   void add(const Span& span) noexcept;
   void push(const Event& event) noexcept;  // requires the mutex
   void push(const OpCall& call) noexcept;
   void push(const Span& span) noexcept;
   void notify_writer_if_due();             // requires the mutex
+  void wake_writer_now();                  // locks the mutex
   void give_up(const char* reason) noexcept;   // ends the recording; the program goes on
 };
 
 extern Recorder* const the_recorder;   // never destroyed: blocks can be freed after the recording
 inline Recorder& recorder() { return *the_recorder; }
 
-extern thread_local ThreadState* thread_state_or_null;
+extern constinit thread_local ThreadState* thread_state_or_null;
 ThreadState& reset_thread_state();
 // The state of the calling thread; reset for every recording.
 inline ThreadState& thread_state() {
   ThreadState* state = thread_state_or_null;
   const bool is_current = state != nullptr && state->epoch == recorder().epoch.load(std::memory_order_relaxed);
   return is_current ? *state : reset_thread_state();
+}
+
+inline bool has_thread_state() {
+  const ThreadState* state = thread_state_or_null;
+  return state != nullptr && state->epoch == recorder().epoch.load(std::memory_order_relaxed);
 }
 
 // The index of the calling thread; kNone if it has no state yet, such as memtrace's own threads.
@@ -245,6 +281,8 @@ void wait_for_writer();        // back pressure; call it without holding a lock
 
 // The hooks that are enabled for a recording and disabled after it.
 void install_dispatch_mode();               // throws std::runtime_error if another library uses the dispatch key
+// Without its typed kernels every operator takes the boxed fallback, and what is recorded is the same.
+void use_typed_kernels(bool on);
 void enable_thread(bool on);
 bool thread_enabled();
 void install_cpu_allocator(bool on);        // throws std::runtime_error if the allocator cannot be wrapped

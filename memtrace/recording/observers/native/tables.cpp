@@ -32,7 +32,25 @@ int64_t round_request(int64_t requested, const std::vector<int64_t>& divisions) 
   return std::max<int64_t>((requested + step - 1) / step, 1) * step;
 }
 
+// Makes room for more rows in the columns that are filled, by less than doubling: a part's columns are large.
+template <typename Columns>
+void make_room(Columns& columns, size_t num_more) {
+  const size_t num_rows = columns.num_rows(), wanted = num_rows + num_more;
+  columns.each([&](const char*, auto& column, ColumnForm) {
+    const bool is_filled = num_rows > 0 && column.size() == num_rows;
+    if (is_filled && column.capacity() < wanted) column.reserve(std::max(wanted, num_rows + num_rows / 4));
+  });
+}
+
 }  // namespace
+
+void EventColumns::begin_cuda() {
+  has_cuda = true;
+  allocated_size = size;   // torch's CPU allocator allocates exactly the requested size
+  stream.assign(size.size(), kNone);
+  pool.assign(size.size(), kNone);
+  device_free.assign(size.size(), kNone);
+}
 
 void CudaBlockSizes::map(int8_t device, uint64_t begin, uint64_t end) {
   auto part = mapped_ends_.upper_bound({device, begin});
@@ -92,32 +110,41 @@ int64_t CudaBlockSizes::allocate(int8_t device, uint64_t address, int64_t reques
   return gap > 0 && (gap <= kSmall || never_split) ? rounded + gap : rounded;
 }
 
+std::unordered_set<uint64_t> Resolver::cuda_blocks() const {
+  std::unordered_set<uint64_t> addresses;
+  for (const auto& [address, block] : live_)
+    if (block.device > 0) addresses.insert(address);
+  return addresses;
+}
+
 void Resolver::add_row(const Event& event, EventKind kind, const Live& block, EventColumns& out) {
   const bool is_access = kind == EventKind::read || kind == EventKind::write;
   const bool is_oom = kind == EventKind::oom;
   const bool has_stream = event.kind != EventKind::label && event.detail != kNone;
   const StreamPool location = has_stream ? stream_pools_[static_cast<size_t>(event.detail)] : StreamPool{kNone, kNone};
+  if (block.device > 0 && !out.has_cuda) out.begin_cuda();
   out.time_ns.push_back(event.time_ns);
   out.kind.push_back(static_cast<int8_t>(kind));
   out.device.push_back(block.device);
-  out.has_cuda |= block.device > 0;
   out.block_id.push_back(block.block);
   out.size.push_back(is_access ? kNone : block.size);
-  out.allocated_size.push_back(is_access ? kNone : block.allocated_size);
   out.address.push_back(is_access || is_oom || event.address == 0 ? kNone : static_cast<int64_t>(event.address));
-  const bool has_op = kind != EventKind::baseline && event.kind != EventKind::label;
+  const bool has_op = kind != EventKind::baseline && event.kind != EventKind::label && event.kind != EventKind::found;
   out.op_id.push_back(has_op ? event.op : kNone);
+  out.thread.push_back(event.thread);
+  if (!out.has_cuda) return;
+  out.allocated_size.push_back(is_access ? kNone : block.allocated_size);
   out.stream.push_back(location.stream);
   out.pool.push_back(location.pool);
   out.device_free.push_back(is_oom ? static_cast<int64_t>(event.address) : kNone);
-  out.thread.push_back(event.thread);
 }
 
 int64_t Resolver::allocated_size(const Event& event, EventKind kind) {
   if (event.device == 0) return event.size;   // torch's CPU allocator allocates exactly the requested size
-  if (kind == EventKind::alloc) return cuda_sizes_.allocate(event.device, event.address, event.size);
+  const bool is_listed = event.kind == EventKind::baseline || event.kind == EventKind::found;
+  if (kind == EventKind::alloc && !is_listed) return cuda_sizes_.allocate(event.device, event.address, event.size);
   cuda_sizes_.add_block(event.device, event.address);
-  return event.kind == EventKind::baseline ? event.op : kNone;
+  return is_listed ? event.op : kNone;
 }
 
 Resolver::Live& Resolver::begin_block(const Event& event, EventKind kind, EventColumns& out) {
@@ -159,7 +186,7 @@ void Resolver::add_segment_event(const Event& event, EventColumns& out) {
 
 void Resolver::add(const std::vector<Event>& events, std::vector<StreamPool> stream_pools, Tables& out) {
   stream_pools_ = std::move(stream_pools);
-  out.events.reserve(events.size() + events.size() / 16);
+  make_room(out.events, events.size());
   for (const Event& event : events) {
     if (event.kind == EventKind::free) {
       end_block(event, out);
@@ -174,7 +201,7 @@ void Resolver::add(const std::vector<Event>& events, std::vector<StreamPool> str
       continue;
     }
     auto entry = live_.find(event.address);
-    if (event.kind == EventKind::foreign_seen) {
+    if (event.kind == EventKind::foreign_seen || event.kind == EventKind::found) {
       if (entry == live_.end()) begin_block(event, EventKind::alloc, out.events);
       continue;
     }
@@ -212,7 +239,7 @@ const Resolver::Forward* Resolver::forward_of(const OpCall& call) const {
 
 void Resolver::add(const std::vector<OpCall>& ops, Tables& out) {
   OpColumns& columns = out.ops;
-  columns.reserve(ops.size());
+  make_room(columns, ops.size());
   for (const OpCall& call : ops) {
     int32_t module = call.module, stack = call.stack;
     if (call.num_nodes > 0) {
@@ -225,7 +252,7 @@ void Resolver::add(const std::vector<OpCall>& ops, Tables& out) {
       if (calls.size() > kMaxForwardCalls) calls.pop_front();
     } else if (call.phase == Phase::backward && !call.recompute && call.sequence_nr >= 0) {
       if (const Forward* forward = forward_of(call)) {
-        module = forward->module;
+        if (!call.has_site) module = forward->module;
         if (stack == kNone) stack = forward->stack;
       }
     }

@@ -11,8 +11,11 @@ namespace memtrace {
 
 // events_columns, ops_columns, ...: one vector per column of the tables in memtrace/format/schema.py. The header is
 // generated when the observer is built. A column that is left empty is null in every row.
+// Until there is an event of a CUDA device the columns allocated_size, stream, pool and device_free stay empty:
+// allocated_size is size then, the others are null.
 struct EventColumns : events_columns {
-  bool has_cuda = false;   // without CUDA events allocated_size is size, and pool and device_free are null
+  bool has_cuda = false;
+  void begin_cuda();   // fills these columns for the rows so far
 };
 using OpColumns = ops_columns;
 using SpanColumns = spans_columns;
@@ -60,7 +63,7 @@ class Resolver {
   void add(const std::vector<OpCall>& ops, Tables& out);
   void add(const std::vector<Span>& spans, Tables& out);
   void set_settings(const CudaSettings& settings) { cuda_sizes_.set_settings(settings); }
-  int64_t num_blocks() const { return next_block_; }
+  std::unordered_set<uint64_t> cuda_blocks() const;   // the addresses of the live blocks
 
  private:
   struct Live {

@@ -1,4 +1,4 @@
-"""Compiles the native observer in a temporary folder."""
+"""Compiles a module in a temporary folder."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, Literal
 
-from memtrace.recording.observers import toolchain
-from memtrace.recording.observers.columns_header import HEADER_NAME, columns_header
-from memtrace.recording.observers.cuda_headers import CudaHeaders
-from memtrace.recording.observers.toolchain import Compiler
+from memtrace.native_build.compilers import Compiler
+from memtrace.processors import count_cores
 
 BUILD_SECONDS: Final = 900
 """A build that takes longer is given up."""
@@ -36,7 +35,7 @@ _LACK_OF_RESOURCES: Final = (
 
 
 class CompileError(Exception):
-    """The native observer cannot be compiled. The message says why.
+    """A module cannot be compiled. The message says why.
 
     Attributes:
         is_transient: whether the same build may succeed later: the machine lacked time, memory or disk space.
@@ -45,6 +44,17 @@ class CompileError(Exception):
     def __init__(self, message: str, *, is_transient: bool = False) -> None:
         super().__init__(message)
         self.is_transient = is_transient
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a module is compiled."""
+
+    sources: tuple[Path, ...]
+    generated: Mapping[str, str]
+    """Files that are written to the temporary folder before the sources are compiled, by their names."""
+    compile_flags: tuple[str, ...]
+    link_flags: tuple[str, ...]
 
 
 class BuildFolder:
@@ -93,7 +103,7 @@ class BuildFolder:
         running: dict[int, subprocess.Popen[bytes]] = {}
         try:
             while waiting or running:
-                while waiting and len(running) < (os.cpu_count() or 1):
+                while waiting and len(running) < count_cores():
                     number, command = waiting.pop(0)
                     running[number] = self._start(command, f"errors-{number}")
                 for number in [number for number, process in running.items() if process.poll() is not None]:
@@ -142,13 +152,13 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def compile_module(
-    compilers: Sequence[Compiler], headers: CudaHeaders | None, on_progress: Callable[[], None]
+    compilers: Sequence[Compiler], recipe: Recipe, on_progress: Callable[[], None]
 ) -> tuple[bytes, Compiler]:
     """Return the compiled module and the compiler that compiled it.
 
     Args:
         compilers: the first one that compiles an empty program is used.
-        headers: CUDA headers; None builds without CUDA.
+        recipe: how the module is compiled.
         on_progress: called several times a second.
 
     Raises:
@@ -162,7 +172,7 @@ def compile_module(
                     raise OSError(f"{path} belongs to another user")
                 folder = BuildFolder(descriptor, on_progress)
                 compiler = _working_compiler(compilers, folder)
-                return _compile(compiler, headers, folder), compiler
+                return _compile(compiler, recipe, folder), compiler
             finally:
                 os.close(descriptor)
     except OSError as error:
@@ -185,14 +195,16 @@ def _working_compiler(compilers: Sequence[Compiler], folder: BuildFolder) -> Com
     raise CompileError(f"no working C++20 compiler found: {failures[0]}", is_transient=is_transient)
 
 
-def _compile(compiler: Compiler, headers: CudaHeaders | None, folder: BuildFolder) -> bytes:
-    folder.write(HEADER_NAME, columns_header())
-    sources = sorted(toolchain.SOURCES.glob("*.cpp"))
-    flags = [*toolchain.compile_flags(headers), "-I."]
+def _compile(compiler: Compiler, recipe: Recipe, folder: BuildFolder) -> bytes:
+    for name, text in recipe.generated.items():
+        folder.write(name, text)
     started = time.monotonic()
-    commands = [[*compiler.command, *flags, "-c", str(source), "-o", f"{source.stem}.o"] for source in sources]
+    commands = [
+        [*compiler.command, *recipe.compile_flags, "-c", str(source), "-o", f"{source.stem}.o"]
+        for source in recipe.sources
+    ]
     folder.run(commands, BUILD_SECONDS)
-    objects = [f"{source.stem}.o" for source in sources]
-    link = [*compiler.command, *objects, *toolchain.link_flags(headers is not None), "-o", "module.so"]
+    objects = [f"{source.stem}.o" for source in recipe.sources]
+    link = [*compiler.command, *objects, *recipe.link_flags, "-o", "module.so"]
     folder.run([link], max(BUILD_SECONDS - (time.monotonic() - started), 1))
     return folder.read("module.so")

@@ -1,4 +1,4 @@
-"""The cache of compiled observers: what is loaded from it, who can write to it, and its lock."""
+"""The cache of compiled modules: what is loaded from it, who can write to it, and its lock."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from memtrace.recording.observers import build_cache
-from memtrace.recording.observers.build_cache import BuildCache, CachedModule, CacheError, cache_folders
+from memtrace.native_build import build_cache, build_lock
+from memtrace.native_build.build_cache import BuildCache, CachedModule, CacheError, cache_folders
 
 KEY = "0123456789abcdef"
 MODULE = CachedModule(b"\x7fELF" + bytes(range(256)) * 16, "c++ -m64", "/cuda/include")
@@ -54,7 +54,7 @@ def test_a_stored_module_is_read_back(cache: BuildCache) -> None:
     assert cache.read_module(KEY) == CachedModule(b"another build", "g++", None)
 
 
-def test_only_the_user_has_access_to_a_new_cache(folder: Path) -> None:
+def test_only_the_user_can_write_to_a_new_cache_and_others_can_load_from_it(folder: Path) -> None:
     before = os.umask(0)
     try:
         cache = BuildCache(folder)
@@ -64,8 +64,9 @@ def test_only_the_user_has_access_to_a_new_cache(folder: Path) -> None:
         cache.close()
     finally:
         os.umask(before)
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+    assert folder.stat().st_mode & 0o777 == 0o755
+    modes = {path.suffix: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert modes == {".so": 0o644, ".json": 0o644, "": 0o600}  # the last one is the lock
 
 
 def _flip_a_bit(folder: Path) -> None:
@@ -246,7 +247,7 @@ def test_a_lock_keeps_others_out_until_it_is_released(cache: BuildCache, folder:
 def test_the_lock_of_a_process_that_does_nothing_is_ignored_after_a_while(
     cache: BuildCache, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_cache, "STALE_LOCK_SECONDS", 0.3)
+    monkeypatch.setattr(build_lock, "STALE_SECONDS", 0.3)
     waits: list[None] = []
     with (folder / "lock").open("w") as file:
         os.fchmod(file.fileno(), 0o600)
@@ -258,8 +259,8 @@ def test_the_lock_of_a_process_that_does_nothing_is_ignored_after_a_while(
 
 def test_a_lock_that_is_touched_is_waited_for(cache: BuildCache, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than a lock that nobody touches would be."""
-    monkeypatch.setattr(build_cache, "STALE_LOCK_SECONDS", 5)
-    monkeypatch.setattr(build_cache, "_TOUCH_SECONDS", 0)
+    monkeypatch.setattr(build_lock, "STALE_SECONDS", 5)
+    monkeypatch.setattr(build_lock, "_TOUCH_SECONDS", 0)
     seen: list[float] = []
     monkeypatch.setattr(time, "monotonic", _clock := FakeClock())
     monkeypatch.setattr(time, "sleep", lambda seconds: _clock.pass_time(1))
@@ -298,7 +299,7 @@ class FakeClock:
 def test_the_lock_ends_with_a_killed_process(cache: BuildCache, folder: Path) -> None:
     code = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from memtrace.recording.observers.build_cache import BuildCache\n"
+        "from memtrace.native_build.build_cache import BuildCache\n"
         "with BuildCache(Path(sys.argv[1])).locked(lambda: None):\n"
         "    print('locked', flush=True)\n    time.sleep(600)\n"
     )
@@ -314,13 +315,47 @@ def test_the_lock_ends_with_a_killed_process(cache: BuildCache, folder: Path) ->
             assert waits == [None]
 
 
-def test_a_file_system_without_locks_is_used_without(cache: BuildCache, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_file_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that cannot lock files."""
+
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
+
+
+@pytest.mark.usefixtures("no_file_locks")
+def test_without_file_locks_a_file_keeps_others_out(cache: BuildCache, folder: Path) -> None:
     with cache.locked(lambda: pytest.fail("nobody to wait for")):
         pass
+    assert not (folder / build_lock.EXCLUSIVE_NAME).exists()
+    test_a_lock_keeps_others_out_until_it_is_released(cache, folder)
+
+
+@pytest.mark.usefixtures("no_file_locks")
+def test_without_file_locks_a_killed_holder_is_waited_for_once(
+    cache: BuildCache, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / build_lock.EXCLUSIVE_NAME).touch()
+    monkeypatch.setattr(time, "monotonic", clock := FakeClock())
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.pass_time(1))
+    waits: list[None] = []
+    for _ in range(2):
+        with cache.locked(lambda: waits.append(None)):
+            pass
+    assert len(waits) == 1
+    assert build_lock.STALE_SECONDS < clock.now < build_lock.STALE_SECONDS + 4
+
+
+@pytest.mark.usefixtures("no_file_locks")
+def test_without_any_lock_the_cache_is_used_without(cache: BuildCache, folder: Path) -> None:
+    (folder / build_lock.EXCLUSIVE_NAME).mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_lock, "STALE_SECONDS", -1)
+        with cache.locked(lambda: None):
+            pass
+    assert (folder / build_lock.EXCLUSIVE_NAME).is_dir()
 
 
 def test_failures_are_remembered(cache: BuildCache, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,6 +407,18 @@ def test_the_folder_follows_the_environment(
     if not environment.get("MEMTRACE_CACHE"):
         folders.append(tmp_path / f"memtrace-{os.geteuid()}")
     assert list(cache_folders()) == [Path(os.path.realpath(folder)) for folder in folders]
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_a_read_only_cache_comes_before_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_writable: bool
+) -> None:
+    (tmp_path / "image").mkdir()
+    for name, value in {"MEMTRACE_CACHE": "image", "XDG_CACHE_HOME": "xdg", "TMPDIR": ""}.items():
+        monkeypatch.setenv(name, str(tmp_path / value))
+    monkeypatch.setattr(os, "access", lambda path, mode: is_writable)
+    own = (tmp_path / "xdg" / "memtrace", tmp_path / f"memtrace-{os.geteuid()}")
+    assert cache_folders() == (tmp_path / "image", *(() if is_writable else own))
 
 
 def test_a_user_without_an_account_and_home_has_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

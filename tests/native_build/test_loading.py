@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from memtrace.recording.observers import toolchain
+from memtrace.native_build import compilers
+from memtrace.native_build.loading import load_library
 
 SOURCE = """#include <Python.h>
 static PyObject* answer(PyObject*, PyObject*) { return PyLong_FromLong(42); }
@@ -21,7 +22,7 @@ PyMODINIT_FUNC PyInit_small() { return PyModule_Create(&definition); }
 LOAD = """
 import os, sys
 from pathlib import Path
-from memtrace.recording.observers.loading import load_extension
+from memtrace.native_build.loading import load_extension
 exec(sys.argv[2])
 descriptors = len(os.listdir("/proc/self/fd"))
 try:
@@ -35,11 +36,11 @@ assert "torch" not in sys.modules
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not toolchain.find_compilers():
+    if not compilers.find_compilers():
         pytest.skip("no C++ compiler")
     folder = tmp_path_factory.mktemp("library")
     (folder / "small.cpp").write_text(SOURCE)
-    (compiler, *_) = toolchain.find_compilers()
+    (compiler, *_) = compilers.find_compilers()
     flags = ["-shared", "-fPIC", f"-I{sysconfig.get_paths()['include']}", "-o", "small.so"]
     subprocess.run([*compiler.command, *flags, "small.cpp"], check=True, cwd=folder)
     return folder / "small.so"
@@ -73,3 +74,18 @@ def test_what_is_no_module_is_an_import_error(content: bytes, tmp_path: Path) ->
     path.write_bytes(content)
     assert load(path).startswith("ImportError:")
     assert load(path, NO_MEMORY_FILES).startswith("ImportError:")
+
+
+def test_each_library_has_a_path_of_its_own(tmp_path: Path) -> None:
+    """A descriptor is used again, but the loader knows a library that is still loaded by its path."""
+    if not compilers.find_compilers():
+        pytest.skip("no C++ compiler")
+    (compiler, *_) = compilers.find_compilers()
+    contents = []
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.cpp").write_text(f'extern "C" int {name}() {{ return {len(name)}; }}')
+        flags = ["-shared", "-fPIC", "-o", f"{name}.so"]
+        subprocess.run([*compiler.command, *flags, f"{name}.cpp"], check=True, cwd=tmp_path)
+        contents.append((tmp_path / f"{name}.so").read_bytes())
+    first, second = (load_library("small", content) for content in contents)
+    assert (first.first(), second.second()) == (5, 6)

@@ -1,14 +1,14 @@
-"""The folder in which compiled observers are kept.
+"""The folder in which compiled modules are kept.
 
 What lies there is loaded into the user's process, so the folder must belong to the user (or to root) and must not be
-writable by anybody else. It is opened once, checked through its descriptor, and used through it: another user cannot
-exchange it in between. Everything in it is read without following links.
+writable by anybody else. Others may read it: the cache that root fills in a container image serves every user. The
+folder is opened once, checked through its descriptor, and used through it: another user cannot exchange it in between.
+Everything in it is read without following links.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -22,15 +22,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from memtrace.native_build.build_lock import hold_lock
+
 LOCK_NAME: Final = "lock"
-STALE_LOCK_SECONDS: Final = 20
-"""A process that builds touches its lock more often than this. One that does not is stopped, or builds nothing."""
 RETRY_SECONDS: Final = 3600
 """A build that lacked memory, disk space or time is tried again after this time."""
 _MAX_RECORD_BYTES: Final = 1 << 16
 _MAX_MODULE_BYTES: Final = 64 << 20
-_POLL_SECONDS: Final = 0.05
-_TOUCH_SECONDS: Final = 1
 _WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 _OPEN: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _SAFE_FOLDER: Final = "set MEMTRACE_CACHE to a folder of your own"
@@ -42,7 +40,7 @@ class CacheError(Exception):
 
 @dataclass(frozen=True)
 class CachedModule:
-    """A compiled observer in the cache."""
+    """A compiled module in the cache."""
 
     content: bytes
     compiler: str
@@ -69,14 +67,21 @@ class _Failure:
 def cache_folders() -> tuple[Path, ...]:
     """Return the folders to try, in order.
 
-    $MEMTRACE_CACHE alone if it is set; otherwise ``memtrace`` in the user's cache folder, then ``memtrace-<user id>``
-    in the folder for temporary files.
+    $MEMTRACE_CACHE alone if it is set and can be written to; otherwise ``memtrace`` in the user's cache folder, then
+    ``memtrace-<user id>`` in the folder for temporary files. A read-only $MEMTRACE_CACHE, such as one that belongs to
+    a container image, comes before these.
     """
-    if configured := os.environ.get("MEMTRACE_CACHE"):
-        return (Path(os.path.realpath(configured)),)
+    configured = os.environ.get("MEMTRACE_CACHE")
+    folders = [Path(os.path.realpath(configured))] if configured else []
+    if folders and not _is_read_only(folders[0]):
+        return tuple(folders)
     temporary = Path(os.environ.get("TMPDIR") or "/tmp") / f"memtrace-{os.geteuid()}"
     # The user's own links are followed here; one in the folder for temporary files can be anybody's.
-    return (*(Path(os.path.realpath(folder)) for folder in _user_cache_folders()), temporary)
+    return (*folders, *(Path(os.path.realpath(folder)) for folder in _user_cache_folders()), temporary)
+
+
+def _is_read_only(folder: Path) -> bool:
+    return folder.is_dir() and not os.access(folder, os.W_OK)
 
 
 def _user_cache_folders() -> Iterator[Path]:
@@ -96,7 +101,7 @@ class BuildCache:
     """An open cache folder. Close it after use."""
 
     def __init__(self, path: Path) -> None:
-        """Open a folder, or create it for the user alone.
+        """Open a folder, or create it so that the user alone can write to it.
 
         Raises:
             CacheError: it cannot be created or read, or another user can write to it.
@@ -105,7 +110,7 @@ class BuildCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileExistsError):
-                path.mkdir(mode=0o700)
+                path.mkdir(mode=0o755)
             self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _OPEN)
         except OSError as error:
             raise CacheError(f"the cache folder {path} cannot be used ({error.strerror}); {_SAFE_FOLDER}") from error
@@ -193,7 +198,7 @@ class BuildCache:
         temporary = f".{name}.{secrets.token_hex(8)}"
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
-            descriptor = os.open(temporary, flags, 0o600, dir_fd=self._folder)
+            descriptor = os.open(temporary, flags, 0o644, dir_fd=self._folder)
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(content)
@@ -209,9 +214,6 @@ class BuildCache:
     def locked(self, on_wait: Callable[[], None]) -> Iterator[Callable[[], None]]:
         """Keep other processes from building at the same time; yields a function to call while building.
 
-        The lock ends with the process that holds it. If its holder no longer touches it, the wait ends without the
-        lock: building twice is harmless.
-
         Args:
             on_wait: called once if another process has the lock.
 
@@ -226,18 +228,14 @@ class BuildCache:
             raise CacheError(
                 f"cannot write to the cache folder {self.path} ({error.strerror}); {_SAFE_FOLDER}"
             ) from error
-        is_locked = False
         try:
             status = os.fstat(descriptor)
             _check_owner(status, f"{self.path / LOCK_NAME}")
             if not stat.S_ISREG(status.st_mode):
                 raise CacheError(f"{self.path / LOCK_NAME} is not a file; delete it")
-            is_locked = _wait_for_lock(descriptor, on_wait)
-            yield _make_touch(descriptor) if is_locked else _do_nothing
+            with hold_lock(descriptor, self._folder, on_wait) as touch:
+                yield touch
         finally:
-            if is_locked:
-                # Explicitly, because a child that another thread has forked still has the descriptor open.
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
 
@@ -247,39 +245,3 @@ def _check_owner(status: os.stat_result, what: str) -> None:
     if status.st_mode & _WRITABLE_BY_OTHERS:
         mode = stat.S_IMODE(status.st_mode)
         raise CacheError(f"{what} can be written by other users (mode {mode:o}); make it 700, or {_SAFE_FOLDER}")
-
-
-def _wait_for_lock(descriptor: int, on_wait: Callable[[], None]) -> bool:
-    """Lock a file; False if its holder has not touched it for STALE_LOCK_SECONDS or it cannot be locked."""
-    touched_ns, seen = None, time.monotonic()
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):  # a file system without locks
-                return False
-        if touched_ns is None:
-            on_wait()
-        if (now_ns := os.fstat(descriptor).st_mtime_ns) != touched_ns:
-            touched_ns, seen = now_ns, time.monotonic()
-        elif time.monotonic() - seen > STALE_LOCK_SECONDS:
-            return False
-        time.sleep(_POLL_SECONDS)
-
-
-def _make_touch(descriptor: int) -> Callable[[], None]:
-    touched = 0.0
-
-    def touch() -> None:
-        nonlocal touched
-        if time.monotonic() - touched > _TOUCH_SECONDS:
-            touched = time.monotonic()
-            with suppress(OSError):
-                os.utime(descriptor)
-
-    return touch
-
-
-def _do_nothing() -> None:
-    pass

@@ -1,0 +1,131 @@
+"""Worker processes on this machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from types import TracebackType
+from typing import Final, TypeVar
+
+from memtrace.engine.runners import MAX_ATTEMPTS, WorkerError, describe_death
+from memtrace.machine_memory import available_memory_bytes
+from memtrace.processors import count_cores
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+WORKER_BYTES: Final = 1 << 30
+"""Memory of the machine for each worker process: fewer are started where there is less."""
+_AHEAD: Final = 2
+"""Tasks for each worker that run, or wait to, before the earlier results have been taken: bounds memory."""
+
+
+class Processes:
+    """Runs tasks in worker processes, each of which runs one task at a time.
+
+    A process that dies ends the others with it: all are replaced. The tasks that were running are then run alone, so
+    that it shows which of them is to blame.
+
+    Args:
+        num_workers: number of processes.
+    """
+
+    is_local = False
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self._pool: ProcessPoolExecutor | None = None
+
+    def start(self, prepare: Callable[[int], object]) -> None:
+        """Start the processes, unless they run; each runs a function first that imports what it needs."""
+        if self._pool is not None:
+            return
+        for number in range(self.num_workers):
+            self._submit(prepare, number)
+
+    def map(self, function: Callable[[T], R], tasks: Sequence[T]) -> Iterator[R | WorkerError]:
+        """Yield the result of each task, in the order of the tasks."""
+        waiting: deque[tuple[int, Future[R]]] = deque()
+        attempts = [0] * len(tasks)
+        suspects: set[int] = set()
+        submitted = 0
+        while submitted < len(tasks) or waiting:
+            limit = 1 if suspects else _AHEAD * self.num_workers
+            while submitted < len(tasks) and len(waiting) < limit:
+                future = self._submit(function, tasks[submitted])
+                if future is None:
+                    break
+                waiting.append((submitted, future))
+                submitted += 1
+            try:
+                if not waiting:
+                    raise BrokenProcessPool
+                number, future = waiting[0]
+                result = future.result()
+            except BrokenProcessPool:
+                self._replace_pool()
+                in_flight = [number for number, _ in waiting] or [submitted]
+                waiting.clear()
+                submitted = in_flight[0]
+                suspects.update(in_flight)
+                # Of several tasks any can be to blame; the first runs alone from now on.
+                attempts[submitted] += len(in_flight) == 1
+                if attempts[submitted] >= MAX_ATTEMPTS:
+                    suspects.discard(submitted)
+                    yield WorkerError(describe_death(attempts[submitted]))
+                    submitted += 1
+                continue
+            waiting.popleft()
+            suspects.discard(number)
+            yield result
+
+    def _submit(self, function: Callable[[T], R], task: T) -> Future[R] | None:
+        """Start a task; None where the processes are broken."""
+        if self._pool is None:
+            # Spawned: a fork would copy locks that other threads of this process hold.
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self.num_workers, context, _begin_worker)
+        try:
+            return self._pool.submit(function, task)
+        except BrokenProcessPool:
+            return None
+        except OSError as error:
+            raise WorkerError(
+                f"worker processes cannot be started ({error.strerror or error}). Pass --workers 1 to use none."
+            ) from error
+
+    def _replace_pool(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool = None
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._replace_pool()
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _begin_worker() -> None:
+    """Leave interrupts to the process that started this one, and other cores to the other workers."""
+    import pyarrow as pa
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pa.set_cpu_count(1)
+    pa.set_io_thread_count(1)
+
+
+def default_workers() -> int:
+    """Return how many workers this machine has cores and memory for."""
+    available = available_memory_bytes()
+    return count_cores() if available is None else max(1, min(count_cores(), available // WORKER_BYTES))

@@ -1,0 +1,84 @@
+#include "clock.h"
+
+#include <cstdlib>
+#include <fstream>
+#include <string>
+
+namespace memtrace {
+namespace {
+
+// Readings closer to each other than this give no exact rate: for the first line, and for the others.
+constexpr int64_t kFirstIntervalNs = 20'000'000, kIntervalNs = 500'000'000;
+// The time in which a difference from the system's clock is made up for. A larger one than the maximum is corrected at
+// once: the machine was suspended, or moved to another one.
+constexpr double kCorrectionNs = 1e9;
+constexpr int64_t kMaxDifferenceNs = 10'000'000;
+
+}  // namespace
+
+// Linux uses the counter for its own clock only if it runs at a constant rate and alike on all processors.
+bool Clock::counter_is_reliable() {
+#if defined(__x86_64__)
+  std::ifstream file("/sys/devices/system/clocksource/clocksource0/current_clocksource");
+  std::string name;
+  return static_cast<bool>(file >> name) && name == "tsc";
+#else
+  return false;
+#endif
+}
+
+Clock::Clock() : uses_counter_(counter_is_reliable()), last_(uses_counter_ ? read_both() : Reading{}) {}
+
+// Both clocks at one moment: of several tries that which took the shortest time.
+Clock::Reading Clock::read_both() {
+  Reading best;
+#if defined(__x86_64__)
+  int64_t shortest = INT64_MAX;
+  for (int tries = 0; tries < 5; ++tries) {
+    const int64_t before = steady_ns();
+    const auto ticks = static_cast<int64_t>(__rdtsc());
+    const int64_t after = steady_ns();
+    if (after - before >= shortest) continue;
+    shortest = after - before;
+    best = {ticks, before + shortest / 2};
+  }
+#endif
+  return best;
+}
+
+void Clock::start() {
+  newest_ = kNoLine;
+  start_ns_ = steady_ns();
+  if (uses_counter_) last_ = read_both();   // the machine may have been suspended since the last recording
+}
+
+void Clock::adjust() {
+  if (!uses_counter_) return;
+  const Reading reading = read_both();
+  const uint32_t number = newest_.load(std::memory_order_relaxed);
+  const int64_t interval_ns = reading.steady_ns - last_.steady_ns, ticks = reading.ticks - last_.ticks;
+  if (interval_ns < (number == kNoLine ? kFirstIntervalNs : kIntervalNs)) return;
+  last_ = reading;
+  const int64_t exact = reading.steady_ns - start_ns_.load(std::memory_order_relaxed);
+  const auto unit = static_cast<double>(int64_t{1} << kRateBits);
+  if (ticks <= 0) return;
+  double rate = unit * static_cast<double>(interval_ns) / static_cast<double>(ticks);
+  int64_t time_ns = exact;
+  if (number != kNoLine) {
+    const Line& line = lines_[number % lines_.size()];
+    const __int128 since = static_cast<__int128>(reading.ticks - line.ticks) * line.rate;
+    const int64_t continued = line.time_ns + static_cast<int64_t>(since >> kRateBits), difference = exact - continued;
+    if (std::abs(difference) <= kMaxDifferenceNs) {
+      time_ns = continued;   // so that times do not go back
+      rate *= 1 + static_cast<double>(difference) / kCorrectionNs;
+    }
+  }
+  const uint32_t next = number + 1 == kNoLine ? number + 2 : number + 1;
+  Line& line = lines_[next % lines_.size()];
+  line.ticks = reading.ticks;
+  line.time_ns = time_ns;
+  line.rate = static_cast<int64_t>(rate);
+  newest_.store(next, std::memory_order_release);
+}
+
+}  // namespace memtrace

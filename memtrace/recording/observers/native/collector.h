@@ -1,0 +1,37 @@
+// Collects records on the writer's thread: takes the buffers that training threads fill, resolves them without the
+// interpreter lock, and keeps the rows until the writer takes them as one large batch.
+#pragma once
+
+#include "late_events.h"
+#include "live_changes.h"
+
+namespace memtrace {
+
+class Collector {
+ public:
+  // Takes the records up to `until_ns` (kNone: all of them) and resolves them. Throws std::bad_alloc.
+  void collect(int64_t until_ns);
+  // Sleeps until there are `enough_events` rows of events, `seconds` have passed, `Recorder::must_wake` is set or the
+  // recording ends; collects meanwhile whenever enough records wait. Returns the number of rows and waiting records.
+  size_t wait(double seconds, size_t enough_events);
+  // Returns and removes the rows. Throws std::bad_alloc.
+  Batch take_rows();
+
+ private:
+  // Whether records can be resolved as they come: otherwise some that belong before them are still to arrive.
+  static bool may_collect();
+  void resolve(int64_t until_ns);
+
+  std::mutex mutex_;
+  Resolver resolver_;
+  LateEventCalls late_calls_;
+  LiveChangesFinder live_changes_;
+  Tables rows_;
+};
+
+// The collector of the current recording, which `start_collector` makes; null before the first one.
+Collector* collector();
+// Replaces the collector of the last recording. Call it while no recording is running.
+void start_collector();
+
+}  // namespace memtrace

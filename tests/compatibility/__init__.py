@@ -1,0 +1,1 @@
+"""Installs the wheel with each supported version of Python and torch, and runs tests against what was installed."""
