@@ -26,8 +26,9 @@ from memtrace.format.part_files import ORDER_KEY, part_name
 from memtrace.format.schema import RANK_TABLES, TABLES, arrow_schema, stored_columns, stored_schema
 from memtrace.format.stored import FindEventForms, shorten
 
-PART_ROWS: Final = 65_536
-"""Events of a part. A window reads the parts at both of its ends whole, so parts are small against a window of 1 %."""
+PART_ROWS: Final = 131_072
+"""Events of a part. A window reads the parts at both of its ends whole, so parts are small against a window of 1 %; but
+a recorded program waits for some milliseconds whenever a part is written, so they are not smaller than that."""
 KEYFRAMED_TABLES: Final = tuple(name for name in TABLES if name not in RANK_TABLES)
 """Tables whose parts a ring deletes: the keyframe of the first part that stays replaces them."""
 _PARQUET_ENCODINGS: Final = {"delta": "DELTA_BINARY_PACKED", "byte_stream_split": "BYTE_STREAM_SPLIT"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,16 @@ import pandas as pd
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import memtrace
 from memtrace.recording.observers import typed_operators
 from memtrace.recording.observers.build import load_native
 from memtrace.recording.observers.toolchain import torch_headers
+from memtrace.trace import Trace
 from tests.recording.helpers import record_steps
 
-OPERATOR_COLUMNS = ("name", "module", "phase", "recompute", "stack", "sequence_nr")
+OPERATOR_COLUMNS = ("name", "module", "stack", "phase", "recompute", "sequence_nr")
 
 
 def train_transformer() -> None:
@@ -64,6 +66,16 @@ def use_lists_and_optional_tensors() -> None:
     nn.functional.batch_norm(stacked.detach(), None, None, training=True).clamp(min=0.0)
 
 
+def call_composite_operators() -> None:
+    weight = torch.randn(4, 4, requires_grad=True)
+    torch.einsum("ij,kj->ik", weight, nn.functional.linear(weight, weight).reshape(4, 4)).square().mean().backward()
+    with torch.inference_mode():
+        nn.functional.linear(weight, weight).to(torch.float64).softmax(-1).flatten()
+    with torch.autocast("cpu", torch.bfloat16):
+        (weight @ weight).sum()
+    TwoTensor(weight.detach(), weight.detach()).matmul(weight).reshape(-1)
+
+
 @contextmanager
 def boxed_kernels() -> Iterator[None]:
     native = load_native().module
@@ -93,8 +105,8 @@ def rows(program: Callable[[], None], path: Path) -> list[tuple[Any, ...]]:
     ops["sequence_nr"] -= ops["sequence_nr"].min()
     columns = [ops[name].astype(object).where(ops[name].notna(), None) for name in OPERATOR_COLUMNS]
     calls = {
-        op_id: (names.get(name), names.get(module), *others)
-        for op_id, name, module, *others in zip(ops["op_id"], *columns, strict=True)
+        op_id: (names.get(name), names.get(module), stack is not None and tuple(trace.frames(stack)), *others)
+        for op_id, name, module, stack, *others in zip(ops["op_id"], *columns, strict=True)
     }
     events = trace.events[trace.events["kind"] != "baseline"]
     described = [
@@ -116,15 +128,42 @@ def rows(program: Callable[[], None], path: Path) -> list[tuple[Any, ...]]:
         train_with_autocast_and_checkpoints,
         transform_functions,
         use_lists_and_optional_tensors,
+        call_composite_operators,
     ],
 )
 def test_typed_and_boxed_kernels_record_the_same(program: Callable[[], None], tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    typed = rows(program, tmp_path / "typed.memtrace")
-    with boxed_kernels():
-        boxed = rows(program, tmp_path / "boxed.memtrace")
+    recorded = []
+    for name, kernels in ("typed", nullcontext), ("boxed", boxed_kernels):
+        with kernels():  # called from the same line, so that the stacks are equal
+            recorded.append(rows(program, tmp_path / f"{name}.memtrace"))
+    typed, boxed = recorded
     assert typed == boxed
     assert len(typed) > 20
+
+
+def recorded_operators(trace: Trace) -> set[str]:
+    return {trace.name(name) for name in trace.ops["name"].dropna()}
+
+
+def test_composite_operators_are_skipped(tmp_path: Path) -> None:
+    weight = torch.randn(4, 4)
+    trace = record_steps(lambda: nn.functional.linear(weight, weight), tmp_path / "x.memtrace")
+    assert torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough("aten::linear", "DeferredInit")
+    assert not torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough("aten::mm", "DeferredInit")
+    assert {"aten::mm"} <= recorded_operators(trace)
+    assert "aten::linear" not in set(trace.names["text"])
+
+
+def test_a_kernel_that_a_program_adds_to_its_composite_operator_is_recorded(tmp_path: Path) -> None:
+    library = torch.library.Library("memtrace_composite", "DEF")
+    library.define("copy(Tensor x) -> Tensor")
+    library.impl("copy", lambda x: x.relu(), "CompositeImplicitAutograd")
+    values = torch.randn(4)
+    with memtrace.record(tmp_path / "x.memtrace"):
+        library.impl("copy", lambda x: x.clone(), "CPU")  # the kernels of the mode are registered already
+        torch.ops.memtrace_composite.copy(values)
+    assert "memtrace_composite::copy" in recorded_operators(memtrace.load(tmp_path / "x.memtrace"))
 
 
 def test_torch_has_the_operators_that_are_listed() -> None:

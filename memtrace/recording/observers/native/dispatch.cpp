@@ -1,6 +1,6 @@
 // The dispatcher mode: kernels on a dispatch key that torch reserves for out-of-tree modes. It is enabled per thread, sees
 // every operator before autograd does, with its schema and arguments, and redispatches below itself. Frequent operators
-// have kernels of their own (typed_kernels.h), all others a boxed fallback.
+// have kernels of their own (typed_kernels.h), composite ones are skipped, all others have a boxed fallback.
 #include "compiled_regions.h"   // first: it includes Python.h
 #include "dispatch.h"
 
@@ -109,6 +109,19 @@ std::vector<TypedKernels::Register>& all_typed_kernels() {
   return *all;
 }
 
+// Lets torch's composite operators pass without a kernel of the mode: nothing is recorded of them but the operators that
+// they call. Programs may add kernels to their own operators at any time, so those go through the fallback.
+void skip_composite_operators(std::vector<std::optional<c10::RegistrationHandleRAII>>& registrations) {
+  c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
+  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+    if (!starts_with(name.name, "aten::")) continue;
+    const std::optional<c10::OperatorHandle> op = dispatcher.findSchema(name);
+    if (!op || !is_composite(*op) || op->hasKernelForDispatchKey(kMode)) continue;
+    registrations.push_back(
+        dispatcher.registerImpl(name, kMode, c10::KernelFunction::makeFallthrough(), std::nullopt, nullptr, "memtrace"));
+  }
+}
+
 }  // namespace
 
 void install_dispatch_mode() {
@@ -132,6 +145,7 @@ void use_typed_kernels(bool on) {
   if (on == !registrations.empty()) return;
   registrations.clear();
   if (!on) return;
+  skip_composite_operators(registrations);
   for (TypedKernels::Register register_kernel : all_typed_kernels()) registrations.push_back(register_kernel());
 }
 

@@ -49,9 +49,7 @@ std::unique_ptr<OperatorInfo> inspect(const c10::OperatorHandle& op) {
   info->role = role_of(name);
   if (info->role == Role::plain && makes_view(schema)) info->role = Role::view;
   info->writes_result = !starts_with(name, "aten::empty") && !starts_with(name, "aten::new_empty");
-  info->composite = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
-                    !op.hasKernelForDispatchKey(c10::DispatchKey::CPU) && !op.hasKernelForDispatchKey(c10::DispatchKey::CUDA) &&
-                    !op.hasKernelForDispatchKey(c10::DispatchKey::AutogradCPU);
+  info->composite = is_composite(op);
   info->reduces_over_ranks = starts_with(name, "c10d::allreduce_") || starts_with(name, "c10d::_reduce_scatter");
   info->autocasts_cpu = op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCPU);
   info->autocasts_cuda = op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCUDA);
@@ -74,6 +72,12 @@ std::unique_ptr<OperatorInfo> inspect(const c10::OperatorHandle& op) {
 }
 
 }  // namespace
+
+bool is_composite(const c10::OperatorHandle& op) {
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+         !op.hasKernelForDispatchKey(c10::DispatchKey::CPU) && !op.hasKernelForDispatchKey(c10::DispatchKey::CUDA) &&
+         !op.hasKernelForDispatchKey(c10::DispatchKey::AutogradCPU);
+}
 
 const OperatorInfo& operator_info(const c10::OperatorHandle& op) {
   static ForkSafeMutex mutex;

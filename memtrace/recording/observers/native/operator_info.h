@@ -35,6 +35,9 @@ struct OperatorInfo {
 
 inline bool starts_with(std::string_view text, std::string_view prefix) { return text.substr(0, prefix.size()) == prefix; }
 
+// Whether an operator is implemented by calls of other operators alone.
+bool is_composite(const c10::OperatorHandle& op);
+
 // The information about an operator, inspected at the first call and cached.
 const OperatorInfo& operator_info(const c10::OperatorHandle& op);
 

@@ -115,6 +115,7 @@ struct TypedKernel<Op, Result(Arguments...)> {
     c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
     const std::optional<c10::OperatorHandle> handle = dispatcher.findSchema({Op::name, Op::overload_name});
     if (!handle || handle->schema().arguments().size() != sizeof...(Arguments)) return std::nullopt;
+    if (is_composite(*handle)) return std::nullopt;   // skipped
     if (op == nullptr) op = new c10::OperatorHandle(*handle);
     return dispatcher.registerImpl(handle->operator_name(), kMode,
                                    c10::KernelFunction::makeFromUnboxedFunction(TORCH_FN((&TypedKernel::run))),
