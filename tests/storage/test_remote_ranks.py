@@ -24,6 +24,7 @@ from memtrace.format.storage_writer import StorageWriter
 from memtrace.recording.upload import upload_trace
 from memtrace.trace import Trace
 from tests.builders import copied_job
+from tests.dask_cluster import local_cluster
 from tests.storage.conftest import remote_contents
 
 
@@ -199,7 +200,7 @@ class TestS3:
     def test_a_cluster_that_loses_a_worker_gives_the_same_answer(
         self, s3: StoragePath, local_trace: Path, tmp_path: Path, read: list[int]
     ) -> None:
-        distributed = pytest.importorskip("distributed")
+        pytest.importorskip("distributed")
         from distributed.diagnostics.plugin import SchedulerPlugin
 
         num_ranks = 16
@@ -218,9 +219,7 @@ class TestS3:
                 if self.num_done == num_ranks // 2 and workers:
                     os.kill(workers.pop(), signal.SIGKILL)
 
-        with distributed.LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0"
-        ) as cluster:
+        with local_cluster() as cluster:
             workers = [cluster.workers[0].pid]
             cluster.scheduler.add_plugin(Killer())
             command = ["ranks", "s3://traces/job.memtrace", "--scheduler", cluster.scheduler_address, "--json"]
