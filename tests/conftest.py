@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from memtrace.analysis import rank_reports
+from memtrace.analysis.rank_summary import RankReport, report_rank
 from memtrace.trace import Trace
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -41,6 +43,19 @@ def gpt_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = Path(__file__).parents[1] / "examples" / "gpt.py"
     subprocess.run([sys.executable, program, "--steps", "8", "--record", path], check=True, capture_output=True)
     return path
+
+
+@pytest.fixture
+def ranks_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ranks of which events were read."""
+    ranks: list[int] = []
+
+    def report(trace: Trace) -> RankReport:
+        ranks.extend(trace.ranks)
+        return report_rank(trace)
+
+    monkeypatch.setattr(rank_reports, "report_rank", report)
+    return ranks
 
 
 class DefectTraces(NamedTuple):

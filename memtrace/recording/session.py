@@ -44,7 +44,8 @@ _running: dict[str, Recording] = {}
 """The running recording, under "recording"; ``setdefault`` is atomic, and an interrupt cannot leave it half done."""
 
 _explained_error: dict[str, int] = {}
-"""The out-of-memory error that a recording has explained last, under "id"."""
+"""The out-of-memory error that a recording has explained last, under "id", until another recording begins: an id says
+nothing once its object is gone."""
 
 
 def record(
@@ -256,6 +257,7 @@ class Recording(Displayed):
         return self
 
     def _enter(self, selected: tuple[Observer, list[str]] | None) -> Recording:
+        _explained_error.clear()
         while (outer := _running.setdefault("recording", self)) is not self and outer._has_ended():
             outer._finish()  # it has reached max_steps, or was interrupted too often to wait for its end
         try:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from memtrace.recording.cuda import CudaMonitor
 
 FLUSH_SECONDS: Final = 5.0
+SPACE_SECONDS: Final = 5.0
+"""Time for which a recording waits for address space."""
+SPACE_POLL_SECONDS: Final = 0.1
 
 
 class Writer:
@@ -143,7 +146,8 @@ class Writer:
 
     def _write_until_stopped(self) -> None:
         self._sink.begin()
-        while not self._must_stop():
+        lack: MemoryError | None = None
+        while not self._must_stop() and (lack := self._wait_for_address_space()) is None:
             due = min(sink.due for sink in (self._sink, *self._inner))
             self._observer.wait(max(0.0, due - time.monotonic()), self._sink.rows_wanted)
             if self._must_stop():  # perhaps because the program ran out of memory: the reserve is needed for the end
@@ -159,12 +163,31 @@ class Writer:
             self._sink.write_if_due(now_ns)
             for sink in list(self._inner):
                 self._protect(sink, partial(sink.write_if_due, now_ns))
-            if not self._must_stop():
-                self._reserve.acquire()
         self._reserve.close()
         self._take(at_end=True)
         self._write_queue()
         self._sink.flush(with_manifest=False)
+        if lack is not None:
+            self._sink.failed(_describe(lack, self._sink))
+
+    def _wait_for_address_space(self) -> MemoryError | None:
+        """Return None once there is enough, or the recording is to stop; otherwise the error that ends the recording.
+
+        A program that has used up its address space is often about to fail: its error must still be recorded.
+        """
+        deadline, rows_wanted = time.monotonic() + SPACE_SECONDS, self._sink.rows_wanted
+        while not self._must_stop() and (lack := self._acquire_reserve()) is not None:
+            num_rows = self._observer.wait(SPACE_POLL_SECONDS, rows_wanted)
+            if num_rows >= rows_wanted or time.monotonic() > deadline:
+                return lack
+        return None
+
+    def _acquire_reserve(self) -> MemoryError | None:
+        try:
+            self._reserve.acquire()
+        except MemoryError as error:
+            return error
+        return None
 
     def _must_stop(self) -> bool:
         return self._is_stopping  # another thread sets it at any time

@@ -20,6 +20,7 @@ from memtrace.analysis import summary
 from memtrace.analysis.by_part import summary as by_part
 from memtrace.engine import Engine, InProcess, Runner
 from memtrace.engine.processes import Processes
+from tests.dask_cluster import local_cluster
 
 COMMANDS = (
     "summary",
@@ -147,14 +148,9 @@ def test_a_page_names_a_rank_that_cannot_be_read_and_shows_the_others(
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Runner]:
     """A Dask cluster of two processes on this machine."""
-    from distributed import LocalCluster
-
     from memtrace.engine.cluster import Cluster
 
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as local,
-        Cluster(local.scheduler_address) as runner,
-    ):
+    with local_cluster() as local, Cluster(local.scheduler_address) as runner:
         yield runner
 
 

@@ -24,20 +24,8 @@ from memtrace.format.storage_writer import StorageWriter
 from memtrace.recording.upload import upload_trace
 from memtrace.trace import Trace
 from tests.builders import copied_job
+from tests.dask_cluster import local_cluster
 from tests.storage.conftest import remote_contents
-
-
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The ranks of which events were read."""
-    ranks: list[int] = []
-
-    def report(trace: Trace) -> RankReport:
-        ranks.extend(trace.ranks)
-        return report_rank(trace)
-
-    monkeypatch.setattr(rank_reports, "report_rank", report)
-    return ranks
 
 
 @pytest.fixture(params=["memory", "s3"])
@@ -53,12 +41,12 @@ def manifest_with(folder: StoragePath, **changes: Any) -> bytes:
     return json.dumps({**json.loads((folder / "manifest.json").read_bytes()), **changes}).encode()
 
 
-def test_a_second_question_reads_no_events(url: StoragePath, read: list[int]) -> None:
+def test_a_second_question_reads_no_events(url: StoragePath, ranks_read: list[int]) -> None:
     first = survey_ranks(memtrace.load(url))
-    assert read == [0, 1, 2]
+    assert ranks_read == [0, 1, 2]
     assert {f"rank={rank}/{REPORT_NAME}" for rank in range(3)} <= remote_contents(url).keys()
     second = survey_ranks(memtrace.load(url))
-    assert read == [0, 1, 2]
+    assert ranks_read == [0, 1, 2]
     assert second.comparison == first.comparison
     assert [load.step_peak_bytes.tolist() for load in second.loads] == [
         load.step_peak_bytes.tolist() for load in first.loads
@@ -66,7 +54,7 @@ def test_a_second_question_reads_no_events(url: StoragePath, read: list[int]) ->
     assert memtrace.load(url).rank(1).events.equals(memtrace.load(url).rank(0).events)
 
 
-def test_ranks_that_are_new_or_changed_are_read_again(url: StoragePath, read: list[int]) -> None:
+def test_ranks_that_are_new_or_changed_are_read_again(url: StoragePath, ranks_read: list[int]) -> None:
     compare_ranks(memtrace.load(url))
     writer = StorageWriter(url)
     for name, content in remote_contents(url / "rank=0").items():
@@ -78,17 +66,17 @@ def test_ranks_that_are_new_or_changed_are_read_again(url: StoragePath, read: li
     begin = json.loads(manifest.read_bytes())["t0_epoch_ns"]
     writer.put(manifest, manifest.read_bytes().replace(str(begin).encode(), str(begin ^ 1).encode()))
     writer.put(url / "rank=2" / "manifest.json", manifest_with(url / "rank=2", finished=False))
-    read.clear()
+    ranks_read.clear()
     assert [summary.rank for summary in compare_ranks(memtrace.load(url)).ranks] == [0, 1, 2, 3]
-    assert read == [1, 2, 3]
-    read.clear()
+    assert ranks_read == [1, 2, 3]
+    ranks_read.clear()
     compare_ranks(memtrace.load(url))
-    assert read == [2]  # what is still recorded is not kept
+    assert ranks_read == [2]  # what is still recorded is not kept
 
 
 @pytest.mark.parametrize("url", ["memory"], indirect=True)
 def test_a_file_that_changes_while_it_is_read_makes_the_report_stale(
-    url: StoragePath, read: list[int], monkeypatch: pytest.MonkeyPatch
+    url: StoragePath, ranks_read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def change_and_report(trace: Trace) -> RankReport:
         if trace.ranks == (1,):
@@ -100,23 +88,23 @@ def test_a_file_that_changes_while_it_is_read_makes_the_report_stale(
         patch.setattr(rank_reports, "report_rank", change_and_report)
         compare_ranks(memtrace.load(url))
     compare_ranks(memtrace.load(url))
-    assert read == [1]
+    assert ranks_read == [1]
 
 
 @pytest.mark.parametrize("url", ["memory"], indirect=True)
-def test_a_report_in_the_storage_is_not_trusted(url: StoragePath, read: list[int]) -> None:
+def test_a_report_in_the_storage_is_not_trusted(url: StoragePath, ranks_read: list[int]) -> None:
     expected = compare_ranks(memtrace.load(url))
     stored = json.loads((url / "rank=0" / REPORT_NAME).read_bytes())
     stored["summary"]["peak_bytes"] = "many"
     StorageWriter(url).put(url / "rank=0" / REPORT_NAME, json.dumps(stored).encode())
     StorageWriter(url).put(url / "rank=2" / REPORT_NAME, b"[" * 100_000)
-    read.clear()
+    ranks_read.clear()
     assert compare_ranks(memtrace.load(url)) == expected
-    assert read == [0, 2]
+    assert ranks_read == [0, 2]
 
 
 def test_nothing_is_kept_where_the_storage_does_not_tell_versions(
-    local_trace: Path, memory: StoragePath, read: list[int], monkeypatch: pytest.MonkeyPatch
+    local_trace: Path, memory: StoragePath, ranks_read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
@@ -129,12 +117,12 @@ def test_nothing_is_kept_where_the_storage_does_not_tell_versions(
     url = memory / "run.memtrace"
     upload_trace(local_trace, url)
     assert compare_ranks(memtrace.load(url)) == compare_ranks(memtrace.load(url))
-    assert read == [0, 0]
+    assert ranks_read == [0, 0]
     assert f"rank=0/{REPORT_NAME}" not in remote_contents(url)
 
 
 def test_a_storage_that_cannot_be_written_to_is_read_every_time(
-    local_trace: Path, memory: StoragePath, read: list[int], monkeypatch: pytest.MonkeyPatch
+    local_trace: Path, memory: StoragePath, ranks_read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
@@ -145,7 +133,7 @@ def test_a_storage_that_cannot_be_written_to_is_read_every_time(
     upload_trace(local_trace, url)
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
     assert compare_ranks(memtrace.load(url)) == compare_ranks(memtrace.load(url))
-    assert read == [0, 0]
+    assert ranks_read == [0, 0]
 
 
 def test_a_storage_in_the_memory_of_this_process_is_read_by_this_process(memory: StoragePath) -> None:
@@ -197,9 +185,9 @@ class TestS3:
 
     @pytest.mark.slow
     def test_a_cluster_that_loses_a_worker_gives_the_same_answer(
-        self, s3: StoragePath, local_trace: Path, tmp_path: Path, read: list[int]
+        self, s3: StoragePath, local_trace: Path, tmp_path: Path, ranks_read: list[int]
     ) -> None:
-        distributed = pytest.importorskip("distributed")
+        pytest.importorskip("distributed")
         from distributed.diagnostics.plugin import SchedulerPlugin
 
         num_ranks = 16
@@ -218,17 +206,15 @@ class TestS3:
                 if self.num_done == num_ranks // 2 and workers:
                     os.kill(workers.pop(), signal.SIGKILL)
 
-        with distributed.LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0"
-        ) as cluster:
+        with local_cluster() as cluster:
             workers = [cluster.workers[0].pid]
             cluster.scheduler.add_plugin(Killer())
             command = ["ranks", "s3://traces/job.memtrace", "--scheduler", cluster.scheduler_address, "--json"]
             result = CliRunner().invoke(cli, command, catch_exceptions=False)
         assert not workers
         assert result.exit_code == 0
-        read.clear()
+        ranks_read.clear()
         assert compare_ranks(memtrace.load("s3://traces/job.memtrace")) == expected
-        assert read == []
+        assert ranks_read == []
         local = CliRunner().invoke(cli, ["ranks", str(job), "--json", "--workers", "1"], catch_exceptions=False)
         assert result.stdout == local.stdout
