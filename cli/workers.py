@@ -34,8 +34,11 @@ class Workers:
     def engine(self, trace: Trace, source: TraceSource) -> Engine:
         """Return the engine for a trace; it shows progress, and its workers end when its block ends."""
         from memtrace.engine import EngineOptions, choose_engine
+        from memtrace.engine.heap import keep_freed_memory
 
-        return choose_engine(EngineOptions(self.num_processes, self.scheduler), trace, source, FEEDBACK.begin)
+        keep_freed_memory()
+        with FEEDBACK.paused():  # workers are forked where there is no other thread
+            return choose_engine(EngineOptions(self.num_processes, self.scheduler), trace, source, FEEDBACK.begin)
 
     def ask(self, traces: list[tuple[Trace, TraceSource]], function: Callable[..., Any], *arguments: object) -> Any:
         """Return the result of a function of some open traces and further arguments."""

@@ -227,9 +227,11 @@ class Engine:
         """
         tasks = analysis.tasks(trace)
         is_quick = analysis.is_quick and len(trace.part_numbers) <= MAX_QUICK_PARTS
-        if isinstance(self.runner, Processes):
+        is_here = self.runner.is_local
+        if isinstance(self.runner, Processes) and not self.runner.is_forked:
             self.runner.start(_import_passes)  # beside what is read here
-        if self.runner.is_local or (is_quick and isinstance(self.runner, Processes)):
+            is_here = is_quick
+        if is_here:
             states: Iterator[Any] = (analysis.partial(trace, each) for each in tasks)
         else:
             states = self.runner.map(partial(_answer_part, source.only(trace), analysis.partial), tasks)
@@ -275,7 +277,11 @@ def choose_engine(
         num_workers = 1
     if num_workers is None:
         num_workers = default_workers() if _is_large(trace, source) else 1
-    return Engine(InProcess() if num_workers == 1 else Processes(num_workers), on_progress)
+    if num_workers == 1:
+        return Engine(InProcess(), on_progress)
+    processes = Processes(num_workers)
+    processes.fork()
+    return Engine(processes, on_progress)
 
 
 def _import_passes(_: int) -> None:
