@@ -72,8 +72,8 @@ def command(
         opened = [(job.open(), job.source) for job in jobs]
         with workers.engine(*opened[0]) as engine:
             runs = match_compared_runs(engine, opened, label_traces((before, after)), rank, None)
-            result = compare_matched_runs(engine, runs, [job.source for job in jobs])
-        write_page(runs, result, output)
+            comparison = compare_matched_runs(engine, runs, [job.source for job in jobs])
+        write_page(runs, comparison, output)
     sides = [Selection((path,), rank, from_step, to_step) for path in (before, after)]
     old, new = (side.open_rank() for side in sides)
     with workers.engine(old, sides[0].source) as engine:
