@@ -106,7 +106,7 @@ def label_traces(traces: Sequence[str], labels: Sequence[str] = ()) -> tuple[str
     return unique_labels(labels) if labels else label_paths([to_path(trace) for trace in traces])
 
 
-def write_page(runs: Sequence[Run], result: RunComparison | None, output: str) -> None:
+def write_page(runs: Sequence[Run], result: RunComparison, output: str) -> None:
     """Write the page of a comparison, and report its size on stderr."""
     from memtrace.dashboards.comparison import write_comparison
 

@@ -62,7 +62,7 @@ def command(
       memtrace diff before.memtrace after.memtrace
       memtrace diff before.memtrace after.memtrace -o diff.html
     """
-    from memtrace.engine.comparisons import compare_two, match_compared_runs
+    from memtrace.engine.comparisons import compare_matched_runs, compare_two, match_compared_runs
 
     if from_step is not None and to_step is not None and from_step > to_step:
         raise click.UsageError(f"--from-step {from_step} is after --to-step {to_step}")
@@ -72,7 +72,8 @@ def command(
         opened = [(job.open(), job.source) for job in jobs]
         with workers.engine(*opened[0]) as engine:
             runs = match_compared_runs(engine, opened, label_traces((before, after)), rank, None)
-        write_page(runs, None, output)
+            comparison = compare_matched_runs(engine, runs, [job.source for job in jobs])
+        write_page(runs, comparison, output)
     sides = [Selection((path,), rank, from_step, to_step) for path in (before, after)]
     old, new = (side.open_rank() for side in sides)
     with workers.engine(old, sides[0].source) as engine:

@@ -82,6 +82,16 @@ class Feedback:
             status.stop()
 
     @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Show no progress in a block, which then runs beside no thread of progress and can fork."""
+        with self._lock:
+            is_shown, task = self._timer is not None, self._task
+        self.end()
+        yield
+        if is_shown:
+            self.begin(task)
+
+    @contextmanager
     def working(self, task: str) -> Iterator[None]:
         """Show a task as progress while it runs; --verbose prints how long it took."""
         begin_s = time.perf_counter()

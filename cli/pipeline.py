@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from memtrace.cli.tables import PlainTable
     from rich.console import Console
 
+    from memtrace.engine import Engine
+    from memtrace.pipeline.layer_costs import MeasuredLayers
     from memtrace.pipeline.measured import MeasuredPipeline
     from memtrace.pipeline.measured_stages import MeasuredStage
     from memtrace.pipeline.schedules.schedule import Schedule
@@ -73,7 +75,7 @@ def command(
     with working(f"measuring {selection.name}"), workers.engine(trace, selection.source) as engine:
         trace = analyze_pipeline(trace, engine.analyzer(selection.source))
         measured = measure_pipeline(trace, capacity)
-        predicted = None if predict is None else _predict(trace, predict, schedule, partition, layers)
+        predicted = None if predict is None else _predict(engine, trace, predict, schedule, partition, layers)
     for left_out in measured.unreadable:
         FEEDBACK.note(f"rank {left_out.rank} is left out: {left_out.reason}")
     if as_json:
@@ -87,17 +89,32 @@ def command(
 
 
 def _predict(
-    trace: Trace, path: str, schedule: str | None, partition: str | None, layers: tuple[str, ...]
+    engine: Engine, trace: Trace, path: str, schedule: str | None, partition: str | None, layers: tuple[str, ...]
 ) -> PipelineComparison:
+    prediction = predict_recorded_pipeline(
+        trace,
+        measure_layers(engine, path, layers),
+        schedule=_build_schedule(trace, schedule),
+        first_layers=_parse_partition(partition),
+    )
+    return prediction.comparison
+
+
+def measure_layers(engine: Engine, path: str, layers: tuple[str, ...] = ()) -> MeasuredLayers:
+    """Return the costs of the layers of a model by the trace of a single process that trains it whole.
+
+    Args:
+        engine: where the trace is analyzed.
+        path: the trace.
+        layers: names of the layers; empty: see ``measure_layer_costs``.
+    """
+    from memtrace.engine import TraceSource
     from memtrace.pipeline.layer_costs import measure_layer_costs
     from memtrace.trace import load
 
-    single_process = load(path)
-    costs = measure_layer_costs(single_process.rank(single_process.ranks[0]), layers)
-    prediction = predict_recorded_pipeline(
-        trace, costs, schedule=_build_schedule(trace, schedule), first_layers=_parse_partition(partition)
-    )
-    return prediction.comparison
+    trace = load(path)
+    number = trace.ranks[0]
+    return engine.ask([(trace.rank(number), TraceSource.of((path,), number))], measure_layer_costs, layers)
 
 
 def _build_schedule(trace: Trace, text: str | None) -> Schedule | None:

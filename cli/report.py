@@ -16,6 +16,7 @@ from memtrace.units import format_bytes
 
 if TYPE_CHECKING:
     from memtrace.analysis.options import AnalysisOptions
+    from memtrace.engine import Engine
     from memtrace.pipeline.prediction import PipelinePrediction
     from memtrace.trace import Trace
 
@@ -65,15 +66,14 @@ def command(
         workers.engine(trace, selection.source) as engine,
     ):
         analyze = engine.analyzer(selection.source)
-        prediction = None if predict is None else _predict_pipeline(analyze_pipeline(trace, analyze), predict)
+        prediction = None if predict is None else _predict_pipeline(engine, analyze_pipeline(trace, analyze), predict)
         page = report(trace, output, prediction=prediction, options=options, sources=sources, analyze=analyze)
     print_confirmation(f"Wrote {page} ({format_bytes(page.stat().st_size)}).")
 
 
-def _predict_pipeline(trace: Trace, single_process_path: str) -> PipelinePrediction:
-    from memtrace.pipeline.layer_costs import measure_layer_costs
-    from memtrace.pipeline.prediction import predict_recorded_pipeline
-    from memtrace.trace import load
+def _predict_pipeline(engine: Engine, trace: Trace, single_process_path: str) -> PipelinePrediction:
+    from memtrace.cli.pipeline import measure_layers
 
-    single = load(single_process_path)
-    return predict_recorded_pipeline(trace, measure_layer_costs(single.rank(single.ranks[0])))
+    from memtrace.pipeline.prediction import predict_recorded_pipeline
+
+    return predict_recorded_pipeline(trace, measure_layers(engine, single_process_path))

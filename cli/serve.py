@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import click
 from memtrace.cli.output import print_line
 from memtrace.cli.quantities import BYTES
+from memtrace.cli.workers import Workers, takes_workers
 
 from memtrace.recording.serving import TOKEN_VARIABLE, require_server_packages
 
@@ -20,6 +22,7 @@ from memtrace.recording.serving import TOKEN_VARIABLE, require_server_packages
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, metavar="PORT",
               help="Port to listen on.  [default: a free one]")  # fmt: skip
+@takes_workers
 @click.option("--no-open", is_flag=True, help="Do not open a browser.")
 @click.option("--parent", type=int, hidden=True)
 @click.option("--descriptor", type=int, hidden=True)
@@ -30,6 +33,7 @@ def command(
     capacity: int | None,
     host: str,
     port: int,
+    workers: Workers,
     no_open: bool,
     parent: int | None,
     descriptor: int | None,
@@ -49,12 +53,15 @@ def command(
     from memtrace.dashboards.server.run import run_server
     from memtrace.dashboards.server.served import ServedTrace
 
+    from memtrace.engine.indexing import summarize_parts
+
     def announce(url: str) -> None:
         print_line(f"Serving {served.name} at {url}")
         if parent is None:
             print_line("Press Ctrl-C to stop.", err=True)
 
-    served = ServedTrace(traces, rank, follow=live, capacity_bytes=capacity)
+    summarize = partial(summarize_parts, paths=traces, options=workers.options)
+    served = ServedTrace(traces, rank, follow=live, capacity_bytes=capacity, summarize=summarize)
     run_server(
         served,
         host=host,

@@ -11,7 +11,7 @@ import click
 from memtrace.cli.feedback import FEEDBACK
 
 if TYPE_CHECKING:
-    from memtrace.engine import Engine, TraceSource
+    from memtrace.engine import Engine, EngineOptions, TraceSource
     from memtrace.trace import Trace
 
 OPTIONS: Final = (
@@ -31,11 +31,21 @@ class Workers:
     scheduler: str | None
     """Address of a Dask scheduler; None: this machine."""
 
+    @property
+    def options(self) -> EngineOptions:
+        """The options of the engine."""
+        from memtrace.engine import EngineOptions
+
+        return EngineOptions(self.num_processes, self.scheduler)
+
     def engine(self, trace: Trace, source: TraceSource) -> Engine:
         """Return the engine for a trace; it shows progress, and its workers end when its block ends."""
-        from memtrace.engine import EngineOptions, choose_engine
+        from memtrace.engine import choose_engine
+        from memtrace.engine.heap import keep_freed_memory
 
-        return choose_engine(EngineOptions(self.num_processes, self.scheduler), trace, source, FEEDBACK.begin)
+        keep_freed_memory()
+        with FEEDBACK.paused():  # workers are forked where there is no other thread
+            return choose_engine(self.options, trace, source, FEEDBACK.begin)
 
     def ask(self, traces: list[tuple[Trace, TraceSource]], function: Callable[..., Any], *arguments: object) -> Any:
         """Return the result of a function of some open traces and further arguments."""

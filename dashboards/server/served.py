@@ -11,7 +11,7 @@ from typing import Final
 
 from memtrace.dashboards.page import view_id
 from memtrace.dashboards.server.index_cache import load_index, save_index
-from memtrace.dashboards.server.indexing import MIN_PARTS_FOR_WORKERS, missing_parts, summarize_parts
+from memtrace.dashboards.server.indexing import PartSummarizer, missing_parts, summarize_here
 from memtrace.dashboards.server.payloads import WindowPayload, build_window_payload
 
 from memtrace.analysis.indexed_trace import IndexedTrace
@@ -19,7 +19,7 @@ from memtrace.analysis.live import GrowingSite, growing_sites
 from memtrace.analysis.live_recording import rank_folders
 from memtrace.analysis.part_summary import PartSummary
 from memtrace.analysis.trace_index import TraceIndex
-from memtrace.errors import TraceError
+from memtrace.errors import MemtraceError, TraceError
 from memtrace.format.schema import MANIFEST_NAME
 from memtrace.trace import Trace, load
 
@@ -28,6 +28,8 @@ FOLLOW_SECONDS: Final = 0.5
 IDLE_SECONDS: Final = 10.0
 """A recording is not followed while no request has come for this long."""
 NUM_GROWING_SITES: Final = 5
+MIN_PARTS_TO_KEEP: Final = 12
+"""Summaries of fewer parts are made again sooner than an index is read."""
 NUM_ATTEMPTS: Final = 5
 """A ring can delete a part between the moments at which the folder is listed and the part is read."""
 
@@ -58,7 +60,9 @@ class ServedRank:
         lock: held while ``current`` is read or changed.
     """
 
-    def __init__(self, paths: Sequence[str], rank: int, folder: Path | None) -> None:
+    def __init__(
+        self, paths: Sequence[str], rank: int, folder: Path | None, summarize: PartSummarizer = summarize_here
+    ) -> None:
         self.rank = rank
         self.folder = folder
         self.current: IndexedTrace | None = None
@@ -67,6 +71,7 @@ class ServedRank:
         self.version = 0
         self.lock = threading.RLock()
         self._paths = tuple(paths)
+        self._summarize = summarize
         self._index: TraceIndex | None = None
         self._whole: dict[str, WindowPayload | None] = {}
         self._seen: tuple[int, int] | None = None
@@ -93,7 +98,7 @@ class ServedRank:
         """Extend the index; return why that was not possible."""
         try:
             self._extend(trace or load(*self._paths).rank(self.rank))
-        except (TraceError, OSError) as error:
+        except (MemtraceError, OSError) as error:
             return str(error)
         return None
 
@@ -136,7 +141,7 @@ class ServedRank:
         missing = missing_parts(index, trace)
         self.progress = Progress(len(numbers), len(numbers) - len(missing))
         waiting: list[PartSummary] = []
-        for summary in summarize_parts(trace, self._paths, missing):
+        for summary in self._summarize(trace, missing):
             if self.current is None:
                 index.add(summary)  # nobody reads the index yet
             else:
@@ -149,7 +154,7 @@ class ServedRank:
                 index.drop_before(numbers[0])
             index.spans.extend(trace)
             current = IndexedTrace(trace, index)
-            if self.folder is not None and len(missing) >= MIN_PARTS_FOR_WORKERS:
+            if self.folder is not None and len(missing) >= MIN_PARTS_TO_KEEP:
                 save_index(self.folder, index)
             # What is asked first is computed now; later versions of a recording may never be asked for.
             is_first = self.current is None
@@ -175,6 +180,7 @@ class ServedTrace:
         rank: show only this rank; None: all.
         follow: follow recordings that are being written.
         capacity_bytes: memory that every device has; None: as the recordings found it.
+        summarize: summarizes the parts of a rank for its index.
 
     Attributes:
         name: the traces as the user named them.
@@ -184,7 +190,13 @@ class ServedTrace:
     """
 
     def __init__(
-        self, paths: Sequence[str], rank: int | None = None, *, follow: bool = False, capacity_bytes: int | None = None
+        self,
+        paths: Sequence[str],
+        rank: int | None = None,
+        *,
+        follow: bool = False,
+        capacity_bytes: int | None = None,
+        summarize: PartSummarizer = summarize_here,
     ) -> None:
         trace = load(*paths)
         chosen = trace.ranks if rank is None else (trace.rank(rank).ranks[0],)
@@ -196,7 +208,7 @@ class ServedTrace:
         self._page: str | None = None
         self._page_lock = threading.Lock()
         self._asked_at = time.monotonic()
-        self.ranks = {number: ServedRank(paths, number, folders.get(number)) for number in chosen}
+        self.ranks = {number: ServedRank(paths, number, folders.get(number), summarize) for number in chosen}
         self._traces = {number: trace.rank(number) for number in chosen}
         self._is_over = threading.Event()
         self.is_indexed = threading.Event()

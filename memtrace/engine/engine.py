@@ -225,22 +225,44 @@ class Engine:
         Raises:
             MemtraceError: a part cannot be read.
         """
-        tasks = analysis.tasks(trace)
+        tasks: Sequence[Any] = analysis.tasks(trace)
         is_quick = analysis.is_quick and len(trace.part_numbers) <= MAX_QUICK_PARTS
-        if isinstance(self.runner, Processes):
+        is_here = False
+        if isinstance(self.runner, Processes) and not self.runner.is_forked:
             self.runner.start(_import_passes)  # beside what is read here
-        if self.runner.is_local or (is_quick and isinstance(self.runner, Processes)):
+            is_here = is_quick
+        if is_here:
             states: Iterator[Any] = (analysis.partial(trace, each) for each in tasks)
         else:
-            states = self.runner.map(partial(_answer_part, source.only(trace), analysis.partial), tasks)
+            states = self.map_parts(source, trace, analysis.partial, tasks)
         state, is_first = None, True
         for number, each in enumerate(states, 1):
-            if isinstance(each, _Failure | WorkerError):
-                raise MemtraceError(_reason(each))
             state = each if is_first else analysis.merge(state, each)
             is_first = False
             self._on_progress(f"{task}: {100 * number // len(tasks)} %")
         return analysis.finish(state)
+
+    def map_parts(
+        self, source: TraceSource, trace: Trace, function: Callable[[Trace, T], S], tasks: Sequence[T]
+    ) -> Iterator[S]:
+        """Yield the result of a function of the trace of one rank and of each of some tasks, in the order of the tasks.
+
+        Args:
+            source: how workers open the trace.
+            trace: the trace of one rank.
+            function: a module-level function.
+            tasks: such as numbers of parts; values that can be pickled.
+
+        Raises:
+            MemtraceError: a part cannot be read.
+        """
+        if self.runner.is_local:
+            yield from (function(trace, each) for each in tasks)
+            return
+        for answer in self.runner.map(partial(_answer_part, source.only(trace), function), tasks):
+            if isinstance(answer, _Failure | WorkerError):
+                raise MemtraceError(_reason(answer))
+            yield answer
 
     def __enter__(self) -> Engine:
         return self
@@ -275,7 +297,11 @@ def choose_engine(
         num_workers = 1
     if num_workers is None:
         num_workers = default_workers() if _is_large(trace, source) else 1
-    return Engine(InProcess() if num_workers == 1 else Processes(num_workers), on_progress)
+    if num_workers == 1:
+        return Engine(InProcess(), on_progress)
+    processes = Processes(num_workers)
+    processes.fork()
+    return Engine(processes, on_progress)
 
 
 def _import_passes(_: int) -> None:

@@ -116,3 +116,20 @@ def test_json_begins_with_the_version_of_its_form(capsys: pytest.CaptureFixture[
     print_json({"peak_bytes": 1})
     printed = json.loads(capsys.readouterr().out)
     assert list(printed.items()) == [("schema_version", SCHEMA_VERSION), ("peak_bytes", 1)]
+
+
+def test_a_pause_of_the_progress_runs_beside_no_thread_and_then_shows_the_task_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    feedback = Feedback()
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with feedback.paused():
+        pass
+    assert feedback._timer is None  # there was no progress to show again
+    feedback.begin("analyzing")
+    timer = feedback._timer
+    assert timer is not None
+    with feedback.paused():
+        assert feedback._timer is None and not timer.is_alive()
+    assert feedback._timer is not None and feedback._task == "analyzing"
+    feedback.end()

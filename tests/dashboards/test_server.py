@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memtrace.dashboards.server import indexing, pages, payloads, served
+from memtrace.dashboards.server import pages, payloads, served
 from memtrace.dashboards.server.access import is_own_host
 from memtrace.dashboards.server.app import create_app
 from memtrace.dashboards.server.index_cache import load_index, save_index
@@ -259,19 +259,6 @@ def test_all_results_of_a_range_are_a_page_of_their_own(client: TestClient, monk
 
 
 # The index.
-
-
-@pytest.mark.slow
-def test_worker_processes_make_the_same_index(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = load(folder).rank(0)
-    numbers = trace.part_numbers
-    monkeypatch.setattr(indexing, "MIN_PARTS_FOR_WORKERS", 2)
-    in_workers = list(indexing.summarize_parts(trace, [str(folder)], numbers))
-    monkeypatch.setattr(indexing, "MIN_PARTS_FOR_WORKERS", len(numbers) + 1)
-    here = list(indexing.summarize_parts(trace, [str(folder)], numbers))
-    for ours, theirs in zip(in_workers, here, strict=True):
-        assert (ours.number, ours.num_events, ours.end_ns) == (theirs.number, theirs.num_events, theirs.end_ns)
-        assert all(np.array_equal(ours.begun[name], theirs.begun[name]) for name in theirs.begun)
 
 
 def test_a_cached_index_is_used_until_a_part_changes(folder: Path) -> None:

@@ -39,3 +39,8 @@ def fail_on_rank_1(trace: Trace) -> int:
     if trace.manifest.rank == 1:
         raise MemtraceError("rank 1 is broken")
     return int(trace.num_rows("events"))
+
+
+def call_square(number: int) -> int:
+    """Call ``square`` as it is defined in the worker."""
+    return square(number)

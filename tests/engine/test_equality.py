@@ -40,18 +40,19 @@ JOB_COMMANDS = (*PAGE_COMMANDS, "plot --figure ranks -o OUTPUT", "pipeline", "co
 SHORT_COMMANDS = ("summary", "ranks", "check --max-peak 1MiB --max-growth 0", "leaks")
 PICKY_COMMANDS = ("pipeline", "findings", "access", "stalls")
 """Commands that not every trace has an answer for; their errors are compared as well."""
-FILES = (
-    "snapshots/complete_small.pickle",
-    "timeline/memory_timeline.raw.json.gz",
-)
-MORE_FILES = (
-    "snapshots/expandable_segments.pickle",
-    "snapshots/torch20_block_history.pickle",
-    "snapshots/transformer_training_step.pickle",
-    "chrome/resnet50_2021_no_addr.pt.trace.json.gz",
-)
+FILES = {
+    "complete_small": "snapshots/complete_small.pickle",
+    "memory_timeline": "timeline/memory_timeline.raw.json.gz",
+    "expandable": "snapshots/expandable_segments.pickle",
+    "torch20": "snapshots/torch20_block_history.pickle",
+    "transformer": "snapshots/transformer_training_step.pickle",
+    "resnet50": "chrome/resnet50_2021_no_addr.pt.trace.json.gz",
+}
+"""Real files by a short name."""
 HAS_ALL_TRACES = bool(os.environ.get("MEMTRACE_ALL_TRACES"))
-"""Compare ten traces instead of four; takes some minutes."""
+"""Compare ten traces, with pages and figures, instead of three; takes some minutes for each."""
+TRACES = ("job", "complete_small", "memory_timeline")
+MORE_TRACES = ("expandable", "torch20", "transformer", "resnet50", "gpt_trace", "defects", "fixed")
 
 
 @contextmanager
@@ -154,25 +155,33 @@ def cluster() -> Iterator[Runner]:
         yield runner
 
 
+@pytest.fixture
+def trace_path(request: pytest.FixtureRequest, data: Path) -> Path:
+    """The trace that the test is parametrized with the name of."""
+    name: str = request.param
+    if name in FILES:
+        return data / FILES[name]
+    if name in ("defects", "fixed"):
+        path: Path = getattr(request.getfixturevalue("defect_traces"), name)
+    else:
+        path = request.getfixturevalue(name)
+    return path
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("trace_path", (*TRACES, *(MORE_TRACES if HAS_ALL_TRACES else ())), indirect=True)
 def test_every_command_prints_the_same_everywhere(
-    request: pytest.FixtureRequest,
-    job: Path,
-    pipeline_job: Path,
-    data: Path,
-    processes: Processes,
-    cluster: Runner,
-    monkeypatch: pytest.MonkeyPatch,
+    trace_path: Path, processes: Processes, cluster: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    traces = [job, *(data / name for name in FILES)]
-    if HAS_ALL_TRACES:
-        traces += [data / name for name in MORE_FILES]
-        traces += [request.getfixturevalue("gpt_trace"), *request.getfixturevalue("defect_traces")]
-    runners = {"processes": processes, "cluster": cluster}
-    assert_equal(runners, COMMANDS, traces, monkeypatch)
-    assert_equal(runners, JOB_COMMANDS, [pipeline_job], monkeypatch)
-    if HAS_ALL_TRACES:
-        assert_equal(runners, PAGE_COMMANDS, traces, monkeypatch)
+    commands = (*COMMANDS, *PAGE_COMMANDS) if HAS_ALL_TRACES else COMMANDS
+    assert_equal({"processes": processes, "cluster": cluster}, commands, [trace_path], monkeypatch)
+
+
+@pytest.mark.slow
+def test_every_command_on_a_pipeline_prints_the_same_everywhere(
+    pipeline_job: Path, processes: Processes, cluster: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_equal({"processes": processes, "cluster": cluster}, JOB_COMMANDS, [pipeline_job], monkeypatch)
 
 
 @pytest.mark.slow
