@@ -1,4 +1,4 @@
-"""Processes that crash on the null device say where."""
+"""Processes that the null device ends, or that crash on it, say why or where."""
 
 from __future__ import annotations
 
@@ -34,6 +34,15 @@ ctypes.CDLL(None).qsort(numbers, 2, 4, CALLBACK(16))
 """Passes a pointer to no function: the unwinder cannot read the code of the innermost function."""
 
 
+NO_HOST_MEMORY = """
+import ctypes, resource
+runtime, device = ctypes.CDLL(RUNTIME), ctypes.c_void_p()
+assert runtime.cudaMalloc(ctypes.byref(device), ctypes.c_size_t(1 << 20)) == 0
+resource.setrlimit(resource.RLIMIT_DATA, (256 << 20, 256 << 20))
+runtime.cudaMalloc(ctypes.byref(device), ctypes.c_size_t(1 << 30))
+"""
+
+
 def crash(program: str) -> tuple[str, list[str]]:
     """Run a program that crashes; return what it printed before the report, and the lines of the report."""
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
@@ -43,11 +52,16 @@ def crash(program: str) -> tuple[str, list[str]]:
     return before, report.splitlines()
 
 
+def with_runtime(program: str) -> str:
+    """Return a program that loads the runtime of the null device."""
+    (runtime,) = Path(os.environ["NULLCUDA_LIB"]).glob("libcudart.so.*")
+    return program.replace("RUNTIME", repr(str(runtime.resolve())))
+
+
 @pytest.fixture
 def freed_memory() -> str:
     """A program that has the null device write to freed memory."""
-    (runtime,) = Path(os.environ["NULLCUDA_LIB"]).glob("libcudart.so.*")
-    return FREED_MEMORY.replace("RUNTIME", repr(str(runtime.resolve())))
+    return with_runtime(FREED_MEMORY)
 
 
 def test_a_crash_prints_the_native_call_stack(freed_memory: str) -> None:
@@ -81,3 +95,10 @@ def test_the_error_of_a_case_quotes_the_report(tmp_path: Path, monkeypatch: pyte
     answer = json.loads(case_server._run_in_child(Case("sizes", "default", str(tmp_path / "run.memtrace"))))
     assert "ended by SIGSEGV" in answer["error"]
     assert "(_start+0x" in answer["error"].partition(HEADER)[2]
+
+
+def test_a_host_without_memory_ends_the_process_with_the_reason() -> None:
+    command = [sys.executable, "-c", with_runtime(NO_HOST_MEMORY)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert result.returncode == -signal.SIGABRT
+    assert "nullcuda: the host has no memory or mappings left (mprotect: Cannot allocate memory)" in result.stderr
