@@ -18,8 +18,8 @@ from types import TracebackType
 from tests.cuda.case import Case, CaseResult, run_case
 
 TIMEOUT_SECONDS = 180
-MAX_PRINTED = 4000
-"""Characters of a dead process's output that its error quotes."""
+MAX_PRINTED = 20_000
+"""Characters of a dead process's output that its error quotes; a native call stack alone can take 10,000."""
 
 
 class CaseServer:

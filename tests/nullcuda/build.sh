@@ -15,7 +15,7 @@ include=${CUDA_INCLUDE:-$(dirname "$(find_file '*/include/cuda_runtime_api.h')")
 flags="-std=c++20 -O2 -fPIC -fvisibility=hidden -Wall -Wextra -I$include -idirafter $shim"
 cxx="${CXX:-g++} $flags -shared"
 
-$cxx "$here/device.cpp" "$here/driver.cpp" -lpthread -Wl,-soname,libcuda.so.1 -o "$out/libcuda.so.1"
+$cxx "$here/device.cpp" "$here/driver.cpp" "$here/crash_report.cpp" -lpthread -Wl,-soname,libcuda.so.1 -o "$out/libcuda.so.1"
 
 $cxx "$here/nvml.cpp" "$out/libcuda.so.1" -Wl,-soname,libnvidia-ml.so.1 -Wl,--disable-new-dtags -Wl,-rpath,'$ORIGIN' \
   -o "$out/libnvidia-ml.so.1"

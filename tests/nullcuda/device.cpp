@@ -1,5 +1,6 @@
 #include "device.h"
 
+#include <errno.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -175,12 +176,20 @@ void give_addresses(Device& device, uintptr_t address, size_t size) {
   device.holes[address] = size;
 }
 
+// Ends the process where the host refuses what the device needs: the first access would crash, without a reason.
+void require(bool has_succeeded, const char* call) {
+  if (has_succeeded) return;
+  fprintf(stderr, "nullcuda: the host has no memory or mappings left (%s: %s)\n", call, strerror(errno));
+  abort();
+}
+
 void open_pages(uintptr_t address, size_t size) {
-  mprotect(reinterpret_cast<void*>(address), size, PROT_READ | PROT_WRITE);
+  require(mprotect(reinterpret_cast<void*>(address), size, PROT_READ | PROT_WRITE) == 0, "mprotect");
 }
 
 void close_pages(uintptr_t address, size_t size) {   // a later access is a segmentation fault
-  mmap(reinterpret_cast<void*>(address), size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+  require(mmap(reinterpret_cast<void*>(address), size, PROT_NONE, flags, -1, 0) != MAP_FAILED, "mmap");
 }
 
 Device* owner_of(uintptr_t address) {
