@@ -131,6 +131,30 @@ def test_mutated_files_have_the_same_verdict(scanner: Scanner, data: Path, num_f
     assert min(outcomes[name] for name in ("trace", "message", "handed_over")) > num_files / 40
 
 
+@pytest.mark.parametrize("lines", [(7, 7.0), (7.0, 7), (1, True), (7, 7.5), (0, -0.0), (7, None), (7, "7"), (7, 7)])
+@pytest.mark.parametrize("has_all_stacks", [True, False])
+def test_equal_frames_with_values_of_other_types_have_the_same_verdict(
+    scanner: Scanner, tmp_path: Path, lines: tuple[Any, Any], has_all_stacks: bool
+) -> None:
+    """Call stacks that differ in the type of a line only; where a block has none, rows are read one by one."""
+    first, middle, last = (frame(f"{name}.py", 3, name) for name in "abc")
+    history = SnapshotMaker()
+    for line in lines:
+        history.alloc(512, [first, middle, {**last, "line": line}])
+    history.alloc(512, [first, middle])
+    value = history.snapshot()
+    blocks = [block for segment in value["segments"] for block in segment["blocks"] if block["frames"]]
+    assert len(blocks) == 3
+    if not has_all_stacks:
+        del blocks[2]["frames"]
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps(value))
+    assert compare_file(scanner, path) == "trace"
+    texts = {name["text"] for name in read_in_python(Content.of(path)).tables["names"].to_pylist()}
+    numbers = [line if isinstance(line, int | float) and line == int(line) else 0 for line in lines]
+    assert {text for text in texts if text and text.startswith("c.py")} == {f"c.py\t{int(line)}\tc" for line in numbers}
+
+
 @pytest.mark.parametrize("value", [None, (), [], {}, ({"blocks": []},), [1], {"segments": ({},)}, {"device_traces": 5}])
 def test_values_that_are_no_snapshot_have_the_same_verdict(scanner: Scanner, tmp_path: Path, value: Any) -> None:
     path = tmp_path / "value.pickle"

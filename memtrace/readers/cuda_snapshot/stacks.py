@@ -181,11 +181,16 @@ class StackTable:
 
 
 def _to_frame(record: Mapping[str, Any]) -> Frame:
-    """Convert a frame dict; file and function are "" and the line is 0 where their values are invalid."""
+    """Convert a frame dict; file and function are "" and the line is 0 where their values are invalid.
+
+    Equal dicts must give equal frames, because ``StackTable`` compares dicts: 7.0 is the line 7, as in a file that a
+    JavaScript program has written.
+    """
     file, line, function = record.get("filename"), record.get("line"), record.get("name")
+    is_line = isinstance(line, int | float) and 0 <= line < _MAX_LINE and line == int(line)
     return Frame(
         file if isinstance(file, str) else "",
-        int(line) if isinstance(line, int) and 0 <= line < _MAX_LINE else 0,
+        int(line) if is_line else 0,
         function if isinstance(function, str) else "",
     )
 
