@@ -18,8 +18,9 @@ NULLCUDA := $(CUDA_VENV)/nullcuda
 # Random programs for each setting of the CUDA allocator.
 CUDA_FUZZ_SEEDS ?= 20
 export CUDA_FUZZ_SEEDS
+EXPORT_TOOLS := out/export-tools
 
-.PHONY: demo integrations test test-all test-compat test-cuda test-cuda-null cuda-env lint mypy docs docs-serve dist check-dist bench clean
+.PHONY: demo integrations test test-all test-compat test-exports test-cuda test-cuda-null cuda-env lint mypy docs docs-serve dist check-dist bench clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -47,6 +48,11 @@ test-all: $(READY)
 # of results is printed at the end. Variables: tests/compatibility/__main__.py.
 test-compat: dist
 	$(BIN)/python -m tests.compatibility
+
+# Exports in the programs that open them, as far as these can be downloaded: CONTRIBUTING.md.
+test-exports: $(READY)
+	bash tests/exporters/get_tools.sh $(BIN)/python $(EXPORT_TOOLS)
+	MEMTRACE_EXPORT_TOOLS=$(abspath $(EXPORT_TOOLS)) $(BIN)/python -m pytest tests/exporters
 
 $(CUDA_READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(CUDA_VENV)

@@ -79,7 +79,8 @@ def tool() -> Any:
     """Return the path of a program or script of another project; skip the test where it is not at hand.
 
     They are looked for in the folder that the environment variable MEMTRACE_EXPORT_TOOLS names: pprof,
-    trace_processor_shell, MemoryViz.js with process_alloc_data.js, and speedscope's file-format-schema.json.
+    trace_processor_shell, MemoryViz.js with process_alloc_data.js, and speedscope in node_modules. ``get_tools.sh``
+    fills such a folder.
     """
 
     def find(name: str) -> Path:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jsonschema
 import numpy as np
@@ -16,6 +17,12 @@ from memtrace.analysis.blocks import blocks
 from memtrace.analysis.peak import find_peak, peak_by_category
 from memtrace.exporters import export_trace
 from memtrace.trace import Trace
+from memtrace.units import format_bytes
+from tests.dashboards.browser import launched_browser, needs_chromium, opened
+
+SPEEDSCOPE: Final = "node_modules/speedscope/dist/release"
+"""Folder of the app in the folder of tools: ``npm install speedscope``."""
+SPEEDSCOPE_UNITS: Final = {"B": 1, "KB": 1024, "MB": 1024**2}
 
 # Message, field, number, type (of descriptor.proto), whether it is repeated; from pprof's proto/profile.proto.
 INT64, UINT64, BOOL, TEXT, MESSAGE = 3, 4, 8, 9, 11
@@ -149,6 +156,38 @@ def test_the_profiles_of_a_speedscope_file_have_the_sums_of_the_trace(trace: Tra
 
 
 def test_speedscope_files_match_the_published_schema(trace: Trace, tmp_path: Path, tool: Any) -> None:
-    schema = json.loads(tool("file-format-schema.json").read_text(encoding="utf-8"))
+    schema = json.loads(tool(f"{SPEEDSCOPE}/file-format-schema.json").read_text(encoding="utf-8"))
     path = export_trace(trace, tmp_path / "a.json", format="speedscope")
     jsonschema.validate(json.loads(path.read_text(encoding="utf-8")), schema)
+
+
+def self_bytes(page: Any) -> tuple[float, float]:
+    """Sum the column "Self" of speedscope's table of functions.
+
+    Returns:
+        The sum in bytes, and how far it can be from the exact one because the app rounds each cell to two decimals.
+    """
+    # The list of profiles, which is in the page too, has cells without tabs between them.
+    rows = [row.split("\t") for row in page.locator("tr").all_inner_texts() if "\t" in row]
+    assert rows[0] == ["Total", "Self", "Symbol Name"]
+    cells = [row[1].split() for row in rows[1:]]
+    units = [SPEEDSCOPE_UNITS[unit] for _, unit, _ in cells]
+    return sum(float(cell[0]) * unit for cell, unit in zip(cells, units, strict=True)), 0.005 * sum(units)
+
+
+@needs_chromium
+def test_the_speedscope_app_shows_the_sums_of_the_trace(trace: Trace, tmp_path: Path, tool: Any) -> None:
+    pytest.importorskip("playwright", reason="playwright is not installed")
+    path = export_trace(trace, tmp_path / "a.json", format="speedscope")
+    titles = {"peak": "Peak memory", "alloc": "Allocations", "churn": "Churn (allocated and freed in one step)"}
+    profiles = list(itertools.product(titles, trace.devices))
+    with launched_browser() as browser, opened(browser, tool(f"{SPEEDSCOPE}/index.html")) as page:
+        page.set_input_files("input[type=file]", path)
+        page.get_by_text("Sandwich").click()  # the view with the table of functions
+        for number, (measure, device) in enumerate(profiles, 1):
+            expected = expected_bytes(trace, device)[measure]
+            name = f"{titles[measure]}: {device} ({format_bytes(expected)})"
+            page.get_by_text(f"{name} ({number}/{len(profiles)})", exact=True).wait_for()
+            shown, rounding = self_bytes(page)
+            assert abs(shown - expected) <= rounding + 1e-6
+            page.keyboard.press("n")  # the next profile
