@@ -187,10 +187,9 @@ def _to_frame(record: Mapping[str, Any]) -> Frame:
     JavaScript program has written.
     """
     file, line, function = record.get("filename"), record.get("line"), record.get("name")
-    is_line = isinstance(line, int | float) and 0 <= line < _MAX_LINE and line == int(line)
     return Frame(
         file if isinstance(file, str) else "",
-        int(line) if is_line else 0,
+        int(line) if isinstance(line, int | float) and 0 <= line < _MAX_LINE and line == int(line) else 0,
         function if isinstance(function, str) else "",
     )
 
