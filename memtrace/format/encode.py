@@ -6,6 +6,7 @@ in a training process that may never need it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -98,8 +99,14 @@ def encode_text(codes: Array, vocabulary: Sequence[str]) -> pa.Array:
     import pyarrow as pa
 
     return pa.DictionaryArray.from_arrays(
-        encode_numbers(codes.astype(np.int8, copy=False), codes >= 0, pa.int8()), encode_strings(vocabulary)
+        encode_numbers(codes.astype(np.int8, copy=False), codes >= 0, pa.int8()), encode_vocabulary(tuple(vocabulary))
     )
+
+
+@functools.lru_cache(maxsize=64)
+def encode_vocabulary(vocabulary: tuple[str, ...]) -> pa.Array:
+    """Return a small vocabulary as a string array; the same ones are needed for every part of a trace."""
+    return encode_strings(vocabulary)
 
 
 def encode_numbers(values: Array, known: Array | None, kind: pa.DataType) -> pa.Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -11,7 +10,14 @@ import numpy as np
 
 from memtrace.format import schema
 from memtrace.format.arrays import Array
-from memtrace.format.encode import encode_codes, encode_lists, encode_numbers, encode_strings, encode_text
+from memtrace.format.encode import (
+    encode_codes,
+    encode_lists,
+    encode_numbers,
+    encode_strings,
+    encode_text,
+    encode_vocabulary,
+)
 from memtrace.format.keyframes import Level, PartColumns
 from memtrace.recording.observers import CHANGES_DTYPES, COLUMN_DTYPES, Batch
 
@@ -97,12 +103,7 @@ def _wrap_column(batch: Batch, column: schema.Column, key: str, values: Array) -
     if column.dtype != "text":
         return codes
     vocabulary = column.vocabulary or DEVICES[: int(values.max(initial=0)) + 1]
-    return pa.DictionaryArray.from_arrays(codes, _texts(vocabulary))
-
-
-@functools.cache
-def _texts(vocabulary: tuple[str, ...]) -> pa.Array:
-    return encode_strings(vocabulary)
+    return pa.DictionaryArray.from_arrays(codes, encode_vocabulary(vocabulary))
 
 
 def _encode_names(rows: list[tuple[int, int, str, list[int]]]) -> pa.Table:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -15,11 +16,11 @@ from memtrace.format.encode import encode_codes
 from memtrace.format.keyframes import PartColumns
 from memtrace.format.part_writer import PART_ROWS, PartWriter
 from memtrace.format.schema import EVENT_KINDS, SPAN_KINDS
-from memtrace.format.stored import FindEventForms
 from memtrace.recording import arrow
 from memtrace.recording.live_status import LiveStatusFile
 from memtrace.recording.manifest import ManifestFile
 from memtrace.recording.memory_files import MemoryFiles
+from memtrace.recording.observers import Observer
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 OUTERMOST: Final = -1
 """Number of the recording that no other recording contains."""
+BACKWARD_SECONDS: Final = 0.02
+"""Most that the writer waits for a backward pass before each piece of work that needs the interpreter lock."""
 _STEP: Final = SPAN_KINDS.index("step")
 _OOM: Final = EVENT_KINDS.index("oom")
 
@@ -123,9 +126,10 @@ class TraceSink:
         """Note that a second step 0 follows, which voids the steps before it; called on the training thread."""
         self._has_void_steps = True
 
-    def find_event_forms_with(self, find_event_forms: FindEventForms | None) -> None:
-        """Choose how the parts are shortened; see ``memtrace.format.stored.shorten``."""
-        self._parts.find_event_forms = find_event_forms
+    def write_for(self, observer: Observer) -> None:
+        """Use an observer, which shortens the parts, and knows when writing does not delay the program."""
+        self._parts.find_event_forms = observer.find_event_forms
+        self._parts.before_table = partial(observer.wait_for_backward, BACKWARD_SECONDS)
 
     def begin(self) -> None:
         """Start the clock of the flushes."""

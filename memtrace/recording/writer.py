@@ -20,7 +20,7 @@ from memtrace.recording import arrow
 from memtrace.recording.background import BackgroundTask
 from memtrace.recording.observers import Batch, Observer
 from memtrace.recording.reserve import AddressSpaceReserve
-from memtrace.recording.sink import Rows, TraceSink
+from memtrace.recording.sink import BACKWARD_SECONDS, Rows, TraceSink
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -52,7 +52,7 @@ class Writer:
     ) -> None:
         self._observer = observer
         self._sink = sink
-        sink.find_event_forms_with(observer.find_event_forms)
+        sink.write_for(observer)
         self._reserve = reserve
         self._cuda = cuda
         self._inner: list[TraceSink] = []
@@ -152,6 +152,7 @@ class Writer:
             self._observer.wait(max(0.0, due - time.monotonic()), self._sink.rows_wanted)
             if self._must_stop():  # perhaps because the program ran out of memory: the reserve is needed for the end
                 break
+            self._observer.wait_for_backward(BACKWARD_SECONDS)
             now_ns = self._observer.now()
             self._take(at_end=False)
             failure = self._observer.failure()
@@ -212,6 +213,7 @@ class Writer:
 
     def _append(self, batch: Batch, cuda_tables: Mapping[str, pa.Table]) -> None:
         rows = self._encode(batch, cuda_tables)
+        self._observer.wait_for_backward(BACKWARD_SECONDS)
         self._sink.append(rows)
         for sink in list(self._inner):
             self._protect(sink, partial(sink.append, rows))
@@ -245,7 +247,7 @@ class Writer:
     def _begin_inner(self, sink: TraceSink) -> None:
         self._waiting.remove(sink)
         self._inner.append(sink)
-        sink.find_event_forms_with(self._observer.find_event_forms)
+        sink.write_for(self._observer)
         self._protect(sink, lambda: sink.begin_inside(self._sink, self._names))
 
     def _end_inner(self, sink: TraceSink, last_tables: Mapping[str, pa.Table]) -> None:
