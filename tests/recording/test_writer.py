@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import memtrace
@@ -141,6 +141,14 @@ def test_a_long_batch_gives_the_peak_and_the_level_after_it() -> None:
 
 
 @settings(deadline=None)
+@example(
+    [
+        {"time_ns": 0, "kind": kind, "device": "cpu", "block_id": 0, "size": 1, "allocated_size": 1, "address": -1}
+        for kind in ("alloc", "free")
+    ],
+    -1,
+    {},
+)
 @given(
     st.lists(EVENT, max_size=12),
     st.integers(-1, 6),

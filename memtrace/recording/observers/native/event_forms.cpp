@@ -33,8 +33,6 @@ struct Keyframe {
   std::span<const int64_t> block_id, address;
 };
 
-bool is(int8_t kind, EventKind wanted) { return kind == static_cast<int8_t>(wanted); }
-
 std::vector<int64_t> elapsed(std::span<const int64_t> time_ns) {
   std::vector<int64_t> out(time_ns.size());
   int64_t before = 0;
@@ -56,12 +54,17 @@ std::optional<std::vector<int32_t>> references(const EventValues& events, int64_
   return out;
 }
 
-// Addresses at which blocks began; kNone where that is not known. Blocks that begin in one part have consecutive ids.
+// Any address but this one can be known, -1 included. In a keyframe, -1 is an unknown address.
+constexpr int64_t kUnknownAddress = INT64_MIN;
+
+// Addresses at which blocks began. Blocks that begin in one part have consecutive ids.
 class FirstAddresses {
  public:
   FirstAddresses(const EventValues& events, const Keyframe& keyframe) {
-    for (size_t row = 0; row < keyframe.block_id.size(); ++row)
-      if (keyframe.block_id[row] >= 0) older_[keyframe.block_id[row]] = keyframe.address[row];
+    for (size_t row = 0; row < keyframe.block_id.size(); ++row) {
+      const int64_t address = keyframe.address[row];
+      if (keyframe.block_id[row] >= 0) older_[keyframe.block_id[row]] = address == -1 ? kUnknownAddress : address;
+    }
     int64_t last = kNone;
     for (size_t row = 0; row < events.kind.size(); ++row) {
       if (!begins(events, row)) continue;
@@ -72,7 +75,8 @@ class FirstAddresses {
     if (is_dense) in_part_.assign(static_cast<size_t>(last - first_ + 1), std::nullopt);
     for (size_t row = 0; row < events.kind.size(); ++row) {
       if (!begins(events, row)) continue;
-      const int64_t block = events.block_id[row], address = events.address_is_known[row] ? events.address[row] : kNone;
+      const int64_t block = events.block_id[row];
+      const int64_t address = events.address_is_known[row] ? events.address[row] : kUnknownAddress;
       if (is_dense) in_part_[static_cast<size_t>(block - first_)] = address;
       else older_[block] = address;
     }
@@ -83,14 +87,13 @@ class FirstAddresses {
       if (address) return *address;
     }
     const auto known = older_.find(block);
-    return known == older_.end() ? kNone : known->second;
+    return known == older_.end() ? kUnknownAddress : known->second;
   }
 
  private:
   static constexpr size_t kSparse = 16;   // a table over a range of ids has at most this many entries for each row
   static bool begins(const EventValues& events, size_t row) {
-    const int8_t kind = events.kind[row];
-    return (is(kind, EventKind::alloc) || is(kind, EventKind::baseline)) && events.block_id[row] >= 0;
+    return begins_block(events.kind[row]) && events.block_id[row] >= 0;
   }
 
   int64_t first_ = INT64_MAX;
@@ -104,7 +107,7 @@ std::optional<std::vector<uint8_t>> stored_addresses(const EventValues& events, 
   for (size_t row = 0; row < out.size(); ++row) {
     if (!is(events.kind[row], EventKind::free)) continue;
     const int64_t first = first_addresses.find(events.block_id[row]);
-    if (first == kNone) continue;
+    if (first == kUnknownAddress) continue;
     if (!events.address_is_known[row]) return std::nullopt;   // only the beginning of the block has an address
     if (first == events.address[row]) out[row] = 0;
   }

@@ -10,11 +10,6 @@ constexpr size_t kMaxRunningOps = 1 << 16;
 constexpr size_t kMaxLevels = 2048;   // points of a device in a batch
 constexpr size_t kSparse = 16;        // a table over a range of ids has at most this many entries for each id
 
-bool begins(int8_t kind) {
-  return kind == static_cast<int8_t>(EventKind::alloc) || kind == static_cast<int8_t>(EventKind::baseline);
-}
-bool is(int8_t kind, EventKind wanted) { return kind == static_cast<int8_t>(wanted); }
-
 // The rows of a column of ids that are mostly consecutive.
 class RowIndex {
  public:
@@ -46,9 +41,9 @@ class RowIndex {
 class Blocks {
  public:
   explicit Blocks(const EventColumns& events) {
-    const auto first = std::find_if(events.kind.begin(), events.kind.end(), begins);
+    const auto first = std::find_if(events.kind.begin(), events.kind.end(), begins_block);
     if (first != events.kind.end()) {
-      const auto last = std::find_if(events.kind.rbegin(), events.kind.rend(), begins);
+      const auto last = std::find_if(events.kind.rbegin(), events.kind.rend(), begins_block);
       first_ = events.block_id[static_cast<size_t>(first - events.kind.begin())];
       is_freed_.resize(static_cast<size_t>(events.block_id[static_cast<size_t>(events.kind.rend() - last) - 1] - first_ + 1));
     }
@@ -73,7 +68,7 @@ class Blocks {
  private:
   size_t place(int64_t block) const { return static_cast<size_t>(block - first_); }
 
-  int64_t first_ = INT64_MAX;   // block that begins in the batch
+  int64_t first_ = INT64_MAX;   // block that begins_block in the batch
   std::vector<uint8_t> is_freed_;
   std::vector<uint8_t> phases_read_;
   std::unordered_set<int64_t> older_freed_;
@@ -82,7 +77,7 @@ class Blocks {
 
 // How much a row changes the live bytes of its device.
 inline int64_t change_of(const EventColumns& events, size_t row) {
-  const bool grows = begins(events.kind[row]);
+  const bool grows = begins_block(events.kind[row]);
   if (!grows && !is(events.kind[row], EventKind::free)) return 0;
   const int64_t size = std::max<int64_t>(events.size[row], 0);
   return grows ? size : -size;
@@ -137,7 +132,7 @@ LiveChanges LiveChangesFinder::find(const Tables& batch) {
   const auto is_kept = [&](size_t row, int32_t op_row) {
     const int8_t kind = events.kind[row];
     const int64_t block = events.block_id[row];
-    if (begins(kind)) return blocks.lives_on(block);
+    if (begins_block(kind)) return blocks.lives_on(block);
     if (is(kind, EventKind::free)) return blocks.is_older(block);
     if (is(kind, EventKind::read)) return blocks.lives_on(block) && matters(block, op_row);
     return !is(kind, EventKind::write);

@@ -29,6 +29,9 @@ enum class EventKind : int8_t {
   alloc, free, read, write, baseline, free_requested, segment_alloc, segment_free, segment_map, segment_unmap,
   oom, snapshot, label, older_segment, foreign_seen, found
 };
+// For kinds in a column of events.
+inline bool is(int8_t kind, EventKind wanted) { return kind == static_cast<int8_t>(wanted); }
+inline bool begins_block(int8_t kind) { return is(kind, EventKind::alloc) || is(kind, EventKind::baseline); }
 enum class Phase : int8_t { forward, backward, optimizer, other };         // memtrace.format.schema.PHASES
 enum class SpanKind : int8_t { step, phase, module, data_wait, range, action, gap };  // memtrace.format.schema.SPAN_KINDS
 enum class NameKind : int8_t { op, module, tensor, frame, stack, thread, range };  // memtrace.format.schema.NAME_KINDS
