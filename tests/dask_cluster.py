@@ -16,14 +16,7 @@ if TYPE_CHECKING:
 def local_cluster(num_workers: int = 2) -> Iterator[LocalCluster]:
     """Start a cluster of worker processes with one thread each; skip the test where Dask is not installed."""
     distributed = pytest.importorskip("distributed")
-    import dask
-
-    # Other tests use all cores while the workers start: Dask's 30 s are not always enough.
-    patience = {"distributed.comm.timeouts.connect": "180s", "distributed.comm.timeouts.tcp": "180s"}
-    with (
-        dask.config.set(patience),
-        distributed.LocalCluster(
-            n_workers=num_workers, threads_per_worker=1, processes=True, dashboard_address=None
-        ) as cluster,
-    ):
+    with distributed.LocalCluster(
+        n_workers=num_workers, threads_per_worker=1, processes=True, dashboard_address=None
+    ) as cluster:
         yield cluster

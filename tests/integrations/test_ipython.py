@@ -38,6 +38,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield shell
     # Functions that IPython calls at exit keep the shell, which must not keep what the cells made.
     shell.reset()
+    shell.restore_sys_module_state()  # else the emptied module stays __main__, and no process can be spawned
     InteractiveShell.clear_instance()
 
 
