@@ -8,6 +8,7 @@ from __future__ import annotations
 import binascii
 import io
 import re
+import string
 from typing import Any, Final
 
 from memtrace.errors import TraceError
@@ -19,6 +20,7 @@ _PAGE: Final = re.compile(rb"\s*<(!doctype html|html|head|script|body)", re.IGNO
 _BEGIN: Final = re.compile(rb'"base64"\s*:\s*"')
 _TIMELINE_PICTURE: Final = b"GPU Memory Timeline HTML"
 _CHUNK_BYTES: Final = 1 << 20
+_BASE64_CHARACTERS: Final = (string.ascii_letters + string.digits + "+/=" + string.whitespace).encode()
 
 
 class VizPage:
@@ -59,6 +61,9 @@ def _embedded_pickle(content: Content) -> bytes:
             quote = text.find(b'"')
             encoded, text = (text[:quote], b"") if quote >= 0 else _split_whole_groups(text)
             try:
+                # binascii skips other characters, to the end of a file of any size.
+                if other := encoded.translate(None, _BASE64_CHARACTERS):
+                    raise binascii.Error(f"it contains the byte {other[:1]!r}")
                 pickled.write(binascii.a2b_base64(encoded))
             except binascii.Error as error:
                 raise TraceError(

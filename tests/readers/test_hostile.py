@@ -121,7 +121,7 @@ CASES: dict[str, Case] = {
     "picture of a timeline": Case(_bytes(b"<html>\n<head><title>GPU Memory Timeline HTML</title></head>"), "contains a picture and no numbers"),
     "HTML without a snapshot": Case(_bytes(b"<!DOCTYPE html><html><body>404</body></html>"), "the HTML page contains no memory snapshot"),
     "truncated page": Case(_bytes(b'<!DOCTYPE html><script>[{"base64": "gASVAAAA'), "is truncated"),
-    "page of damaged base64": Case(_bytes(b'<!DOCTYPE html><script>[{"base64": "\xff*A="}]'), "damaged base64|truncated"),
+    "page of damaged base64": Case(_bytes(b'<!DOCTYPE html><script>[{"base64": "\xff*A="}]'), "damaged base64 (it contains the byte"),
     "folder": Case(lambda path: path.mkdir(), "not a memtrace trace"),
     "missing": Case(lambda path: None, "does not exist"),
     "named pipe": Case(lambda path: os.mkfifo(path), "not a regular file"),
@@ -170,7 +170,7 @@ CASES: dict[str, Case] = {
     "10 GB of zeros": Case(_sparse(b"", 10 * 10**9), UNRECOGNISED),
     "10 GB after the first bytes of a pickle": Case(_sparse(HEADER + b"(", 10 * 10**9), "the file holds 9.31 GiB|not a valid pickle"),
     "10 GB after the first bytes of a Chrome trace": Case(_sparse(b'{"traceEvents": [', 10 * 10**9), "the JSON is damaged or truncated"),
-    "10 GB after the first bytes of a page": Case(_sparse(b'<!DOCTYPE html>"base64": "', 10 * 10**9), "the file holds 9.31 GiB|damaged base64|truncated"),
+    "10 GB after the first bytes of a page": Case(_sparse(b'<!DOCTYPE html>"base64": "', 10 * 10**9), "damaged base64 (it contains the byte"),
     # JSON.
     "JSON of another kind": Case(_bytes(b'{"nodes": [1, 2]}'), "neither a Chrome trace"),
     "truncated JSON": Case(_bytes(json.dumps({"traceEvents": [{"name": "x"}] * 9})[:-20].encode()), "the JSON is damaged or truncated"),
