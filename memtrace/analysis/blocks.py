@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from memtrace.allocator.exact_replay import replayed_block_sizes
 from memtrace.analysis.attribution import KIND, PHASE, op_column, phase_rows, step_rows
 from memtrace.analysis.interrupted import optimizer_state_in_creation, waits_for_backward
 from memtrace.format.arrays import Array
@@ -159,6 +158,9 @@ def _replayed_sizes(trace: Trace, device: str) -> Array | None:
     """Return the sizes of blocks by a replay; a window has no history of its own and asks its surroundings."""
     around = trace.surroundings
     if around is None:
+        # Takes a twelfth of a second to import, and few traces need it.
+        from memtrace.allocator.exact_replay import replayed_block_sizes
+
         return replayed_block_sizes(trace, device)
     sizes = _replayed_sizes(around, device) if device in around.devices else None
     return None if sizes is None else sizes[_places_around(trace, around)]

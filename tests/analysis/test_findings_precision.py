@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.programs.edits import read_programs
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +31,7 @@ def run_programs(*names: str, benchmark: str = "findings_precision") -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
 
+@pytest.mark.slow
 def test_savings_of_the_sample_are_those_of_the_edited_programs() -> None:
     output = run_programs(*SAMPLE)
     assert f"{len(SAMPLE)} programs" in output
@@ -36,6 +39,7 @@ def test_savings_of_the_sample_are_those_of_the_edited_programs() -> None:
     assert "lower bounds above a peak: 0" in output
 
 
+@pytest.mark.slow
 def test_live_bytes_equal_the_reachable_tensors_and_numpys_memory() -> None:
     output = run_programs("mlp_clean", "shared_buffer_numpy", benchmark="peaks")
     assert "live tensors: 2 of 2 equal" in output, output
