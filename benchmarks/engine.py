@@ -2,12 +2,13 @@
 
 The traces repeat recorded steps of the example GPT (``benchmarks/analysis.py``): a part of whole steps is written once,
 and again with later numbers. Memory is the resident memory of the command and its workers together, sampled while it
-runs.
+runs. Modules are compiled before, as they are where a package is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import resource
 import shutil
@@ -20,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import memtrace.cli
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -185,6 +187,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="Folder for the traces (7 GB for 1,000,000,000 events).")
     parser.add_argument("--writers", type=int, default=2, help="Processes that write the traces.")
     arguments = parser.parse_args()
+    for package in (memtrace, memtrace.cli):
+        compileall.compile_dir(Path(package.__file__).parent, quiet=1)
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
     try:
         base = record_base(folder, NUM_STEPS)
