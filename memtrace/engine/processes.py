@@ -53,6 +53,10 @@ class Processes:
     def fork(self) -> None:
         """Start the processes if they can be forked; else they start with the first task, which reports failures."""
         if self._pool is None and can_fork():
+            # NumPy and memtrace import these where they are first needed, which would be in every process.
+            import numpy.ma  # noqa: F401
+            import pyarrow.parquet  # noqa: F401
+
             with suppress(OSError):
                 self._pool = self._create_pool()
 
