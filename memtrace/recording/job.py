@@ -11,9 +11,14 @@ from memtrace.format.manifest import ClockOffset
 from memtrace.recording.clock import ClockAligner
 
 
+def is_in_process_group() -> bool:
+    """Whether this process has joined a job of torch.distributed."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def rank_and_world_size() -> tuple[int, int]:
     """Rank and world size from torch.distributed, else from torchrun's environment; (0, 1) outside of a job."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if is_in_process_group():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     try:
         return int(os.environ.get("RANK", "0") or 0), int(os.environ.get("WORLD_SIZE", "1") or 1)
@@ -42,8 +47,11 @@ class JobMembership:
             self._aligner.start()
 
     def refresh(self) -> None:
-        """Check whether a process without a rank has joined a job since the last call."""
-        if self.world_size == 1:
+        """Check whether a process without a rank has joined a job since the last call.
+
+        Called in every step: the environment, which takes longer to read, is read at the start only.
+        """
+        if self.world_size == 1 and is_in_process_group():
             self.rank, self.world_size = rank_and_world_size()
             self.start()
 

@@ -142,7 +142,9 @@ def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor
         dict.get(group, "params") for group in list.__iter__(groups) if issubclass(type(group), dict)
     ]
     return [
-        [tensor for tensor in list.__iter__(group) if is_tensor(tensor)] if issubclass(type(group), list) else []
+        [tensor for tensor in list.__iter__(group) if type(tensor) is _PARAMETER or is_tensor(tensor)]
+        if issubclass(type(group), list)
+        else []
         for group in parameters
     ]
 

@@ -52,6 +52,7 @@ def test_a_plan_that_changes_nothing_is_proved_exactly(program: Path, tmp_path: 
     assert (proof.num_losses, proof.num_equal_losses) == (6, 6)
 
 
+@pytest.mark.slow
 def test_losses_of_a_program_without_a_seed_differ(program: Path, tmp_path: Path) -> None:
     proof = prove_plan([str(program), "--random"], keep_everything, tmp_path / "proof")
     assert proof.num_losses == 6

@@ -113,7 +113,7 @@ def interrupt_that_arrives() -> Iterator[None]:
     assert dropped == [Interrupt]
 
 
-@pytest.mark.parametrize("observer", ["native", "dispatch"])
+@pytest.mark.parametrize("observer", ["native", pytest.param("dispatch", marks=pytest.mark.slow)])
 def test_an_exception_at_any_line_undoes_everything(observer: ObserverKind, tmp_path: Path) -> None:
     step = make_step(mlp())
     record_with_interrupt(tmp_path / "first.memtrace", observer, step, 0)
