@@ -14,8 +14,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import memtrace
 
@@ -71,15 +74,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--steps", type=int, default=30, help="steps of a window of the operator-bound program")
     parser.add_argument("--cpu-time", action="store_true", help="CPU time of the process, on a machine that is busy")
+    parser.add_argument("--only", choices=("operator_bound", "realistic"), help="Measure one of the two programs.")
     arguments = parser.parse_args()
     clock = time.process_time if arguments.cpu_time else time.perf_counter
     with tempfile.TemporaryDirectory() as folder:
         results = {}
-        for name, step, steps in (
-            ("operator_bound", operator_bound(), arguments.steps),
-            ("gpt", realistic(arguments.device), max(arguments.steps // 6, 3)),
-        ):
-            median_step(step, 5, clock)
+        num_threads = torch.get_num_threads()
+        programs = {
+            "operator_bound": (operator_bound, arguments.steps),
+            "realistic": (partial(realistic, arguments.device), max(arguments.steps // 6, 3)),
+        }
+        for name in [arguments.only] if arguments.only else programs:
+            torch.set_num_threads(num_threads)  # the operator-bound program changes it
+            create, steps = programs[name]
+            step = create()
+            median_step(step, 2, clock)
             results[name] = measure(step, arguments.rounds, steps, Path(folder), clock)
         print(json.dumps(results, indent=1))
 
