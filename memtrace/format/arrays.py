@@ -71,22 +71,33 @@ def integers(parts: Sequence[pa.ChunkedArray], dtype: type[np.signedinteger[Any]
     offset = 0
     for part in parts:
         for chunk in part.chunks:
-            place = joined[offset : offset + len(chunk)]
-            place[:] = raw_numbers(chunk)
-            if chunk.null_count:
-                place[~valid(chunk)] = -1
+            _fill(joined[offset : offset + len(chunk)], chunk)
             offset += len(chunk)
     return joined
 
 
 def narrowest(parts: Sequence[pa.ChunkedArray]) -> type[np.signedinteger[Any]]:
     """Return int32 where every value fits, else int64: dense identities then take half the memory."""
-    chunks = [chunk for part in parts for chunk in part.chunks]
-    # What is under a null is mostly 0, so that it need not be left out.
-    for numbers in (raw_numbers, known_numbers):
-        if all(int(numbers(chunk).max(initial=-1)) <= NARROW_LIMIT for chunk in chunks):
-            return np.int32
-    return np.int64
+    fits = all(outlier(part, -NARROW_LIMIT - 1, NARROW_LIMIT) is None for part in parts)
+    return np.int32 if fits else np.int64
+
+
+def outlier(values: pa.ChunkedArray, low: int, high: int) -> int | None:
+    """Return one of the integers that are not null and less than ``low`` or greater than ``high``; None without any."""
+
+    def find(numbers: Array) -> int | None:
+        if not len(numbers):
+            return None
+        smallest, largest = int(numbers.min()), int(numbers.max())
+        if smallest < low:
+            return smallest
+        return largest if largest > high else None
+
+    for chunk in values.chunks:
+        # What is under a null is mostly 0, so that it is rarely necessary to leave it out.
+        if find(raw_numbers(chunk)) is not None and (wrong := find(known_numbers(chunk))) is not None:
+            return wrong
+    return None
 
 
 def booleans(parts: Sequence[pa.ChunkedArray]) -> Array:
@@ -106,7 +117,20 @@ def raw_numbers(chunk: pa.Array) -> Array:
 def _numbers(chunk: pa.Array) -> Array:
     """Return the values of an integer array, null as -1."""
     values = raw_numbers(chunk)
-    return np.where(valid(chunk), values, -1) if chunk.null_count else values
+    if not chunk.null_count:
+        return values
+    filled = np.empty_like(values)
+    _fill(filled, chunk)
+    return filled
+
+
+def _fill(place: Array, chunk: pa.Array) -> None:
+    """Write the values of an integer array to ``place``, null as -1: the number whose bits are all set."""
+    if chunk.null_count:
+        # Several times as fast as choosing by a condition.
+        np.bitwise_or(raw_numbers(chunk), valid(chunk).view(np.int8) - np.int8(1), out=place)
+    else:
+        place[:] = raw_numbers(chunk)
 
 
 def known_numbers(chunk: pa.Array) -> Array:

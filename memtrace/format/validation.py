@@ -124,14 +124,9 @@ def _check_numbers(column: Column, values: pa.ChunkedArray) -> None:
     if bounds is None:
         return
     low, high = bounds
-    for chunk in values.chunks:
-        numbers = arrays.known_numbers(chunk)
-        if not len(numbers):
-            continue
-        smallest, largest = int(numbers.min()), int(numbers.max())
-        if smallest < low or largest > high:
-            wrong = smallest if smallest < low else largest
-            raise TraceError(f"has {wrong} in the column {column.name}, which must be from {low} to {high}")
+    wrong = arrays.outlier(values, low, high)
+    if wrong is not None:
+        raise TraceError(f"has {wrong} in the column {column.name}, which must be from {low} to {high}")
 
 
 def _bounds(column: Column) -> tuple[int, int] | None:
@@ -155,8 +150,8 @@ def check_sizes(sizes: pa.ChunkedArray, read_kinds: Callable[[], pa.ChunkedArray
     Raises:
         TraceError: another row is larger. The message follows the name of the file.
     """
-    largest = max((int(arrays.known_numbers(chunk).max(initial=0)) for chunk in sizes.chunks), default=0)
-    if largest <= MAX_BYTES:
+    largest = arrays.outlier(sizes, 0, MAX_BYTES)
+    if largest is None:
         return
     kinds = read_kinds()
     rows = zip(sizes.to_pylist(), kinds.to_pylist() if kinds is not None else [""] * len(sizes), strict=True)

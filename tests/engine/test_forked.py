@@ -119,4 +119,5 @@ faults()
 print(first, faults(), pa.default_memory_pool().backend_name)
 """
     before, after, pool = run(program).split()
-    assert int(before) > 10_000 and int(after) < 1000 and pool == "system"
+    # What the heap looks like decides whether one of the arrays still needs new pages.
+    assert int(before) > 10_000 and int(after) < int(before) // 20 and pool == "system"
