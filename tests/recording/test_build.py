@@ -17,6 +17,7 @@ import torch
 import memtrace
 from memtrace.analysis import compute_coverage
 from memtrace.native_build import build_cache, compilation, compilers
+from memtrace.native_build.build_id import read_build_id
 from memtrace.recording.observers import build, toolchain, typed_operators
 from memtrace.recording.observers.build import BuildError
 from memtrace.recording.observers.columns_header import HEADER_NAME, columns_header
@@ -416,6 +417,27 @@ def test_the_key_survives_a_container_image_which_keeps_no_fractions_of_seconds(
     for modified_ns in (7_900_000_000, 7_000_000_000, 8_000_000_000):
         os.utime(library, ns=(modified_ns, modified_ns))
         keys.append(toolchain.module_key(with_cuda=False))
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_environments_with_the_same_torch_share_a_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = Path(torch.__file__).parent
+    begins = {}
+    for name in ("libc10.so", "libtorch.so", "libtorch_cpu.so", "libtorch_python.so"):
+        with (installed / "lib" / name).open("rb") as file:
+            begins[name] = file.read(4096)  # has the build id
+        if read_build_id(installed / "lib" / name) is None:
+            pytest.skip("this torch was linked without build ids")
+    keys = [toolchain.module_key(with_cuda=False)]
+    copy = tmp_path / "torch"
+    (copy / "lib").mkdir(parents=True)
+    (copy / "include").symlink_to(installed / "include")
+    for name, begin in begins.items():
+        (copy / "lib" / name).write_bytes(begin)
+    monkeypatch.setattr(torch, "__file__", str(copy / "__init__.py"))
+    keys.append(toolchain.module_key(with_cuda=False))
+    (copy / "lib" / "libc10.so").write_bytes(begins["libtorch_python.so"])
+    keys.append(toolchain.module_key(with_cuda=False))
     assert keys[0] == keys[1] != keys[2]
 
 

@@ -11,6 +11,7 @@ from typing import Final
 
 from memtrace.allocator.rules import MAX_SLACK_BYTES, MIN_BLOCK_BYTES, SMALL_REQUEST_BYTES
 from memtrace.format.schema import CATEGORIES
+from memtrace.native_build.build_id import read_build_id
 from memtrace.native_build.compilation import Recipe
 from memtrace.native_build.compilers import Compiler
 from memtrace.recording.observers.columns_header import HEADER_NAME, columns_header
@@ -76,23 +77,31 @@ def _cuda_flags(with_cuda: bool) -> list[str]:
 
 def link_flags(with_cuda: bool) -> list[str]:
     """Return the flags that link the module against torch."""
+    return ["-shared", f"-L{_torch_libraries()}", *(f"-l{name}" for name in _library_names(with_cuda))]
+
+
+def _torch_libraries() -> Path:
     import torch
 
-    libraries = ["c10", "torch", "torch_cpu", "torch_python"] + (["c10_cuda"] if with_cuda else [])
-    return ["-shared", f"-L{Path(torch.__file__).parent / 'lib'}", *(f"-l{name}" for name in libraries)]
+    return Path(torch.__file__).parent / "lib"
+
+
+def _library_names(with_cuda: bool) -> list[str]:
+    return ["c10", "torch", "torch_cpu", "torch_python"] + (["c10_cuda"] if with_cuda else [])
 
 
 def module_key(with_cuda: bool) -> str:
     """Return the name under which a build is cached: equal for builds that can stand in for each other.
 
-    It covers the sources, torch and Python, but not the compiler and not where CUDA's headers lie.
+    It covers the sources, torch and Python, but not the compiler, and not where torch and CUDA's headers lie: all
+    virtual environments with the same torch share one build.
     """
     digest = hashlib.sha256()
     for source in sorted(path for path in SOURCES.rglob("*") if path.is_file()):
         digest.update(source.relative_to(SOURCES).as_posix().encode() + b"\0" + source.read_bytes())
     generated = (columns_header(), *typed_sources(torch_headers()).values())
-    identity = (*generated, *_language_flags(), *_cuda_flags(with_cuda), *link_flags(with_cuda), *_interpreter())
-    digest.update("\0".join((*identity, *_torch())).encode())
+    identity = (*generated, *_language_flags(), *_cuda_flags(with_cuda), *_interpreter(), *_torch(with_cuda))
+    digest.update("\0".join(identity).encode())
     return digest.hexdigest()[:32]
 
 
@@ -100,15 +109,22 @@ def _interpreter() -> tuple[str, ...]:
     return sys.version, platform.machine(), str(sysconfig.get_config_var("SOABI"))
 
 
-def _torch() -> tuple[str, ...]:
+def _torch(with_cuda: bool) -> tuple[str, ...]:
     """What changes when another torch is installed, also one that calls itself the same version."""
     import torch
 
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    status = library.stat() if library.is_file() else None
     version = (str(torch.__version__), str(torch.version.git_version), str(torch.version.cuda))
+    libraries = (_torch_libraries() / f"lib{name}.so" for name in _library_names(with_cuda))
+    return (*version, *map(_identify, libraries))
+
+
+def _identify(library: Path) -> str:
+    """What differs from one build of a library to another: the id that the linker gave it, else path, size and time."""
+    if not library.is_file():
+        return f"{library.name} is missing"
+    status = library.stat()
     # Whole seconds: the layers of a container image keep no fractions.
-    return (*version, str((status.st_size, int(status.st_mtime))) if status else "")
+    return read_build_id(library) or f"{library} {status.st_size} {int(status.st_mtime)}"
 
 
 def failure_key(module: str, headers: CudaHeaders | None, compilers: tuple[Compiler, ...]) -> str:
