@@ -9,6 +9,7 @@ from typing import Final
 
 _MAGIC: Final = b"\x7fELF\x02\x01"
 """A 64-bit, little-endian ELF file."""
+_PROGRAM_HEADER: Final = struct.Struct("<IIQQQQQQ")
 _PT_NOTE: Final = 4
 _NT_GNU_BUILD_ID: Final = 3
 _MAX_NOTE_BYTES: Final = 1 << 16
@@ -22,7 +23,7 @@ def read_build_id(path: Path) -> str | None:
     """
     try:
         return next((note.hex() for kind, note in _notes(path) if kind == _NT_GNU_BUILD_ID), None)
-    except (OSError, OverflowError, struct.error):  # the latter two: places outside the file
+    except (OSError, ValueError, struct.error):  # the latter two: places outside the file
         return None
 
 
@@ -34,10 +35,12 @@ def _notes(path: Path) -> Iterator[tuple[int, bytes]]:
             return
         (table_start,) = struct.unpack_from("<Q", header, 32)
         entry_bytes, num_entries = struct.unpack_from("<HH", header, 54)
+        if entry_bytes != _PROGRAM_HEADER.size:
+            return
         file.seek(table_start)
         table = file.read(entry_bytes * num_entries)
         for place in range(num_entries):
-            kind, _, start, _, _, length, _, alignment = struct.unpack_from("<IIQQQQQQ", table, place * entry_bytes)
+            kind, _, start, _, _, length, _, alignment = _PROGRAM_HEADER.unpack_from(table, place * entry_bytes)
             if kind == _PT_NOTE:
                 file.seek(start)
                 yield from _notes_in(file.read(min(length, _MAX_NOTE_BYTES)), max(alignment, 4))

@@ -42,6 +42,15 @@ def test_a_library_without_a_build_id_and_another_file_have_none(tmp_path: Path)
     assert read_build_id(source) is None
 
 
+@pytest.mark.parametrize("start", [1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+def test_a_table_outside_the_file_gives_none(start: int, tmp_path: Path) -> None:
+    damaged = tmp_path / "libdamaged.so"
+    header = bytearray((Path(torch.__file__).parent / "lib" / "libc10.so").read_bytes()[:64])
+    header[32:40] = start.to_bytes(8, "little")
+    damaged.write_bytes(header)
+    assert read_build_id(damaged) is None
+
+
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
 @given(data=st.data())
 def test_a_damaged_library_has_any_build_id_or_none(data: st.DataObject, tmp_path: Path) -> None:
