@@ -66,7 +66,6 @@ class PartWriter:
         rows_in_part: events appended since the last flush.
         write_file: writes a file; see ``replace_file``.
         find_event_forms: see ``stored.shorten``.
-        before_table: called in ``flush`` before the rows of each table are encoded.
         on_table_written: called in ``flush`` with the name of a table and its temporary file, before it is renamed.
     """
 
@@ -75,7 +74,6 @@ class PartWriter:
         self.rows_in_part = 0
         self.write_file: Callable[[Path, memoryview, Callable[[Path], object] | None], None] = replace_file
         self.find_event_forms: FindEventForms | None = None
-        self.before_table: Callable[[], object] | None = None
         self.on_table_written: Callable[[str, Path], None] | None = None
         self._folder = folder
         self._devices = devices
@@ -143,8 +141,6 @@ class PartWriter:
             return None
         number = self._number
         for name in _IN_ORDER:
-            if self.before_table is not None and (name == "live" or name in self._rows):
-                self.before_table()
             content = self._encode(name)
             if content is not None:
                 written = None if self.on_table_written is None else partial(self.on_table_written, name)

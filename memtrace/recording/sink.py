@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 
 OUTERMOST: Final = -1
 """Number of the recording that no other recording contains."""
-BACKWARD_SECONDS: Final = 0.02
-"""Most that the writer waits for a backward pass before each piece of work that needs the interpreter lock."""
 _STEP: Final = SPAN_KINDS.index("step")
 _OOM: Final = EVENT_KINDS.index("oom")
 
@@ -127,9 +124,8 @@ class TraceSink:
         self._has_void_steps = True
 
     def write_for(self, observer: Observer) -> None:
-        """Use an observer, which shortens the parts, and knows when writing does not delay the program."""
+        """Use an observer, which shortens the parts."""
         self._parts.find_event_forms = observer.find_event_forms
-        self._parts.before_table = partial(observer.wait_for_backward, BACKWARD_SECONDS)
 
     def begin(self) -> None:
         """Start the clock of the flushes."""

@@ -20,7 +20,7 @@ from memtrace.recording import arrow
 from memtrace.recording.background import BackgroundTask
 from memtrace.recording.observers import Batch, Observer
 from memtrace.recording.reserve import AddressSpaceReserve
-from memtrace.recording.sink import BACKWARD_SECONDS, Rows, TraceSink
+from memtrace.recording.sink import Rows, TraceSink
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -152,7 +152,6 @@ class Writer:
             self._observer.wait(max(0.0, due - time.monotonic()), self._sink.rows_wanted)
             if self._must_stop():  # perhaps because the program ran out of memory: the reserve is needed for the end
                 break
-            self._observer.wait_for_backward(BACKWARD_SECONDS)
             now_ns = self._observer.now()
             self._take(at_end=False)
             failure = self._observer.failure()
@@ -213,7 +212,6 @@ class Writer:
 
     def _append(self, batch: Batch, cuda_tables: Mapping[str, pa.Table]) -> None:
         rows = self._encode(batch, cuda_tables)
-        self._observer.wait_for_backward(BACKWARD_SECONDS)
         self._sink.append(rows)
         for sink in list(self._inner):
             self._protect(sink, partial(sink.append, rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +21,13 @@ import memtrace
 from memtrace.format.encode import encode_codes
 from memtrace.format.keyframes import LiveSet, PartColumns
 from memtrace.format.live_status import read_live_status
-from memtrace.format.part_writer import PartWriter
 from memtrace.format.schema import EVENT_KINDS, OBSERVED_TABLES, SPAN_KINDS
 from memtrace.format.stored import shorten
 from memtrace.recording.arrow import DEVICES, batch_columns, encode_batch, part_columns
 from memtrace.recording.background import NICENESS
 from memtrace.recording.live_status import LiveStatusFile
 from memtrace.recording.observers import Batch, native_observer
-from memtrace.recording.observers.native_observer import LIMIT_RECORDS, NativeObserver
+from memtrace.recording.observers.native_observer import NativeObserver
 from tests.format.test_stored import BLOCKS, EVENT, table_of
 from tests.programs.tasks import TASKS, Task, make_step, mlp
 from tests.recording.helpers import wait_until
@@ -202,85 +201,3 @@ def test_only_the_writer_has_a_lower_priority(tmp_path: Path) -> None:
     with memtrace.record(tmp_path / "run.memtrace", observer="native"):
         wait_until(lambda: expected in [value for thread, value in niceness().items() if thread not in before])
         assert os.getpriority(os.PRIO_PROCESS, 0) == own
-
-
-class WaitForBackward:
-    """A wait of the writer for a backward pass, on a thread of its own."""
-
-    def __init__(self, observer: NativeObserver, seconds: float = 60) -> None:
-        self.results: list[bool] = []
-        self._thread = threading.Thread(target=lambda: self.results.append(observer.wait_for_backward(seconds)))
-        self._thread.start()
-
-    def ends(self, seconds: float = 30) -> bool:
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-
-@pytest.fixture
-def observer() -> Iterator[NativeObserver]:
-    observer = NativeObserver()
-    observer.start(accesses=True, stacks=False, stack_min_bytes=0, device_time_min_bytes=-1)
-    observer.wait(0, 0)  # the end of the recording before this one may have woken the writer, which had ended
-    yield observer
-    observer.stop()
-
-
-def test_the_writer_waits_until_a_backward_pass_begins(observer: NativeObserver) -> None:
-    assert not observer.wait_for_backward(60)  # the program has none
-    started = observer.begin_backward()
-    assert observer.wait_for_backward(60)
-    observer.end_backward(started)
-    wait = WaitForBackward(observer)
-    assert not wait.ends(0.2)
-    started = observer.begin_backward()
-    assert wait.ends()
-    assert wait.results == [True]
-    observer.end_backward(started)
-
-
-def test_a_wait_in_vain_is_not_repeated_until_another_backward_pass_begins(observer: NativeObserver) -> None:
-    observer.end_backward(observer.begin_backward())
-    assert not observer.wait_for_backward(0.01)
-    assert not observer.wait_for_backward(60)
-    observer.end_backward(observer.begin_backward())
-    assert not WaitForBackward(observer).ends(0.2)
-
-
-def test_the_writer_stops_waiting_when_it_is_woken_and_when_the_recording_ends(observer: NativeObserver) -> None:
-    observer.end_backward(observer.begin_backward())
-    wait = WaitForBackward(observer)
-    assert not wait.ends(0.2)
-    observer.wake()
-    assert wait.ends()
-    observer.wait(0, 0)  # what it was woken for
-    wait = WaitForBackward(observer)
-    assert not wait.ends(0.2)
-    observer.stop()
-    assert wait.ends()
-
-
-def test_records_are_collected_while_the_writer_waits_for_a_backward_pass(observer: NativeObserver) -> None:
-    observer.end_backward(observer.begin_backward())
-    wait = WaitForBackward(observer)
-    values = torch.zeros(8)
-    for _ in range(2 * LIMIT_RECORDS // 4):
-        values.add_(1)  # a read, a write and a call; at the limit, the program would wait for the writer
-    assert not wait.ends(0)
-    assert observer.failure() is None
-    observer.wake()
-    assert wait.ends()
-
-
-def test_the_writer_waits_before_each_table_of_a_part(observer: NativeObserver, tmp_path: Path) -> None:
-    make_step(mlp())()
-    observer.span(0, -1, 0, observer.now(), 0)
-    batch = observer.drain(-1)
-    columns = batch_columns(batch)
-    parts, num_files = PartWriter(tmp_path, DEVICES), []
-    parts.before_table = lambda: num_files.append(len(list(tmp_path.glob("*.parquet"))))
-    parts.append(encode_batch(columns, batch), part_columns(columns, batch, {}))
-    parts.flush()
-    written = {path.name.partition("-")[0] for path in tmp_path.glob("*.parquet")}
-    assert {"live", "names", "ops", "events"} <= written
-    assert num_files == list(range(len(written)))

@@ -94,15 +94,8 @@ class Observer(Protocol):
         passed or the observer stops; return the number of records.
         """
 
-    def wait_for_backward(self, seconds: float) -> bool:
-        """Sleep until a backward pass runs, at most ``seconds``; return whether one runs.
-
-        A training thread does not need the interpreter lock in a backward pass, so the writer does not delay it then.
-        Returns at once where the observer has not seen a backward pass since the last wait in vain.
-        """
-
     def wake(self) -> None:
-        """End a ``wait`` or a ``wait_for_backward`` on another thread."""
+        """End a ``wait`` on another thread."""
 
     def drain(self, until_ns: int) -> Batch:
         """Return and remove the records up to ``until_ns``; -1 for all of them."""

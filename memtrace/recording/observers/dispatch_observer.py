@@ -172,10 +172,6 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._drained.clear()
         return len(self._buffer.rows["events"])
 
-    def wait_for_backward(self, seconds: float) -> bool:
-        """See ``Observer.wait_for_backward``. Does not wait: this observer itself needs the lock in backward passes."""
-        return False
-
     def wake(self) -> None:
         """See ``Observer.wake``."""
         self._drained.set()

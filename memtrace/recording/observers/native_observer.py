@@ -44,7 +44,6 @@ class NativeObserver:
         self.pause = native.pause
         self.resume = native.resume
         self.wait = native.wait
-        self.wait_for_backward = native.wait_for_backward
         self.wake = native.wake
         self.drain = native.drain
         self.now = native.now

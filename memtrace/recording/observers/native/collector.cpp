@@ -13,13 +13,10 @@ namespace memtrace {
 namespace {
 
 std::unique_ptr<Collector> current;
-std::atomic<int64_t> num_backwards{0};        // begun so far, across recordings
-std::atomic<bool> is_backward_awaited{false};
 
 // Another thread of the parent may have been at work on the collector, so the child leaves it as it is.
 void after_fork_in_child() {
   (void)current.release();
-  is_backward_awaited = false;
 }
 
 // Moves events after `until_ns` to `later`, for the next time: events that are still to arrive may be older than they.
@@ -44,33 +41,15 @@ int64_t start_of_running_calls() {
 // Requires the recorder's mutex.
 size_t num_waiting() { return recorder().events.size() + recorder().ops.size(); }
 
-// Requires the recorder's mutex.
-bool is_backward_running() {
-  const std::vector<ThreadState*>& threads = recorder().threads;
-  return std::any_of(threads.begin(), threads.end(),
-                     [](ThreadState* thread) { return std::atomic_ref(thread->backward_calls).load() > 0; });
-}
-
 }  // namespace
 
 Collector* collector() { return current.get(); }
-
-void backward_began() {
-  num_backwards++;
-  if (!is_backward_awaited) return;
-  Recorder& r = recorder();
-  Lock lock(r.mutex);
-  r.wake_writer.notify_one();
-}
 
 void start_collector() {
   static const int registered = pthread_atfork(nullptr, nullptr, after_fork_in_child);
   (void)registered;
   current = std::make_unique<Collector>();
 }
-
-// Until a backward pass has begun, there is none to wait for.
-Collector::Collector() : backwards_at_timeout_(num_backwards) {}
 
 void Collector::collect(int64_t until_ns) {
   std::lock_guard<std::mutex> collecting(mutex_);
@@ -157,26 +136,6 @@ size_t Collector::wait(double seconds, size_t enough_events) {
     std::lock_guard<std::mutex> collecting(mutex_);
     const size_t num_events = rows_.events.num_rows();
     if (must_return || num_events >= enough_events) return waiting + num_events;
-  }
-}
-
-bool Collector::wait_for_backward(double seconds) {
-  if (num_backwards == backwards_at_timeout_) return false;
-  Recorder& r = recorder();
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-  while (true) {
-    {
-      std::unique_lock<SpinLock> lock(r.mutex);
-      is_backward_awaited = true;
-      const bool is_woken = r.wake_writer.wait_until(lock, deadline, [&] {
-        return is_backward_running() || !r.runs() || r.must_wake || num_waiting() >= r.options.wake_records;
-      });
-      is_backward_awaited = false;
-      if (!is_woken) backwards_at_timeout_ = num_backwards;
-      if (!is_woken || is_backward_running() || !r.runs() || r.must_wake) return is_backward_running();
-    }
-    if (!may_collect()) return false;
-    collect(kNone);
   }
 }
 

@@ -9,15 +9,11 @@ namespace memtrace {
 
 class Collector {
  public:
-  Collector();
   // Takes the records up to `until_ns` (kNone: all of them) and resolves them. Throws std::bad_alloc.
   void collect(int64_t until_ns);
   // Sleeps until there are `enough_events` rows of events, `seconds` have passed, `Recorder::must_wake` is set or the
   // recording ends; collects meanwhile whenever enough records wait. Returns the number of rows and waiting records.
   size_t wait(double seconds, size_t enough_events);
-  // Sleeps until a backward pass runs, at most `seconds`; collects meanwhile. Returns whether one runs. If none came the last
-  // time, it returns at once until another one has begun. Throws std::bad_alloc.
-  bool wait_for_backward(double seconds);
   // Returns and removes the rows. Throws std::bad_alloc.
   Batch take_rows();
 
@@ -31,11 +27,7 @@ class Collector {
   LateEventCalls late_calls_;
   LiveChangesFinder live_changes_;
   Tables rows_;
-  int64_t backwards_at_timeout_;   // backward passes that had begun when the last wait for one was in vain
 };
-
-// Notes that a backward pass has begun; called on the thread that runs it, which has counted it in its state.
-void backward_began();
 
 // The collector of the current recording, which `start_collector` makes; null before the first one.
 Collector* collector();

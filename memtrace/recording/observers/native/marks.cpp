@@ -4,12 +4,10 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <atomic>
 #include <optional>
 #include <utility>
 #include <vector>
 
-#include "collector.h"
 #include "dispatch.h"
 #include "state.h"
 
@@ -63,10 +61,9 @@ PyObject* pop_module(PyObject*, PyObject* name) {
 
 PyObject* begin_backward(PyObject*, PyObject*) {
   ThreadState& thread = thread_state();
-  if (std::atomic_ref(thread.backward_calls)++ == 0) {   // atomic, because the writer reads it
+  if (thread.backward_calls++ == 0) {
     end_forward(thread);
     thread.modules_outside = thread.modules.size();
-    backward_began();
   }
   return PyLong_FromLongLong(recorder().now());
 }
@@ -76,7 +73,7 @@ PyObject* end_backward(PyObject*, PyObject* started_ns) {
   if (start == -1 && PyErr_Occurred()) return nullptr;
   Recorder& r = recorder();
   ThreadState& thread = thread_state();
-  if (thread.backward_calls == 0 || --std::atomic_ref(thread.backward_calls) > 0) Py_RETURN_NONE;
+  if (thread.backward_calls == 0 || --thread.backward_calls > 0) Py_RETURN_NONE;
   thread.modules_outside = 0;
   r.add(Span{start, r.now() - start, kNone, r.names.id(NameKind::range, "backward"), thread.index, SpanKind::phase});
   Py_RETURN_NONE;

@@ -161,16 +161,6 @@ PyObject* wait(PyObject*, PyObject* arguments) {
   return has_memory ? PyLong_FromSize_t(num_records) : PyErr_NoMemory();
 }
 
-// wait_for_backward(seconds) -> whether a backward pass runs
-PyObject* wait_for_backward(PyObject*, PyObject* seconds) {
-  if (collector() == nullptr) return fail("no recording was started");
-  const double limit = PyFloat_AsDouble(seconds);
-  if (limit == -1 && PyErr_Occurred()) return nullptr;
-  bool is_running = false;
-  const bool has_memory = with_memory_without_gil([&] { is_running = collector()->wait_for_backward(limit); });
-  return has_memory ? PyBool_FromLong(is_running) : PyErr_NoMemory();
-}
-
 PyObject* wake(PyObject*, PyObject*) {
   Recorder& r = recorder();
   {
@@ -332,7 +322,6 @@ PyMethodDef methods[] = {
     {"use_typed_kernels", checked<choose_kernels>, METH_O, nullptr},
     {"abandon", checked<abandon>, METH_NOARGS, nullptr},
     {"wait", checked<wait>, METH_VARARGS, nullptr},
-    {"wait_for_backward", checked<wait_for_backward>, METH_O, nullptr},
     {"wake", checked<wake>, METH_NOARGS, nullptr},
     {"drain", checked<drain>, METH_O, nullptr},
     {"name_id", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&name_id)), METH_FASTCALL, nullptr},
