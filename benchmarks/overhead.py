@@ -5,9 +5,10 @@
 ``best``: windows of a few steps alternate between the modes; the best step of each window counts, and the median over
 the rounds of the ratios of neighboring windows is printed, because the speed of a machine drifts.
 
-``average``: whole runs of ``--steps`` steps from before entering the recording to the closed file, each beside a run
-without recording; median, smallest and largest ratio of the wall time, of the processor time of the training thread and
-of that of the process. ``writer_seconds`` is the processor time that a run adds on other threads.
+``average``: whole runs of ``--steps`` steps from before entering the recording to the closed file, each against the
+mean of the runs without recording before and after it, so that drift cancels out. Median, smallest and largest ratio of
+the wall time, of the processor time of the training thread and of that of the process. ``writer_seconds`` is the
+processor time that a run adds on other threads.
 
 torch.profiler (memory, shapes and stacks, written as JSON) and memray (with native stacks, in a process of its own,
 where it is installed) run for fewer steps in the same session; ``added_ms_a_step`` compares all tools.
@@ -115,6 +116,13 @@ class Run:
         """Processor time of the other threads."""
         return self.process_s - self.thread_s
 
+    def mean(self, other: Run) -> Run:
+        return Run(
+            (self.wall_s + other.wall_s) / 2,
+            (self.thread_s + other.thread_s) / 2,
+            (self.process_s + other.process_s) / 2,
+        )
+
 
 def whole_run(step: Step, steps: int, around: AbstractContextManager[object]) -> Run:
     gc.collect()
@@ -130,18 +138,21 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def averages(step: Step, rounds: int, steps: int, folder: Path) -> dict[str, dict[str, dict[str, float]]]:
-    """Return by mode the ratios of whole runs to plain runs next to them; ``modes`` is the place for other options."""
+    """Return by mode the ratios of whole runs to those without recording before and after them."""
     modes: dict[str, Callable[[], AbstractContextManager[object]]] = {
         "nothing": nullcontext,
         "no_stacks": lambda: memtrace.record(folder / "d.memtrace", stacks=False),
         "stacks": lambda: memtrace.record(folder / "e.memtrace"),
     }
     pairs: dict[str, list[tuple[Run, Run]]] = {name: [] for name in modes}
+    before = whole_run(step, steps, nullcontext())
     for _ in range(rounds):
         for name, around in modes.items():
-            plain = whole_run(step, steps, nullcontext())
-            pairs[name].append((plain, whole_run(step, steps, around())))
+            run = whole_run(step, steps, around())
             clear(folder)
+            after = whole_run(step, steps, nullcontext())
+            pairs[name].append((before.mean(after), run))
+            before = after
     return {
         name: {
             "wall": spread([run.wall_s / plain.wall_s for plain, run in runs]),
