@@ -150,13 +150,13 @@ def check_sizes(sizes: pa.ChunkedArray, read_kinds: Callable[[], pa.ChunkedArray
     Raises:
         TraceError: another row is larger. The message follows the name of the file.
     """
-    largest = arrays.outlier(sizes, 0, MAX_BYTES)
-    if largest is None:
+    if arrays.outlier(sizes, 0, MAX_BYTES) is None:
         return
     kinds = read_kinds()
     rows = zip(sizes.to_pylist(), kinds.to_pylist() if kinds is not None else [""] * len(sizes), strict=True)
-    if any(size is not None and size > MAX_BYTES and kind != "oom" for size, kind in rows):
-        raise TraceError(f"has {largest} as a size, which must be from 0 to {MAX_BYTES}")
+    wrong = [size for size, kind in rows if size is not None and size > MAX_BYTES and kind != "oom"]
+    if wrong:
+        raise TraceError(f"has {max(wrong)} as a size, which must be from 0 to {MAX_BYTES}")
 
 
 def check_accessed_blocks(block_ids: pa.ChunkedArray, read_kinds: Callable[[], pa.ChunkedArray | None]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import memtrace
 from memtrace.errors import TraceError
 from memtrace.format.schema import MAX_BYTES, MAX_NS, TABLES
-from memtrace.format.validation import MAX_PART_ROWS
+from memtrace.format.validation import MAX_PART_ROWS, check_sizes
 from tests.format.random_traces import RandomTrace, on_disk
 
 Change = Callable[[pa.Table], pa.Table]
@@ -123,3 +123,10 @@ def test_names_have_no_unprintable_characters(tmp_path: Path) -> None:
     assert trace.name(90) == "net\ufffd[31m\ufffd"
     (frame,) = trace.frames(92)
     assert (frame.file, frame.line, frame.function) == ("a\ufffdb.py", 3, "f\ufffd")
+
+
+def test_the_size_that_is_named_is_one_of_a_row_that_must_not_have_it() -> None:
+    sizes, kinds = [-3, 2**62, MAX_BYTES + 1, None, MAX_BYTES], ["alloc", "oom", "alloc", "alloc", "free"]
+    with pytest.raises(TraceError, match=f"has {MAX_BYTES + 1} as a size"):
+        check_sizes(pa.chunked_array([sizes], pa.int64()), lambda: pa.chunked_array([kinds]))
+    check_sizes(pa.chunked_array([sizes[:2]], pa.int64()), lambda: pa.chunked_array([kinds[:2]]))
