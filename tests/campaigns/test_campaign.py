@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("kind", ["--traces", "--files", "--plans"])
-@pytest.mark.parametrize("count", [10, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, pytest.param(60, marks=pytest.mark.slow)])
 def test_commands_answer_or_refuse_mutated_inputs(kind: str, count: int, data: Path) -> None:
     """A program of its own: it limits its memory, and a crash must not end the tests."""
     others = [word for other in ("--traces", "--files") if other != kind for word in (other, "0")]
