@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memtrace.native_build.build_id import read_build_id
+from memtrace.native_build.compilers import find_compilers
 
 LIBRARIES = sorted((Path(torch.__file__).parent / "lib").glob("*.so*"))
 
@@ -33,9 +34,9 @@ def test_build_ids_are_those_of_readelf() -> None:
 
 
 def test_a_library_without_a_build_id_and_another_file_have_none(tmp_path: Path) -> None:
-    source, library = tmp_path / "empty.c", tmp_path / "libempty.so"
+    source, library, compiler = tmp_path / "empty.cpp", tmp_path / "libempty.so", find_compilers()[0]
     source.write_text("int empty;\n")
-    subprocess.run(["cc", "-shared", "-Wl,--build-id=none", "-o", library, source], check=True)
+    subprocess.run([*compiler.command, "-shared", "-Wl,--build-id=none", "-o", library, source], check=True)
     assert read_build_id(library) is None
     assert read_build_id(source) is None
     source.write_text("")
