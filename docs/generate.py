@@ -16,7 +16,7 @@ from typing import Any, get_args, get_type_hints
 from memtrace.cli.output import SCHEMA_VERSION, SCHEMA_VERSION_KEY
 from pydantic import ConfigDict, TypeAdapter
 
-from memtrace.format.part_writer import PART_ROWS
+from memtrace.format.part_writer import LARGEST_PART_ROWS, PART_ROWS
 from memtrace.format.schema import COPIES, FORMAT_VERSION, TABLE_MEANINGS, TABLES, Column, Stored
 
 DOCS = Path(__file__).parent
@@ -83,11 +83,11 @@ A trace is a folder of plain Parquet files, one subfolder per rank:
         live-00000.parquet  events-00000.parquet  ops-00000.parquet  spans-00000.parquet  ...
         live-00001.parquet  events-00001.parquet  ...
 
-A table is cut into parts of about {PART_ROWS:,} events; the files of a part have the same number. A part without rows
-of a table has no such file. Each part begins with a keyframe: the table `live` is the live set before its first event,
-so a window in the middle of a trace opens without the parts before it, and a recording of the last steps deletes old
-parts. The metadata of a `live` file has the key `memtrace.order_ns`: the largest `time_ns` of all events before the
-part.
+A table is cut into parts of about {PART_ROWS:,} events, or of up to {LARGEST_PART_ROWS:,} where a program makes more
+than that within a second; the files of a part have the same number. A part without rows of a table has no such file.
+Each part begins with a keyframe: the table `live` is the live set before its first event, so a window in the middle of
+a trace opens without the parts before it, and a recording of the last steps deletes old parts. The metadata of a
+`live` file has the key `memtrace.order_ns`: the largest `time_ns` of all events before the part.
 
 Bytes and times are integers; times are nanoseconds since the recording began, and `t0_epoch_ns` in the manifest is the
 Unix time of 0. An unknown number is null, never 0. Addresses and streams of 2^63 and above are stored as their two's

@@ -145,10 +145,11 @@ class LiveSet:
         """Return the columns of the table ``live``: segments first, then blocks by id."""
         segments = self._segments.columns(_EVENT_NAMES)
         num_segments = len(segments["kind"])
+        missing = _missing(num_segments)
         keyframe = {}
         for name in _LIVE_NAMES:
-            missing = np.zeros(num_segments, bool) if _IS_BOOL[name] else np.full(num_segments, -1, np.int64)
-            keyframe[name] = np.concatenate([segments.get(name, missing), self._columns[name]])
+            values = segments.get(name, missing[_IS_BOOL[name]])
+            keyframe[name] = np.concatenate([values, self._columns[name]])
         keyframe["order_ns"][:num_segments] = segments["time_ns"]
         return keyframe
 
@@ -165,9 +166,9 @@ class LiveSet:
         fresh = {name: events[name][rows] for name in _EVENT_NAMES if name in events}
         fresh["kind"] = np.where(fresh["kind"] == _ALLOC, _LIVE, fresh["kind"])
         fresh["order_ns"] = order[rows]
+        missing = _missing(len(rows))
         for name, values in self._columns.items():
-            missing = np.zeros(len(rows), bool) if _IS_BOOL[name] else np.full(len(rows), -1, np.int64)
-            self._columns[name] = np.concatenate([values[alive], fresh.get(name, missing)])
+            self._columns[name] = np.concatenate([values[alive], fresh.get(name, missing[_IS_BOOL[name]])])
         self._has_op = np.concatenate([self._has_op[alive], np.zeros(len(rows), bool)])
         self._span_start = np.concatenate([self._span_start[alive], np.full(len(rows), _NO_TIME)])
         if np.any(np.diff(self._columns["block_id"]) < 0):
@@ -271,6 +272,11 @@ def find_sorted(ordered: Array, wanted: Array) -> tuple[Array, Array]:
         return np.zeros(len(wanted), np.int64), np.zeros(len(wanted), bool)
     places = np.minimum(np.searchsorted(ordered, wanted), len(ordered) - 1)
     return places, ordered[places] == wanted
+
+
+def _missing(num_rows: int) -> tuple[Array, Array]:
+    """Return the values of a column that nothing is known of: of a column of numbers, and of one of booleans."""
+    return np.full(num_rows, -1, np.int64), np.zeros(num_rows, bool)
 
 
 def find_rows(ids: Array, wanted: Array) -> tuple[Array, Array]:

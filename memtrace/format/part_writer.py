@@ -29,6 +29,8 @@ from memtrace.format.stored import FindEventForms, shorten
 PART_ROWS: Final = 131_072
 """Events of a part. A window reads the parts at both of its ends whole, so parts are small against a window of 1 %; but
 a recorded program waits for some milliseconds whenever a part is written, so they are not smaller than that."""
+LARGEST_PART_ROWS: Final = 3 * PART_ROWS
+"""Events at which a recording writes a part although the last one was written within a second."""
 KEYFRAMED_TABLES: Final = tuple(name for name in TABLES if name not in RANK_TABLES)
 """Tables whose parts a ring deletes: the keyframe of the first part that stays replaces them."""
 _PARQUET_ENCODINGS: Final = {"delta": "DELTA_BINARY_PACKED", "byte_stream_split": "BYTE_STREAM_SPLIT"}

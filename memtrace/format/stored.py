@@ -324,9 +324,10 @@ def _shorten_events(
     block_id, block_is_known = _values(rows.column("block_id"))
     if rows.column("block_id").null_count:
         block_id = np.where(block_is_known, block_id, -1)
-    address, address_is_known = np.zeros(len(block_id), np.int64), np.zeros(len(block_id), bool)
     if has_addresses := "address" in rows.column_names:
         address, address_is_known = _values(rows.column("address"))
+    else:
+        address, address_is_known = np.zeros(len(block_id), np.int64), np.zeros(len(block_id), bool)
     kind = _kind_codes(rows.column("kind"))
     times = time_ns if bool(times_are_known.all()) else None
     forms = find_forms(
@@ -352,7 +353,8 @@ def _shorten_starts(rows: pa.Table) -> pa.Table:
     if start.null_count or duration.null_count:
         return rows
     start_ns, duration_ns = _values(start)[0], _values(duration)[0]
-    gap_ns = start_ns - np.concatenate([np.zeros(1, np.int64), (start_ns + duration_ns)[:-1]])[: len(start_ns)]
+    gap_ns = start_ns.copy()
+    gap_ns[1:] -= (start_ns + duration_ns)[:-1]
     return _replace(rows, "ops", "start_ns", encode_numbers(gap_ns, None, pa.int64()))
 
 

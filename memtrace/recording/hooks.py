@@ -47,29 +47,18 @@ def _install(
 
 def _watch_modules(observer: Observer, labeller: Labeller, undo: ExitStack) -> None:
     """Watch module calls and new modules. torch's global forward hooks would make calls several times slower."""
-    push, errors, named = observer.push_module, labeller.errors, labeller.known_modules
-    name_module = errors.protect(labeller.name_module)
-    label_inputs = errors.protect(labeller.label_inputs)
+    errors = labeller.errors
     add_module = errors.protect(labeller.modules.add)
-
-    def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        try:
-            known = named.get(id(module))
-            if known is None:
-                name_module(module)
-                known = named.get(id(module))
-            name = -1 if known is None else known.name_id
-            if push(name):
-                label_inputs((args, kwargs))
-            return name
-        except Exception as error:
-            errors.caught(error)
-            return -1
+    enter = observer.module_hook(
+        labeller.known_modules,
+        errors.protect(labeller.name_module),
+        errors.protect(labeller.label_inputs),
+        errors.caught,
+    )
 
     def created(_: int, module: torch.nn.Module, __: object) -> None:
         add_module(module)
 
-    observer.hide_frames_of(enter.__code__)
     call: Any = torch.nn.Module._wrapped_call_impl
     instrument(call, undo, arguments=("self", "args", "kwargs"), enter=enter, leave=observer.pop_module)
     instrument(torch.nn.Module.__init__, undo, result_arguments=("self",), result=created)

@@ -239,12 +239,18 @@ class Labeller:
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Label the parameters that an optimizer is about to update, and their gradients."""
         self._name_new_models()
-        groups, key = optimizer_groups(optimizer), id(optimizer)
-        parameters = list(itertools.chain.from_iterable(groups))
-        known, parameter_ids = self._labelled_parameters.get(key), list(map(id, parameters))
-        if known is not None and known.parameter_ids == parameter_ids and known.names_version == self._names_version:
-            self._observer.label(parameters, PARAMETER, known.name_ids, GRADIENT)
+        key, contents = id(optimizer), optimizer_groups(optimizer)
+        known, content = self._labelled_parameters.get(key), list(itertools.chain.from_iterable(contents))
+        if (
+            known is not None
+            and known.names_version == self._names_version
+            and known.parameter_ids == list(map(id, content))
+        ):
+            self._observer.label(content, PARAMETER, known.name_ids, GRADIENT)
             return
+        groups = [list(filter(is_tensor, content)) for content in contents]
+        parameters = list(itertools.chain.from_iterable(groups))
+        parameter_ids = list(map(id, parameters))
         for group_number, group in enumerate(groups):
             for index, parameter in enumerate(group):
                 self._name_tensor(parameter, f"param_groups.{group_number}.{index}")

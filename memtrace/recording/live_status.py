@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 
+from memtrace.format.arrays import Array
 from memtrace.format.keyframes import Columns, Level, LiveSet, PartColumns, order_of
 from memtrace.format.live_status import (
     MAX_SAMPLES,
@@ -156,6 +157,7 @@ class LiveStatusFile:
 
     def _status(self, live: LiveSet, num_events: int, now_ns: int) -> LiveStatus:
         names = {arrow.DEVICES[device]: curve for device, curve in sorted(self._curves.items())}
+        keyframe = live.keyframe()
         sample = LiveSample(now_ns, {name: curve.take_sample() for name, curve in names.items()})
         self._samples.append(sample)
         last = self._steps[-1] if self._steps else None
@@ -165,8 +167,8 @@ class LiveStatusFile:
             num_events=num_events,
             live_bytes={name: max(curve.level, 0) for name, curve in names.items()},
             peak_bytes={name: curve.peak for name, curve in names.items()},
-            category_bytes=_bytes_by_category(live.keyframe()),
-            reserved_bytes=_reserved_bytes(live.keyframe()),
+            category_bytes=_bytes_by_category(keyframe),
+            reserved_bytes=_reserved_bytes(keyframe),
             steps=tuple(self._steps),
             open_step=None if last is None else self._open_step(last.number + 1, now_ns),
             samples=tuple(self._samples),
@@ -189,11 +191,17 @@ def _levels(events: Columns) -> dict[int, Level]:
     rows = np.flatnonzero((sign != 0) & (events["block_id"] >= 0))
     device, change = events["device"][rows], sign[rows] * np.maximum(events["size"][rows], 0)
     levels = {}
-    for code in np.flatnonzero(np.bincount(device)).tolist():
+    for code in _device_codes(device):
         chosen = np.flatnonzero((device == code) & (change != 0))
         if len(chosen):
             levels[code] = Level(order[rows[chosen]], np.cumsum(change[chosen]))
     return levels
+
+
+def _device_codes(device: Array) -> list[int]:
+    """Return the codes that occur. np.unique takes milliseconds, during which the program waits for the GIL."""
+    codes: list[int] = np.flatnonzero(np.bincount(device)).tolist()
+    return codes
 
 
 def _bytes_by_category(live: Columns) -> dict[str, dict[str, int]]:
@@ -202,7 +210,7 @@ def _bytes_by_category(live: Columns) -> dict[str, dict[str, int]]:
     device, size = live["device"][is_block], np.maximum(live["size"][is_block], 0)
     category = np.where(live["category"] >= 0, live["category"], CATEGORIES.index("unknown"))[is_block]
     result: dict[str, dict[str, int]] = {}
-    for code in np.unique(device).tolist():
+    for code in _device_codes(device):
         of_device = device == code
         total = np.bincount(category[of_device], weights=size[of_device], minlength=len(CATEGORIES))
         result[arrow.DEVICES[code]] = {
@@ -215,4 +223,4 @@ def _reserved_bytes(live: Columns) -> dict[str, int]:
     """Return the bytes of the reserved segments by device."""
     is_segment = live["block_id"] < 0
     device, size = live["device"][is_segment], live["size"][is_segment]
-    return {arrow.DEVICES[code]: int(size[device == code].sum()) for code in np.unique(device).tolist()}
+    return {arrow.DEVICES[code]: int(size[device == code].sum()) for code in _device_codes(device)}

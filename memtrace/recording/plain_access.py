@@ -133,20 +133,15 @@ def child_module(module: torch.nn.Module, name: str) -> torch.nn.Module | None:
     return next((child for key, child in module_members(module, "_modules") if key == name and is_module(child)), None)
 
 
-def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
-    """The parameters of each parameter group of an optimizer."""
+def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[list[Any]]:
+    """What the list of parameters of each parameter group of an optimizer contains."""
     groups: Any = dict.get(_OPTIMIZER_DICT(optimizer), "param_groups")
     if not issubclass(type(groups), list):
         return []
-    parameters: list[Any] = [
+    contents: list[Any] = [
         dict.get(group, "params") for group in list.__iter__(groups) if issubclass(type(group), dict)
     ]
-    return [
-        [tensor for tensor in list.__iter__(group) if type(tensor) is _PARAMETER or is_tensor(tensor)]
-        if issubclass(type(group), list)
-        else []
-        for group in parameters
-    ]
+    return [list.copy(content) if issubclass(type(content), list) else [] for content in contents]
 
 
 def optimizer_state(
@@ -167,22 +162,25 @@ def tensors_in(value: object, depth: int = 3) -> list[torch.Tensor]:
     containers are not looked into: to iterate over one is to run its code.
     """
     tensors: list[torch.Tensor] = []
-    level, num_items = [value], 0
+    level: list[Any] = [value]
+    num_items = 0
     for _ in range(depth + 1):
+        num_items += len(level)
+        if num_items > _MAX_ITEMS:
+            level = level[: _MAX_ITEMS - num_items]
         following: list[Any] = []
         for item in level:
             kind = type(item)
-            num_items += 1
-            if num_items > _MAX_ITEMS:
-                return tensors
-            if issubclass(kind, torch.Tensor):
-                tensors.append(cast(torch.Tensor, item))
+            if kind is _TENSOR or issubclass(kind, _TENSOR):
+                tensors.append(item)
             elif issubclass(kind, dict):
-                following += list(dict.values(cast("dict[Any, Any]", item)))[:_MAX_ITEMS]
+                following += list(dict.values(item))[:_MAX_ITEMS]
             elif issubclass(kind, list):
-                following += list.__getitem__(cast("list[Any]", item), slice(_MAX_ITEMS))
+                following += list.__getitem__(item, slice(_MAX_ITEMS))
             elif issubclass(kind, tuple):
-                following += tuple.__getitem__(cast("tuple[Any, ...]", item), slice(_MAX_ITEMS))
+                following += tuple.__getitem__(item, slice(_MAX_ITEMS))
+        if not following or num_items > _MAX_ITEMS:
+            break
         level = following
     return tensors
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from memtrace.format.encode import encode_codes
 from memtrace.format.keyframes import PartColumns
-from memtrace.format.part_writer import PART_ROWS, PartWriter
+from memtrace.format.part_writer import LARGEST_PART_ROWS, PART_ROWS, PartWriter
 from memtrace.format.schema import EVENT_KINDS, SPAN_KINDS
 from memtrace.recording import arrow
 from memtrace.recording.live_status import LiveStatusFile
@@ -116,8 +116,12 @@ class TraceSink:
 
     @property
     def rows_wanted(self) -> int:
-        """Events that the current part still takes before it is written."""
-        return PART_ROWS - self._parts.rows_in_part
+        """Events after which the current part is written before anything is due.
+
+        Until then the observer keeps what it sees: a program of many small operators fills a part several times a
+        second, and waits whenever rows are taken from the observer and written.
+        """
+        return LARGEST_PART_ROWS - self._parts.rows_in_part
 
     def steps_numbered_anew(self) -> None:
         """Note that a second step 0 follows, which voids the steps before it; called on the training thread."""

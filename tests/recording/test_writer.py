@@ -165,9 +165,9 @@ def test_the_native_forms_of_events_are_those_of_numpy(
     assert metadata == expected_metadata
 
 
-@pytest.mark.parametrize("wake_records", [1, 100])
+@pytest.mark.parametrize("num_records", [1, 100])
 def test_the_size_of_the_portions_in_which_records_are_collected_changes_nothing(
-    wake_records: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_records: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def recorded(name: str) -> dict[str, list[int]]:
         step = make_step(mlp())
@@ -183,7 +183,8 @@ def test_the_size_of_the_portions_in_which_records_are_collected_changes_nothing
         return {name: values[is_new].tolist() for name, values in events.items()}
 
     whole = recorded("whole.memtrace")
-    monkeypatch.setattr(native_observer, "WAKE_RECORDS", wake_records)
+    monkeypatch.setattr(native_observer, "COLLECT_RECORDS", num_records)
+    monkeypatch.setattr(native_observer, "WAKE_RECORDS", num_records)
     assert recorded("portions.memtrace") == whole
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -48,6 +48,18 @@ FOUND_BLOCK: Final = 15
 allocation without an operator; ``extra`` is its allocated size."""
 OLDER_SEGMENT: Final = 13
 """Kind of a ``CudaRow``, in addition to EVENT_KINDS: a segment older than the recording. It creates no event."""
+
+
+class Named(Protocol):
+    """What has a name."""
+
+    @property
+    def name_id(self) -> int:
+        """Id of the name."""
+
+
+ModuleHook = Callable[["torch.nn.Module", tuple[Any, ...], dict[str, Any]], int]
+"""Called with a module and its arguments when its forward starts; returns what ``Observer.pop_module`` gets."""
 
 
 class Observer(Protocol):
@@ -115,11 +127,28 @@ class Observer(Protocol):
     def hide_frames_of(self, code: CodeType) -> None:
         """Leave the frames of a function out of Python stacks."""
 
-    def push_module(self, name: int) -> bool:
-        """Record that a module's forward starts; return whether it is in no other module call and autograd records."""
+    def module_hook(
+        self,
+        known: Mapping[int, Named],
+        name_module: Callable[[torch.nn.Module], None],
+        label_inputs: Callable[[object], None],
+        failed: Callable[[Exception], None],
+    ) -> ModuleHook:
+        """Return the function that records the beginnings of module calls, and never fails.
+
+        Args:
+            known: modules that have a name, by id.
+            name_module: called with modules that have none.
+            label_inputs: called with the arguments of a module that is in no other module call, where autograd records.
+            failed: called with an error of the hook.
+        """
 
     def pop_module(self, name: int) -> None:
-        """Record that a module's forward ends, and with it any calls inside it that an exception ended."""
+        """Record that a module's forward ends, and with it any calls inside it that an exception ended.
+
+        Args:
+            name: what the hook returned.
+        """
 
     def begin_backward(self) -> int:
         """Record that the autograd engine starts; return the time."""

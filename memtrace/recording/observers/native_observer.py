@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -10,13 +11,16 @@ import torch
 from memtrace.format.schema import EVENT_KINDS
 from memtrace.format.stored import EventForms, EventValues, FindEventForms, Keyframe
 from memtrace.recording.excluded_memory import excluded_ranges
+from memtrace.recording.observers import ModuleHook, Named
 from memtrace.recording.observers.build import load_native
 
 _OOM: Final = EVENT_KINDS.index("oom")
 _UINT64: Final = (1 << 64) - 1
-WAKE_RECORDS: Final = 1 << 14
-"""Number of buffered records (events and operator calls, about 60 bytes each) at which the writer is woken to collect
-them."""
+COLLECT_RECORDS: Final = 1 << 14
+"""Number of buffered records (events and operator calls, about 60 bytes each) that the writer collects at a time. It
+looks when it expects so many."""
+WAKE_RECORDS: Final = 1 << 16
+"""Number of buffered records at which the writer is woken."""
 LIMIT_RECORDS: Final = 1 << 18
 """Number of buffered records at which a training thread waits for the writer."""
 
@@ -49,7 +53,6 @@ class NativeObserver:
         self.now = native.now
         self.name_id = native.name_id
         self.hide_frames_of = native.hide_frames_of
-        self.push_module = native.push_module
         self.pop_module = native.pop_module
         self.begin_backward = native.begin_backward
         self.end_backward = native.end_backward
@@ -78,7 +81,8 @@ class NativeObserver:
         _let_higher_order_operators_pass(self._native.status()["dispatch_key"])
         NativeObserver._latest = self
         self._native.exclude_memory(excluded_ranges())
-        self._native.start(accesses, stacks, stack_min_bytes, device_time_min_bytes, WAKE_RECORDS, LIMIT_RECORDS)
+        numbers = (COLLECT_RECORDS, WAKE_RECORDS, LIMIT_RECORDS)
+        self._native.start(accesses, stacks, stack_min_bytes, device_time_min_bytes, *numbers)
 
     def stop(self) -> None:
         """See ``Observer.stop``. Without effect once another observer has started: the module has one state."""
@@ -88,6 +92,17 @@ class NativeObserver:
     def allocation_failed(self, device: int, size: int, free: int) -> None:
         """See ``Observer.allocation_failed``."""
         self._native.cuda_events([(_OOM, device - 1, free & _UINT64, size, -1, -1, -1, -1)])
+
+    def module_hook(
+        self,
+        known: Mapping[int, Named],
+        name_module: Callable[[torch.nn.Module], None],
+        label_inputs: Callable[[object], None],
+        failed: Callable[[Exception], None],
+    ) -> ModuleHook:
+        """See ``Observer.module_hook``. Written in C: modules are called dozens of times in a step."""
+        hook: ModuleHook = self._native.module_hook(known, name_module, label_inputs)
+        return hook
 
     def times_devices(self) -> bool:
         """See ``Observer.times_devices``. True if the module was built with the CUDA headers."""
@@ -116,7 +131,7 @@ class NativeObserver:
             np.ascontiguousarray(keyframe["address"], np.int64),
         )
         return EventForms(
-            None if events.time_ns is None else np.frombuffer(elapsed_ns or b"", np.int64),
+            None if events.time_ns is None else np.frombuffer(b"" if elapsed_ns is None else elapsed_ns, np.int64),
             None if reference is None else np.frombuffer(reference, np.int32),
             None if is_stored is None else np.frombuffer(is_stored, np.bool_),
         )

@@ -45,10 +45,7 @@ std::vector<uint8_t> pack_bits(const std::vector<Value>& values, IsSet&& is_set)
 
 template <typename Value>
 void add(std::vector<BatchColumn>& out, std::string name, std::vector<Value>&& values) {
-  auto owner = std::make_shared<std::vector<Value>>(std::move(values));
-  const void* data = owner->data();
-  const size_t num_bytes = owner->size() * sizeof(Value);
-  out.push_back({std::move(name), std::move(owner), data, num_bytes});
+  out.push_back(make_column(std::move(name), std::move(values)));
 }
 
 template <typename Value>
@@ -96,12 +93,17 @@ std::vector<BatchColumn> batch_columns(Batch&& batch) {
   return out;
 }
 
+PyObject* column_object(BatchColumn&& column) {
+  PyObject* object = column_type->tp_alloc(column_type, 0);
+  if (object != nullptr) reinterpret_cast<ColumnObject*>(object)->column = new BatchColumn(std::move(column));
+  return object;
+}
+
 bool put_columns(PyObject* dict, std::vector<BatchColumn>&& columns) {
   for (BatchColumn& column : columns) {
-    PyObject* object = column_type->tp_alloc(column_type, 0);
-    if (object == nullptr) return false;
     const std::string name = column.name;
-    reinterpret_cast<ColumnObject*>(object)->column = new BatchColumn(std::move(column));
+    PyObject* object = column_object(std::move(column));
+    if (object == nullptr) return false;
     const bool ok = PyDict_SetItemString(dict, name.c_str(), object) == 0;
     Py_DECREF(object);
     if (!ok) return false;

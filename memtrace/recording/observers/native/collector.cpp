@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <chrono>
 #include <memory>
 #include <utility>
 
@@ -11,6 +12,10 @@
 
 namespace memtrace {
 namespace {
+
+using std::chrono_literals::operator""ms;
+
+constexpr Collector::TimePoint::duration kShortestSleep = 1ms, kLongestSleep = 200ms;
 
 std::unique_ptr<Collector> current;
 
@@ -26,6 +31,17 @@ void keep_later(std::vector<Event>& events, int64_t until_ns, std::vector<Event>
                                       [](int64_t time, const Event& event) { return time < event.time_ns; });
   later.assign(first, events.end());
   events.erase(first, events.end());
+}
+
+// The next batch is likely to be as large as the last one, and columns that grow are copied, into new pages each time.
+void reserve_as_many(const Tables& last, Tables& next) {
+  const auto slightly_more = [](size_t num_rows) { return num_rows + num_rows / 8; };
+  try {
+    next.events.reserve(slightly_more(last.events.num_rows()));
+    next.ops.reserve(slightly_more(last.ops.num_rows()));
+  } catch (const std::bad_alloc&) {
+    // They grow, then.
+  }
 }
 
 // Requires the recorder's mutex.
@@ -112,22 +128,40 @@ bool Collector::may_collect() {
   return r.cuda_source.load() != CudaSource::history && !r.cuda_attachment.in_progress;
 }
 
+Collector::TimePoint Collector::next_look(TimePoint now, size_t num_waiting) {
+  const size_t num_before = std::exchange(num_at_last_look_, num_waiting);
+  const size_t num_new = num_waiting - std::min(num_before, num_waiting);
+  const TimePoint::duration elapsed = now - std::exchange(last_look_, now);
+  const size_t num_missing = recorder().options.collect_records - num_waiting;
+  if (num_new == 0) return now + kLongestSleep;
+  const auto expected = elapsed * (static_cast<double>(num_missing) / static_cast<double>(num_new));
+  if (expected > kLongestSleep) return now + kLongestSleep;
+  return now + std::max(std::chrono::duration_cast<TimePoint::duration>(expected), kShortestSleep);
+}
+
 size_t Collector::wait(double seconds, size_t enough_events) {
   Recorder& r = recorder();
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  const auto duration = std::chrono::duration_cast<TimePoint::duration>(std::chrono::duration<double>(seconds));
+  const TimePoint deadline = std::chrono::steady_clock::now() + duration;
   while (true) {
     size_t waiting = 0;
     bool must_return = false;
     {
       std::unique_lock<SpinLock> lock(r.mutex);
-      const bool is_due = r.wake_writer.wait_until(lock, deadline, [&] {
-        return !r.runs() || r.must_wake || num_waiting() >= r.options.wake_records;
-      });
-      must_return = !is_due || !r.runs() || r.must_wake;
+      while (true) {
+        const TimePoint now = std::chrono::steady_clock::now();
+        waiting = num_waiting();
+        must_return = !r.runs() || r.must_wake || now >= deadline;
+        if (must_return || waiting >= r.options.collect_records) break;
+        r.wake_writer.wait_until(lock, std::min(deadline, next_look(now, waiting)), [&] {
+          return !r.runs() || r.must_wake || num_waiting() >= r.options.wake_records;
+        });
+      }
       r.must_wake = false;
-      waiting = num_waiting();
     }
     if (!must_return && may_collect()) {
+      last_look_ = std::chrono::steady_clock::now();
+      num_at_last_look_ = 0;
       collect(kNone);
       waiting = 0;
     } else {
@@ -142,6 +176,7 @@ size_t Collector::wait(double seconds, size_t enough_events) {
 Batch Collector::take_rows() {
   std::lock_guard<std::mutex> collecting(mutex_);
   Tables rows = std::exchange(rows_, {});
+  if (recorder().runs()) reserve_as_many(rows, rows_);
   LiveChanges changes = live_changes_.find(rows);
   return {std::move(rows), std::move(changes)};
 }

@@ -5,6 +5,7 @@
 #include <span>
 #include <utility>
 
+#include "batch.h"
 #include "state.h"
 
 namespace memtrace {
@@ -115,10 +116,9 @@ std::optional<std::vector<uint8_t>> stored_addresses(const EventValues& events, 
 }
 
 template <typename Value>
-PyObject* bytes_or_none(const std::optional<std::vector<Value>>& values) {
+PyObject* column_or_none(std::optional<std::vector<Value>>&& values) {
   if (!values) Py_RETURN_NONE;
-  return PyByteArray_FromStringAndSize(reinterpret_cast<const char*>(values->data()),
-                                       static_cast<Py_ssize_t>(values->size() * sizeof(Value)));
+  return column_object(make_column({}, std::move(*values)));
 }
 
 }  // namespace
@@ -154,7 +154,8 @@ PyObject* event_forms(PyObject*, PyObject* arguments) {
   }
   Py_END_ALLOW_THREADS
   if (!has_memory) return PyErr_NoMemory();
-  return Py_BuildValue("(NNN)", bytes_or_none(elapsed_ns), bytes_or_none(block_reference), bytes_or_none(address_is_stored));
+  return Py_BuildValue("(NNN)", column_or_none(std::move(elapsed_ns)), column_or_none(std::move(block_reference)),
+                       column_or_none(std::move(address_is_stored)));
 }
 
 }  // namespace memtrace

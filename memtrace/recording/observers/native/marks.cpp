@@ -28,14 +28,71 @@ PyObject* name_id(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return PyLong_FromLong(recorder().names.id(static_cast<NameKind>(kind), {text, static_cast<size_t>(length)}));
 }
 
-PyObject* push_module(PyObject*, PyObject* name) {
-  const long id = PyLong_AsLong(name);
-  if (id == -1 && PyErr_Occurred()) return nullptr;
-  if (!recorder().active) Py_RETURN_FALSE;
-  ThreadState& thread = thread_state();
-  if (!thread_enabled()) enable_thread(true);
-  thread.modules.emplace_back(static_cast<int32_t>(id), recorder().now());
-  return PyBool_FromLong(thread.modules.size() == 1 && at::GradMode::is_enabled());
+namespace {
+
+// What the hook of module calls uses: the tuple (known, name_module, label_inputs).
+enum HookState : Py_ssize_t { known_modules, name_module, label_inputs_of };
+
+// The name of a module, a new reference to an int; null if there is none, or with an error.
+PyObject* known_name(PyObject* state, PyObject* key) {
+  static PyObject* const attribute = PyUnicode_InternFromString("name_id");
+  PyObject* module = PyDict_GetItemWithError(PyTuple_GET_ITEM(state, known_modules), key);
+  return module == nullptr ? nullptr : PyObject_GetAttr(module, attribute);
+}
+
+PyObject* name_of(PyObject* state, PyObject* module) {
+  PyObject* key = PyLong_FromVoidPtr(module);
+  if (key == nullptr) return nullptr;
+  PyObject* name = known_name(state, key);
+  if (name == nullptr && !PyErr_Occurred()) {
+    PyObject* none = PyObject_CallOneArg(PyTuple_GET_ITEM(state, name_module), module);
+    if (none != nullptr) name = known_name(state, key);
+    if (none != nullptr && name == nullptr && !PyErr_Occurred()) name = PyLong_FromLong(kNone);
+    Py_XDECREF(none);
+  }
+  Py_DECREF(key);
+  return name;
+}
+
+// Whether the call is within no other one, and autograd records it.
+bool begin_module_call(int32_t name) noexcept {
+  bool is_outermost = false;
+  if (!recorder().active) return false;
+  record_or_give_up([&] {
+    ThreadState& thread = thread_state();
+    if (!thread_enabled()) enable_thread(true);
+    thread.modules.emplace_back(name, recorder().now());
+    is_outermost = thread.modules.size() == 1 && at::GradMode::is_enabled();
+  });
+  return is_outermost;
+}
+
+// enter_module(module, args, kwargs) -> the name id of the module, for `pop_module`
+PyObject* enter_module(PyObject* state, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 3) return fail("usage: enter_module(module, args, kwargs)");
+  PyObject* name = name_of(state, arguments[0]);
+  if (name != nullptr && begin_module_call(static_cast<int32_t>(PyLong_AsLong(name)))) {
+    PyObject* inputs = PyTuple_Pack(2, arguments[1], arguments[2]);
+    PyObject* none = inputs == nullptr ? nullptr : PyObject_CallOneArg(PyTuple_GET_ITEM(state, label_inputs_of), inputs);
+    if (none == nullptr) Py_CLEAR(name);
+    Py_XDECREF(none);
+    Py_XDECREF(inputs);
+  }
+  if (name != nullptr || !PyErr_ExceptionMatches(PyExc_MemoryError)) return name;
+  PyErr_Clear();
+  recorder().give_up(kNoMemory);
+  return PyLong_FromLong(kNone);
+}
+
+PyMethodDef enter_module_definition = {
+    "enter_module", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&enter_module)), METH_FASTCALL, nullptr};
+
+}  // namespace
+
+PyObject* module_hook(PyObject*, PyObject* state) {
+  PyObject *known = nullptr, *name = nullptr, *label = nullptr;
+  if (!PyArg_ParseTuple(state, "O!OO", &PyDict_Type, &known, &name, &label)) return nullptr;
+  return PyCFunction_NewEx(&enter_module_definition, state, nullptr);
 }
 
 // Ends the innermost call of the module, and calls inside it that an exception ended.

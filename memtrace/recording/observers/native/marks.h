@@ -12,7 +12,7 @@ void hide_code(PyObject* code);        // stacks.cpp
 
 PyObject* hide_frames_of(PyObject*, PyObject* code);
 PyObject* name_id(PyObject*, PyObject* const* arguments, Py_ssize_t count);
-PyObject* push_module(PyObject*, PyObject* name);
+PyObject* module_hook(PyObject*, PyObject* arguments);
 PyObject* pop_module(PyObject*, PyObject* name);
 PyObject* begin_backward(PyObject*, PyObject*);
 PyObject* end_backward(PyObject*, PyObject* started_ns);

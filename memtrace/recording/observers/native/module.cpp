@@ -29,12 +29,13 @@ PyObject* fail(const char* message) {
 
 namespace {
 
-// start(accesses, stacks, stack_min_bytes, device_time_min_bytes, wake_records, limit_records)
+// start(accesses, stacks, stack_min_bytes, device_time_min_bytes, collect_records, wake_records, limit_records)
 PyObject* start(PyObject*, PyObject* arguments) {
   int accesses = 0, stacks = 0;
   long long stack_min_bytes = 0, device_time_min_bytes = 0;
-  Py_ssize_t wake = 0, limit = 0;
-  if (!PyArg_ParseTuple(arguments, "ppLLnn", &accesses, &stacks, &stack_min_bytes, &device_time_min_bytes, &wake, &limit))
+  Py_ssize_t collect = 0, wake = 0, limit = 0;
+  if (!PyArg_ParseTuple(arguments, "ppLLnnn", &accesses, &stacks, &stack_min_bytes, &device_time_min_bytes, &collect,
+                        &wake, &limit))
     return nullptr;
   Recorder& r = recorder();
   if (r.runs()) return fail("a recording is already running");
@@ -42,8 +43,8 @@ PyObject* start(PyObject*, PyObject* arguments) {
     install_dispatch_mode();
     {
       Lock lock(r.mutex);
-      r.options = {accesses != 0, stacks != 0, stack_min_bytes, static_cast<size_t>(wake), static_cast<size_t>(limit),
-                   device_time_min_bytes};
+      r.options = {accesses != 0, stacks != 0, stack_min_bytes, static_cast<size_t>(collect), static_cast<size_t>(wake),
+                   static_cast<size_t>(limit), device_time_min_bytes};
       r.events.clear();
       r.ops.clear();
       r.spans.clear();
@@ -326,7 +327,7 @@ PyMethodDef methods[] = {
     {"drain", checked<drain>, METH_O, nullptr},
     {"name_id", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&name_id)), METH_FASTCALL, nullptr},
     {"hide_frames_of", checked<hide_frames_of>, METH_O, nullptr},
-    {"push_module", marking<push_module>, METH_O, nullptr},
+    {"module_hook", checked<module_hook>, METH_VARARGS, nullptr},
     {"pop_module", marking<pop_module>, METH_O, nullptr},
     {"begin_backward", marking<begin_backward>, METH_NOARGS, nullptr},
     {"end_backward", marking<end_backward>, METH_O, nullptr},
@@ -347,7 +348,7 @@ PyMethodDef methods[] = {
     {"status", status, METH_NOARGS, nullptr},
     {"call_until_done", call_until_done, METH_VARARGS, nullptr},
     {"call_or_undo", call_or_undo, METH_VARARGS, nullptr},
-    {"event_forms", event_forms, METH_VARARGS, nullptr},
+    {"event_forms", checked<event_forms>, METH_VARARGS, nullptr},
     {"live_instances", checked<live_instances>, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -93,8 +93,7 @@ Recorder* const the_recorder = [] {
 // Leaked on purpose, a few hundred bytes per thread: blocks are still freed while a thread's local storage is destroyed.
 constinit thread_local ThreadState* thread_state_or_null = nullptr;
 
-void Recorder::notify_writer_if_due() {
-  if (writer_notified || events.size() + ops.size() < options.wake_records) return;
+void Recorder::notify_writer() {
   writer_notified = true;
   wake_writer.notify_one();
 }

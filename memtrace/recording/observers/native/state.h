@@ -150,8 +150,9 @@ struct Options {
   bool accesses = true;
   bool stacks = true;
   int64_t stack_min_bytes = 0;
-  size_t wake_records = 1 << 16;    // number of records at which the writer is woken
-  size_t limit_records = 1 << 19;   // number of records at which a training thread waits for the writer
+  size_t collect_records = 1 << 14;  // number of records that the writer collects at a time
+  size_t wake_records = 1 << 16;     // number of records at which the writer is woken
+  size_t limit_records = 1 << 18;    // number of records at which a training thread waits for the writer
   int64_t device_time_min_bytes = kNone;   // kNone: no device times
 };
 
@@ -241,9 +242,14 @@ struct Recorder {
   void push(const Event& event) noexcept;  // requires the mutex
   void push(const OpCall& call) noexcept;
   void push(const Span& span) noexcept;
-  void notify_writer_if_due();             // requires the mutex
+  void notify_writer_if_due() {            // requires the mutex
+    if (!writer_notified && events.size() + ops.size() >= options.wake_records) [[unlikely]] notify_writer();
+  }
   void wake_writer_now();                  // locks the mutex
   void give_up(const char* reason) noexcept;   // ends the recording; the program goes on
+
+ private:
+  void notify_writer();
 };
 
 extern Recorder* const the_recorder;   // never destroyed: blocks can be freed after the recording
