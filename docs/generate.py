@@ -83,8 +83,8 @@ A trace is a folder of plain Parquet files, one subfolder per rank:
         live-00000.parquet  events-00000.parquet  ops-00000.parquet  spans-00000.parquet  ...
         live-00001.parquet  events-00001.parquet  ...
 
-A table is cut into parts of about {PART_ROWS:,} events, or of up to {LARGEST_PART_ROWS:,} where a program makes more
-than that within a second; the files of a part have the same number. A part without rows of a table has no such file.
+A table is cut into parts of about {PART_ROWS:,} events, or of up to about {LARGEST_PART_ROWS:,} where a program makes
+more events in a second. The files of a part have the same number. A part without rows of a table has no such file.
 Each part begins with a keyframe: the table `live` is the live set before its first event, so a window in the middle of
 a trace opens without the parts before it, and a recording of the last steps deletes old parts. The metadata of a
 `live` file has the key `memtrace.order_ns`: the largest `time_ns` of all events before the part.

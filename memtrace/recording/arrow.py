@@ -55,6 +55,12 @@ def batch_columns(batch: Batch) -> Columns:
     return columns
 
 
+def device_codes(device: Array) -> list[int]:
+    """Return the codes that occur. np.unique imports numpy.ma, and takes long with the GIL, which the program needs."""
+    codes: list[int] = np.flatnonzero(np.bincount(device)).tolist()
+    return codes
+
+
 def part_columns(columns: Columns, batch: Batch, phase_of_name: Mapping[int, int]) -> PartColumns:
     """Return what a drained batch changes in the live set, given its ``batch_columns``: the rows that still matter
     after the batch, if the observer has found them, otherwise all rows.
@@ -68,7 +74,7 @@ def part_columns(columns: Columns, batch: Batch, phase_of_name: Mapping[int, int
     level_device = found["level_device"]
     levels = {
         code: Level(found["level_time_ns"][level_device == code], found["level_bytes"][level_device == code])
-        for code in np.flatnonzero(np.bincount(level_device)).tolist()  # np.unique imports numpy.ma
+        for code in device_codes(level_device)
     }
     kept_ops = {name: values[found["op_rows"]] for name, values in ops.items()}
     return PartColumns(kept, kept_ops, labels, spans, phase_of_name, levels)

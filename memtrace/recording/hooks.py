@@ -16,7 +16,7 @@ from torch.optim import optimizer as optimizer_hooks
 
 from memtrace.recording.instrument import InstrumentError, instrument
 from memtrace.recording.labels import Labeller
-from memtrace.recording.observers import Observer
+from memtrace.recording.observers import ModuleCalls, Observer
 from memtrace.recording.pipelining import watch_pipelining
 from memtrace.recording.untraced import never_compiled
 
@@ -49,12 +49,8 @@ def _watch_modules(observer: Observer, labeller: Labeller, undo: ExitStack) -> N
     """Watch module calls and new modules. torch's global forward hooks would make calls several times slower."""
     errors = labeller.errors
     add_module = errors.protect(labeller.modules.add)
-    enter = observer.module_hook(
-        labeller.known_modules,
-        errors.protect(labeller.name_module),
-        errors.protect(labeller.label_inputs),
-        errors.caught,
-    )
+    name_module, label_inputs = errors.protect(labeller.name_module), errors.protect(labeller.label_inputs)
+    enter = observer.module_hook(ModuleCalls(labeller.known_modules, name_module, label_inputs, errors.caught))
 
     def created(_: int, module: torch.nn.Module, __: object) -> None:
         add_module(module)

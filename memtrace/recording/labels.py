@@ -240,13 +240,13 @@ class Labeller:
         """Label the parameters that an optimizer is about to update, and their gradients."""
         self._name_new_models()
         key, contents = id(optimizer), optimizer_groups(optimizer)
-        known, content = self._labelled_parameters.get(key), list(itertools.chain.from_iterable(contents))
+        known, listed = self._labelled_parameters.get(key), list(itertools.chain.from_iterable(contents))
         if (
             known is not None
             and known.names_version == self._names_version
-            and known.parameter_ids == list(map(id, content))
+            and known.parameter_ids == list(map(id, listed))
         ):
-            self._observer.label(content, PARAMETER, known.name_ids, GRADIENT)
+            self._observer.label(listed, PARAMETER, known.name_ids, GRADIENT)
             return
         groups = [list(filter(is_tensor, content)) for content in contents]
         parameters = list(itertools.chain.from_iterable(groups))

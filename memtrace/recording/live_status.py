@@ -11,7 +11,6 @@ from typing import Final
 
 import numpy as np
 
-from memtrace.format.arrays import Array
 from memtrace.format.keyframes import Columns, Level, LiveSet, PartColumns, order_of
 from memtrace.format.live_status import (
     MAX_SAMPLES,
@@ -191,17 +190,11 @@ def _levels(events: Columns) -> dict[int, Level]:
     rows = np.flatnonzero((sign != 0) & (events["block_id"] >= 0))
     device, change = events["device"][rows], sign[rows] * np.maximum(events["size"][rows], 0)
     levels = {}
-    for code in _device_codes(device):
+    for code in arrow.device_codes(device):
         chosen = np.flatnonzero((device == code) & (change != 0))
         if len(chosen):
             levels[code] = Level(order[rows[chosen]], np.cumsum(change[chosen]))
     return levels
-
-
-def _device_codes(device: Array) -> list[int]:
-    """Return the codes that occur. np.unique takes milliseconds, during which the program waits for the GIL."""
-    codes: list[int] = np.flatnonzero(np.bincount(device)).tolist()
-    return codes
 
 
 def _bytes_by_category(live: Columns) -> dict[str, dict[str, int]]:
@@ -210,7 +203,7 @@ def _bytes_by_category(live: Columns) -> dict[str, dict[str, int]]:
     device, size = live["device"][is_block], np.maximum(live["size"][is_block], 0)
     category = np.where(live["category"] >= 0, live["category"], CATEGORIES.index("unknown"))[is_block]
     result: dict[str, dict[str, int]] = {}
-    for code in _device_codes(device):
+    for code in arrow.device_codes(device):
         of_device = device == code
         total = np.bincount(category[of_device], weights=size[of_device], minlength=len(CATEGORIES))
         result[arrow.DEVICES[code]] = {
@@ -223,4 +216,4 @@ def _reserved_bytes(live: Columns) -> dict[str, int]:
     """Return the bytes of the reserved segments by device."""
     is_segment = live["block_id"] < 0
     device, size = live["device"][is_segment], live["size"][is_segment]
-    return {arrow.DEVICES[code]: int(size[device == code].sum()) for code in _device_codes(device)}
+    return {arrow.DEVICES[code]: int(size[device == code].sum()) for code in arrow.device_codes(device)}

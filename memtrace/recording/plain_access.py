@@ -165,13 +165,12 @@ def tensors_in(value: object, depth: int = 3) -> list[torch.Tensor]:
     level: list[Any] = [value]
     num_items = 0
     for _ in range(depth + 1):
+        level = level[: _MAX_ITEMS - num_items]
         num_items += len(level)
-        if num_items > _MAX_ITEMS:
-            level = level[: _MAX_ITEMS - num_items]
         following: list[Any] = []
         for item in level:
             kind = type(item)
-            if kind is _TENSOR or issubclass(kind, _TENSOR):
+            if issubclass(kind, _TENSOR):
                 tensors.append(item)
             elif issubclass(kind, dict):
                 following += list(dict.values(item))[:_MAX_ITEMS]
@@ -179,7 +178,7 @@ def tensors_in(value: object, depth: int = 3) -> list[torch.Tensor]:
                 following += list.__getitem__(item, slice(_MAX_ITEMS))
             elif issubclass(kind, tuple):
                 following += tuple.__getitem__(item, slice(_MAX_ITEMS))
-        if not following or num_items > _MAX_ITEMS:
+        if not following:
             break
         level = following
     return tensors

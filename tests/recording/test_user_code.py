@@ -12,6 +12,9 @@ from torch import nn
 
 import memtrace
 from memtrace.recording.labels import Labeller
+from memtrace.recording.observers import ModuleCalls, Observer
+from memtrace.recording.observers.dispatch_observer import DispatchObserver
+from memtrace.recording.observers.native_observer import NativeObserver
 from memtrace.recording.options import ObserverKind
 from tests.programs.user_code import PROGRAMS, Program, overridden_methods, recursion_limit
 
@@ -66,6 +69,25 @@ def test_an_interrupt_during_a_hook_reaches_the_program(tmp_path: Path, monkeypa
     with memtrace.record(tmp_path / "run.memtrace") as recording, pytest.raises(KeyboardInterrupt):
         nn.Linear(4, 4)(torch.ones(1, 4))
     assert memtrace.load(recording.path).manifest.finished
+
+
+@pytest.mark.parametrize("observer_type", [NativeObserver, DispatchObserver])
+def test_the_hook_of_module_calls_passes_its_errors_on(observer_type: type[Observer]) -> None:
+    errors: list[Exception] = []
+
+    def fail(module: nn.Module) -> None:
+        raise ValueError("a mistake in memtrace")
+
+    def interrupt(module: nn.Module) -> None:
+        raise KeyboardInterrupt
+
+    failing = observer_type().module_hook(ModuleCalls({}, fail, lambda inputs: None, errors.append))
+    assert failing(nn.Identity(), (), {}) == -1
+    assert [(type(error), str(error)) for error in errors] == [(ValueError, "a mistake in memtrace")]
+    interrupted = observer_type().module_hook(ModuleCalls({}, interrupt, lambda inputs: None, errors.append))
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(nn.Identity(), (), {})
+    assert len(errors) == 1
 
 
 def test_the_stacks_of_the_program_do_not_contain_hooks(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -60,6 +61,23 @@ class Named(Protocol):
 
 ModuleHook = Callable[["torch.nn.Module", tuple[Any, ...], dict[str, Any]], int]
 """Called with a module and its arguments when its forward starts; returns what ``Observer.pop_module`` gets."""
+
+
+@dataclass(frozen=True)
+class ModuleCalls:
+    """What the hook of module calls uses.
+
+    Attributes:
+        known: modules that have a name, by id.
+        name_module: called with modules that have none.
+        label_inputs: called with the arguments of a module that is in no other module call, where autograd records.
+        failed: called with an error of the hook.
+    """
+
+    known: Mapping[int, Named]
+    name_module: Callable[[torch.nn.Module], None]
+    label_inputs: Callable[[object], None]
+    failed: Callable[[Exception], None]
 
 
 class Observer(Protocol):
@@ -127,21 +145,8 @@ class Observer(Protocol):
     def hide_frames_of(self, code: CodeType) -> None:
         """Leave the frames of a function out of Python stacks."""
 
-    def module_hook(
-        self,
-        known: Mapping[int, Named],
-        name_module: Callable[[torch.nn.Module], None],
-        label_inputs: Callable[[object], None],
-        failed: Callable[[Exception], None],
-    ) -> ModuleHook:
-        """Return the function that records the beginnings of module calls, and never fails.
-
-        Args:
-            known: modules that have a name, by id.
-            name_module: called with modules that have none.
-            label_inputs: called with the arguments of a module that is in no other module call, where autograd records.
-            failed: called with an error of the hook.
-        """
+    def module_hook(self, calls: ModuleCalls) -> ModuleHook:
+        """Return the function that records the beginnings of module calls; its errors go to ``calls.failed``."""
 
     def pop_module(self, name: int) -> None:
         """Record that a module's forward ends, and with it any calls inside it that an exception ended.

@@ -24,7 +24,7 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Final
@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from memtrace.format.schema import EVENT_KINDS, NAME_KINDS, PHASES, SPAN_KINDS
 from memtrace.format.stored import FindEventForms
-from memtrace.recording.observers import Batch, CudaRow, ModuleHook, Named
+from memtrace.recording.observers import Batch, CudaRow, ModuleCalls, ModuleHook
 from memtrace.recording.observers.dispatch_blocks import BlockTable, LiveBlock, fake_mode_active, is_fake
 from memtrace.recording.observers.dispatch_buffer import RecordBuffer
 from memtrace.recording.observers.dispatch_cuda import CudaBlocks
@@ -216,26 +216,20 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """See ``Observer.hide_frames_of``."""
         self._python_stacks.hidden.add(code)
 
-    def module_hook(
-        self,
-        known: Mapping[int, Named],
-        name_module: Callable[[torch.nn.Module], None],
-        label_inputs: Callable[[object], None],
-        failed: Callable[[Exception], None],
-    ) -> ModuleHook:
+    def module_hook(self, calls: ModuleCalls) -> ModuleHook:
         """See ``Observer.module_hook``."""
 
         def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
             try:
-                if id(module) not in known:
-                    name_module(module)
-                named = known.get(id(module))
+                if id(module) not in calls.known:
+                    calls.name_module(module)
+                named = calls.known.get(id(module))
                 name = -1 if named is None else named.name_id
                 if self._begin_module_call(name):
-                    label_inputs((args, kwargs))
+                    calls.label_inputs((args, kwargs))
                 return name
             except Exception as error:
-                failed(error)
+                calls.failed(error)
                 return -1
 
         self.hide_frames_of(enter.__code__)

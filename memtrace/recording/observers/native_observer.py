@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from memtrace.format.schema import EVENT_KINDS
 from memtrace.format.stored import EventForms, EventValues, FindEventForms, Keyframe
 from memtrace.recording.excluded_memory import excluded_ranges
-from memtrace.recording.observers import ModuleHook, Named
+from memtrace.recording.observers import ModuleCalls, ModuleHook
 from memtrace.recording.observers.build import load_native
 
 _OOM: Final = EVENT_KINDS.index("oom")
@@ -93,15 +92,9 @@ class NativeObserver:
         """See ``Observer.allocation_failed``."""
         self._native.cuda_events([(_OOM, device - 1, free & _UINT64, size, -1, -1, -1, -1)])
 
-    def module_hook(
-        self,
-        known: Mapping[int, Named],
-        name_module: Callable[[torch.nn.Module], None],
-        label_inputs: Callable[[object], None],
-        failed: Callable[[Exception], None],
-    ) -> ModuleHook:
+    def module_hook(self, calls: ModuleCalls) -> ModuleHook:
         """See ``Observer.module_hook``. Written in C: modules are called dozens of times in a step."""
-        hook: ModuleHook = self._native.module_hook(known, name_module, label_inputs)
+        hook: ModuleHook = self._native.module_hook(calls.known, calls.name_module, calls.label_inputs, calls.failed)
         return hook
 
     def times_devices(self) -> bool:

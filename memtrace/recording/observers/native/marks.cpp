@@ -30,8 +30,8 @@ PyObject* name_id(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 
 namespace {
 
-// What the hook of module calls uses: the tuple (known, name_module, label_inputs).
-enum HookState : Py_ssize_t { known_modules, name_module, label_inputs_of };
+// What the hook of module calls uses: the fields of memtrace.recording.observers.ModuleCalls as a tuple.
+enum HookState : Py_ssize_t { known_modules, name_module, label_inputs_of, failed };
 
 // The name of a module, a new reference to an int; null if there is none, or with an error.
 PyObject* known_name(PyObject* state, PyObject* key) {
@@ -67,6 +67,23 @@ bool begin_module_call(int32_t name) noexcept {
   return is_outermost;
 }
 
+// Passes the current exception on; false, and the exception stays, if it belongs to the program (KeyboardInterrupt).
+bool report_error(PyObject* state) {
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) return false;
+  PyObject *type, *error, *traceback;
+  PyErr_Fetch(&type, &error, &traceback);
+  PyErr_NormalizeException(&type, &error, &traceback);
+  PyObject* none = PyObject_CallOneArg(PyTuple_GET_ITEM(state, failed), error);
+  Py_XDECREF(none);
+  Py_XDECREF(type);
+  Py_XDECREF(error);
+  Py_XDECREF(traceback);
+  if (none != nullptr) return true;
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) return false;
+  PyErr_Clear();
+  return true;
+}
+
 // enter_module(module, args, kwargs) -> the name id of the module, for `pop_module`
 PyObject* enter_module(PyObject* state, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 3) return fail("usage: enter_module(module, args, kwargs)");
@@ -78,10 +95,7 @@ PyObject* enter_module(PyObject* state, PyObject* const* arguments, Py_ssize_t c
     Py_XDECREF(none);
     Py_XDECREF(inputs);
   }
-  if (name != nullptr || !PyErr_ExceptionMatches(PyExc_MemoryError)) return name;
-  PyErr_Clear();
-  recorder().give_up(kNoMemory);
-  return PyLong_FromLong(kNone);
+  return name != nullptr || !report_error(state) ? name : PyLong_FromLong(kNone);
 }
 
 PyMethodDef enter_module_definition = {
@@ -90,8 +104,8 @@ PyMethodDef enter_module_definition = {
 }  // namespace
 
 PyObject* module_hook(PyObject*, PyObject* state) {
-  PyObject *known = nullptr, *name = nullptr, *label = nullptr;
-  if (!PyArg_ParseTuple(state, "O!OO", &PyDict_Type, &known, &name, &label)) return nullptr;
+  PyObject *known = nullptr, *name = nullptr, *label = nullptr, *error = nullptr;
+  if (!PyArg_ParseTuple(state, "O!OOO", &PyDict_Type, &known, &name, &label, &error)) return nullptr;
   return PyCFunction_NewEx(&enter_module_definition, state, nullptr);
 }
 
