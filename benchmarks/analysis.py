@@ -2,6 +2,9 @@
 
 The section ``windows`` compares random windows of 1 % with the whole trace and measures how long they take to open. As
 a lower bound for ``memtrace summary`` the same run reads the event columns that it needs and sums them up.
+
+With ``--record-steps`` the trace is the recording of an operator-bound program, whose parts are larger, and only
+windows are measured.
 """
 
 from __future__ import annotations
@@ -66,6 +69,19 @@ def record_base(folder: Path, steps: int) -> Path:
         for _ in range(steps):
             train_step(model, optimizer, synthetic_text(4, 32))
     return folder / "base.memtrace" / "rank=0"
+
+
+def record_operator_bound(folder: Path, steps: int) -> Path:
+    from overhead import operator_bound
+
+    import memtrace
+
+    step = operator_bound()
+    for name, count in (("base", 12), ("recorded", steps)):
+        with memtrace.record(folder / f"{name}.memtrace"):
+            for _ in range(count):
+                step()
+    return folder / "recorded.memtrace"
 
 
 def tile(base: Path, target: Path, num_events: int, *, whole_tiles: bool = False) -> int:
@@ -185,14 +201,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events", type=int, default=10_000_000)
     parser.add_argument("--only-windows", action="store_true", help="Skip the commands.")
+    parser.add_argument("--record-steps", type=int, metavar="N", help="Record N operator-bound steps instead.")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     result: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as name:
-        trace = Path(name) / "tiled.memtrace"
-        result["events"] = tile(record_base(Path(name), 34), trace / "rank=0", arguments.events)
-        result["windows"] = measure_windows(trace, Path(name) / "base.memtrace")
-        if not arguments.only_windows:
+        folder = Path(name)
+        if arguments.record_steps:
+            trace = record_operator_bound(folder, arguments.record_steps)
+            result["events"] = load(trace).num_rows("events")
+            result["parts"] = len(list((trace / "rank=0").glob("events-*.parquet")))
+        else:
+            trace = folder / "tiled.memtrace"
+            result["events"] = tile(record_base(folder, 34), trace / "rank=0", arguments.events)
+        result["windows"] = measure_windows(trace, folder / "base.memtrace")
+        if not arguments.only_windows and not arguments.record_steps:
             result |= measure_commands(trace)
     if arguments.json:
         print(json.dumps(result, indent=1))

@@ -90,7 +90,7 @@ def test_closed_descriptors_end_the_recording_or_do_not_matter(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     step = make_step(mlp())
-    descriptors = []
+    descriptors: set[int] = set()  # os.open returns the number that was just closed if it is the lowest free one
     with memtrace.record(tmp_path / "run.memtrace", flush_seconds=0.02) as recording:
         step()
         own = [
@@ -101,9 +101,9 @@ def test_closed_descriptors_end_the_recording_or_do_not_matter(
         assert own
         for descriptor in own:  # what os.closerange does to all of them
             os.close(descriptor)
-            descriptors.append(os.open(tmp_path / "mine", os.O_CREAT | os.O_RDWR))
-            os.dup2(descriptors[-1], descriptor)  # the program's file now has the number
-            descriptors.append(descriptor)
+            opened = os.open(tmp_path / "mine", os.O_CREAT | os.O_RDWR)
+            os.dup2(opened, descriptor)  # the program's file now has the number
+            descriptors |= {opened, descriptor}
         with part_written(recording):
             step()
     for descriptor in descriptors:
