@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -202,3 +203,27 @@ def test_only_the_writer_has_a_lower_priority(tmp_path: Path) -> None:
     with memtrace.record(tmp_path / "run.memtrace", observer="native"):
         wait_until(lambda: expected in [value for thread, value in niceness().items() if thread not in before])
         assert os.getpriority(os.PRIO_PROCESS, 0) == own
+
+
+_COUNT_PAGE_FAULTS = """
+import resource, sys, torch, memtrace
+
+def page_faults(num_calls):
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for _ in range(num_calls):
+        x.add_(1)
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+x = torch.zeros(4)
+page_faults(100)
+with memtrace.record(sys.argv[1], stacks=False):
+    page_faults(100)
+    print(page_faults(3000))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the page faults of a thread")
+def test_the_first_records_find_their_memory_ready(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _COUNT_PAGE_FAULTS, str(tmp_path / "t.memtrace")]
+    num_faults = int(subprocess.check_output(command, text=True))
+    assert num_faults < 50, "9,000 records take some 100 pages, and twice as many where buffers grow"

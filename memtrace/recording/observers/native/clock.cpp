@@ -1,5 +1,7 @@
 #include "clock.h"
 
+#include <time.h>
+
 #include <cstdlib>
 #include <fstream>
 #include <string>
@@ -13,6 +15,8 @@ constexpr int64_t kFirstIntervalNs = 20'000'000, kIntervalNs = 500'000'000;
 // once: the machine was suspended, or moved to another one.
 constexpr double kCorrectionNs = 1e9;
 constexpr int64_t kMaxDifferenceNs = 10'000'000;
+// How far two readings of the suspended time may differ because they are no readings of one moment.
+constexpr int64_t kSuspendedPrecisionNs = 1'000'000;
 
 }  // namespace
 
@@ -29,6 +33,15 @@ bool Clock::counter_is_reliable() {
 
 Clock::Clock() : uses_counter_(counter_is_reliable()), last_(uses_counter_ ? read_both() : Reading{}) {}
 
+int64_t Clock::suspended_ns() {
+#if defined(CLOCK_BOOTTIME)
+  timespec since_boot{};
+  if (clock_gettime(CLOCK_BOOTTIME, &since_boot) == 0)
+    return since_boot.tv_sec * int64_t{1'000'000'000} + since_boot.tv_nsec - steady_ns();
+#endif
+  return 0;
+}
+
 // Both clocks at one moment: of several tries that which took the shortest time.
 Clock::Reading Clock::read_both() {
   Reading best;
@@ -40,16 +53,19 @@ Clock::Reading Clock::read_both() {
     const int64_t after = steady_ns();
     if (after - before >= shortest) continue;
     shortest = after - before;
-    best = {ticks, before + shortest / 2};
+    best = {ticks, before + shortest / 2, 0};
   }
+  best.suspended_ns = suspended_ns();
 #endif
   return best;
 }
 
+// The rate is known from the time since the library was loaded, or since the last recording, unless the machine was suspended.
 void Clock::start() {
   newest_ = kNoLine;
   start_ns_ = steady_ns();
-  if (uses_counter_) last_ = read_both();   // the machine may have been suspended since the last recording
+  if (uses_counter_ && std::abs(suspended_ns() - last_.suspended_ns) > kSuspendedPrecisionNs) last_ = read_both();
+  adjust();
 }
 
 void Clock::adjust() {

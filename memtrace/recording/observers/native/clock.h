@@ -45,12 +45,13 @@ class Clock {
     std::atomic<int64_t> ticks{0}, time_ns{0}, rate{0};
   };
   struct Reading {
-    int64_t ticks = 0, steady_ns = 0;
+    int64_t ticks = 0, steady_ns = 0, suspended_ns = 0;
   };
 
   static int64_t steady_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
   }
+  static int64_t suspended_ns();   // how long the machine has been suspended; the steady clock stood still then
   static bool counter_is_reliable();
   static Reading read_both();
 

@@ -13,10 +13,6 @@
 namespace memtrace {
 namespace {
 
-using std::chrono_literals::operator""ms;
-
-constexpr Collector::TimePoint::duration kShortestSleep = 1ms, kLongestSleep = 200ms;
-
 std::unique_ptr<Collector> current;
 
 // Another thread of the parent may have been at work on the collector, so the child leaves it as it is.
@@ -133,10 +129,14 @@ Collector::TimePoint Collector::next_look(TimePoint now, size_t num_waiting) {
   const size_t num_new = num_waiting - std::min(num_before, num_waiting);
   const TimePoint::duration elapsed = now - std::exchange(last_look_, now);
   const size_t num_missing = recorder().options.collect_records - num_waiting;
-  if (num_new == 0) return now + kLongestSleep;
-  const auto expected = elapsed * (static_cast<double>(num_missing) / static_cast<double>(num_new));
-  if (expected > kLongestSleep) return now + kLongestSleep;
-  return now + std::max(std::chrono::duration_cast<TimePoint::duration>(expected), kShortestSleep);
+  TimePoint::duration expected = kLongestSleep;
+  if (num_new > 0) {
+    const auto until_full = elapsed * (static_cast<double>(num_missing) / static_cast<double>(num_new));
+    if (until_full < kLongestSleep) expected = std::chrono::duration_cast<TimePoint::duration>(until_full);
+  }
+  // Few records say little about those to come: before the first step there are hardly any.
+  last_sleep_ = std::clamp(expected, kShortestSleep, std::min(2 * last_sleep_, kLongestSleep));
+  return now + last_sleep_;
 }
 
 size_t Collector::wait(double seconds, size_t enough_events) {

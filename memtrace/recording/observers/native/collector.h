@@ -25,6 +25,9 @@ class Collector {
   Batch take_rows();
 
  private:
+  static constexpr TimePoint::duration kShortestSleep = std::chrono::milliseconds(1);
+  static constexpr TimePoint::duration kLongestSleep = std::chrono::milliseconds(200);
+
   // Whether records can be resolved as they come: otherwise some that belong before them are still to arrive.
   static bool may_collect();
   void resolve(int64_t until_ns);
@@ -36,7 +39,8 @@ class Collector {
   LateEventCalls late_calls_;
   LiveChangesFinder live_changes_;
   Tables rows_;
-  TimePoint last_look_{};
+  TimePoint last_look_ = TimePoint::clock::now();
+  TimePoint::duration last_sleep_ = kShortestSleep;
   size_t num_at_last_look_ = 0;
 };
 

@@ -60,6 +60,7 @@ PyObject* start(PyObject*, PyObject* arguments) {
     r.paused = false;
     r.recording++;
     r.epoch++;
+    r.prepare_buffers();
     r.clock.start();
     start_collector();
     install_cpu_allocator(true);

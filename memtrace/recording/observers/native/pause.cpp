@@ -46,6 +46,7 @@ PyObject* resume(PyObject*, PyObject*) {
     return fail(error.what());
   }
   see_operators_of_python_handlers(true);
+  r.prepare_buffers();
   r.epoch++;   // what threads were doing is not known any more
   thread_state();
   {

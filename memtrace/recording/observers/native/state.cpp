@@ -78,6 +78,15 @@ void after_fork_in_child() {
   after_fork_in_parent();
 }
 
+// Makes room for records and writes to it, so that the first records need not wait for the system to provide the pages.
+template <typename Record>
+void make_room(std::vector<Record>& records, size_t count) {
+  const size_t num_records = records.size();
+  if (records.capacity() >= count) return;
+  records.resize(count);
+  records.resize(num_records);
+}
+
 // Fetches the memory of records that follow soon. The writer's processor used it last, and where a store has to wait for
 // it, the next lock waits for the store.
 template <typename Record>
@@ -104,6 +113,17 @@ constinit thread_local ThreadState* thread_state_or_null = nullptr;
 void Recorder::notify_writer() {
   writer_notified = true;
   wake_writer.notify_one();
+}
+
+void Recorder::prepare_buffers() {
+  Lock lock(mutex);
+  try {
+    // Twice what the writer takes at a time, because it comes late at times.
+    for (std::vector<Event>* buffer : {&events, &spare_events}) make_room(*buffer, 2 * options.collect_records);
+    for (std::vector<OpCall>* buffer : {&ops, &spare_ops}) make_room(*buffer, options.collect_records);
+  } catch (const std::bad_alloc&) {
+    // They grow, then.
+  }
 }
 
 void Recorder::wake_writer_now() {

@@ -228,7 +228,7 @@ struct Recorder {
   std::vector<Event> events;
   std::vector<OpCall> ops;
   std::vector<Span> spans;
-  std::vector<Event> spare_events;         // drained buffers, used again to avoid the page faults of new memory
+  std::vector<Event> spare_events;         // drained buffers, whose memory the system does not have to provide again
   std::vector<OpCall> spare_ops;
   std::vector<ThreadState*> threads;
   bool was_paused = false;                 // whether blocks that are first listed were allocated during a pause
@@ -245,6 +245,7 @@ struct Recorder {
   void notify_writer_if_due() {            // requires the mutex
     if (!writer_notified && events.size() + ops.size() >= options.wake_records) [[unlikely]] notify_writer();
   }
+  void prepare_buffers();                  // locks the mutex; before records come
   void wake_writer_now();                  // locks the mutex
   void give_up(const char* reason) noexcept;   // ends the recording; the program goes on
 
