@@ -5,8 +5,8 @@
 ``best``: windows of a few steps alternate between the modes; the best step of each window counts, and the median over
 the rounds of the ratios of neighboring windows is printed, because the speed of a machine drifts.
 
-``fastest``: the ratio of the fifth percentiles of all steps in those windows. What else a machine does makes steps slower
-and never faster, so on a shared machine this number varies less from run to run.
+``fastest``: the ratio of the fifth percentiles of all steps in those windows. What else a machine does makes steps
+slower and never faster, so on a shared machine this number varies less from run to run.
 
 ``average``: whole runs of ``--steps`` steps from before entering the recording to the closed file, each against the
 mean of the runs without recording before and after it, so that drift cancels out. Median, smallest and largest ratio of
@@ -111,7 +111,9 @@ def ratios(step: Step, rounds: int, steps: int, folder: Path) -> dict[str, dict[
         times_by_mode["after"] += times
     return {
         "best": {name: statistics.median(values) for name, values in ratio_by_mode.items()},
-        "fastest": {name: fifth_percentile(times) / fifth_percentile(all_plain) for name, times in times_by_mode.items()},
+        "fastest": {
+            name: fifth_percentile(times) / fifth_percentile(all_plain) for name, times in times_by_mode.items()
+        },
     }
 
 
