@@ -6,7 +6,7 @@
 the rounds of the ratios of neighboring windows is printed, because the speed of a machine drifts.
 
 ``fastest``: the ratio of the fifth percentiles of all steps in those windows. What else a machine does makes steps
-slower and never faster, so on a shared machine this number varies less from run to run.
+slower and never faster.
 
 ``average``: whole runs of ``--steps`` steps from before entering the recording to the closed file, each against the
 mean of the runs without recording before and after it, so that drift cancels out. Median, smallest and largest ratio of
