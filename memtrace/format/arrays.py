@@ -189,12 +189,15 @@ def _codes_of_chunk(chunk: Any, code_of: Callable[[str], int]) -> Array:
     # A dictionary may hold texts that no row uses: only those in use must be known. The last entry serves null.
     texts = chunk.dictionary.to_pylist()
     lookup = np.full(len(texts) + 1, -1, np.int8)
-    for index in _codes_in_use(indices):
+    in_use = _codes_in_use(indices)
+    for index in in_use:
         if texts[index] is not None:
             lookup[index] = code_of(texts[index])
     if indices.dtype != np.int8:
         coded: Array = lookup[indices]
         return coded
+    if all(lookup[index] == index for index in in_use):
+        return indices  # as in the parts of a recording
     # A code takes one byte, as an index does. Null is -1, the last byte.
     by_byte = np.full(256, -1, np.int8)
     known = lookup[: min(len(texts), 128)]

@@ -17,6 +17,7 @@ from memtrace.format.typed_json import InvalidMember, parse_value, read_json_fil
 
 _MAX_RANK: Final = 1 << 24
 _MAX_PART: Final = 10**9
+_FORMAT: Final = {"format": "memtrace", "format_version": FORMAT_VERSION}
 _SIGNED: Final = ("clock.offset_ns", "clock.drift_ns", "options.device_time_min_bytes")
 """Members that can be negative."""
 
@@ -185,7 +186,7 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``manifest.json``."""
-        return {"format": "memtrace", "format_version": FORMAT_VERSION, **asdict(self)}
+        return {**_FORMAT, **asdict(self)}
 
     def with_notes(self, *notes: str) -> Manifest:
         """Return the manifest with more notes in its coverage."""
@@ -261,10 +262,11 @@ def _check(manifest: Manifest) -> None:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest.json`` in one step, so that it is whole at every moment."""
-    # One member a line: readable, and several times quicker than json's own indentation.
+    # One member a line: readable, and several times quicker than json's own indentation. `vars` of the dataclasses in
+    # it: `asdict` would copy everything first, while training threads wait for the interpreter lock.
     members = [
-        f" {json.dumps(name)}: {json.dumps(value, sort_keys=True)}"
-        for name, value in sorted(manifest.to_json().items())
+        f" {json.dumps(name)}: {json.dumps(value, sort_keys=True, default=vars)}"
+        for name, value in sorted((_FORMAT | vars(manifest)).items())
     ]
     replace_file(folder / MANIFEST_NAME, "\n".join(["{", ",\n".join(members), "}"]).encode())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from memtrace.format.arrays import Array
 from memtrace.format.keyframes import Columns, Level, LiveSet, PartColumns, order_of
 from memtrace.format.live_status import (
     MAX_SAMPLES,
@@ -56,15 +56,17 @@ class _DeviceCurve:
             pairs = np.arange(0, len(self._time), 2)
             self._time, self._level = self._time[pairs], np.maximum.reduceat(self._level, pairs)
 
-    def highest_before(self, end_ns: int) -> tuple[int, int]:
-        """Return the highest and the last level before a time, since the last step ended."""
-        end = bisect_left(self._time, end_ns)  # NumPy's search would give up the GIL, for several searches a step
-        last = int(self._level[end - 1]) if end else self._start
-        return int(max(self._start, self._level[:end].max(initial=0))), last
+    def levels_until(self, ends_ns: Array) -> tuple[list[int], list[int]]:
+        """Return the highest and the last level of each step, given the ends of the steps since the last one."""
+        level = np.concatenate([[self._start], self._level])  # before each point, and after the last
+        ends = np.maximum.accumulate(np.searchsorted(self._time, ends_ns))
+        last = level[ends]
+        highest = np.maximum.reduceat(level[: ends[-1] + 1], np.concatenate([[0], ends[:-1]]))
+        return np.maximum(highest, last).clip(0).tolist(), last.tolist()
 
     def end_step(self, end_ns: int) -> None:
         """Forget what was before the end of a step."""
-        end = bisect_left(self._time, end_ns)
+        end = int(np.searchsorted(self._time, end_ns))
         self._start = int(self._level[end - 1]) if end else self._start
         self._time, self._level = self._time[end:], self._level[end:]
 
@@ -115,25 +117,34 @@ class LiveStatusFile:
             self._end_steps(rows.spans)
 
     def _end_steps(self, spans: Columns) -> None:
-        for row in np.flatnonzero(spans["kind"] == _STEP).tolist():
-            number, start = int(spans["index"][row]), int(spans["start_ns"][row])
-            end = start + int(spans["duration_ns"][row])
-            if number == 0:
+        rows = np.flatnonzero(spans["kind"] == _STEP)
+        if not len(rows):
+            return
+        start = spans["start_ns"][rows]
+        end = start + spans["duration_ns"][rows]
+        for step in self._steps_until(spans["index"][rows], start, end):
+            if step.number == 0:
                 self._steps.clear()  # the program marks its own steps from here on
-            self._steps.append(self._step(number, start, end))
-            for curve in self._curves.values():
-                curve.end_step(end)
-            self._step_start_ns = end
+            self._steps.append(step)
+        for curve in self._curves.values():
+            curve.end_step(int(end.max()))
+        self._step_start_ns = int(end[-1])
 
-    def _step(self, number: int, start_ns: int, end_ns: int) -> LiveStep:
-        levels = {arrow.DEVICES[device]: curve.highest_before(end_ns) for device, curve in self._curves.items()}
-        return LiveStep(
-            number,
-            start_ns,
-            end_ns - start_ns,
-            peak_bytes={device: highest for device, (highest, _) in levels.items()},
-            end_bytes={device: last for device, (_, last) in levels.items()},
-        )
+    def _steps_until(self, numbers: Array, starts_ns: Array, ends_ns: Array) -> list[LiveStep]:
+        """Return the steps since the last one."""
+        levels = {arrow.DEVICES[device]: curve.levels_until(ends_ns) for device, curve in self._curves.items()}
+        return [
+            LiveStep(
+                number,
+                start,
+                end - start,
+                peak_bytes={device: highest[place] for device, (highest, _) in levels.items()},
+                end_bytes={device: last[place] for device, (_, last) in levels.items()},
+            )
+            for place, (number, start, end) in enumerate(
+                zip(numbers.tolist(), starts_ns.tolist(), ends_ns.tolist(), strict=True)
+            )
+        ]
 
     def write_if_due(self, live: LiveSet, num_events: int, now_ns: int) -> None:
         """Write the status, at most every ``STATUS_SECONDS`` and only where there is something new.
@@ -175,7 +186,8 @@ class LiveStatusFile:
 
     def _open_step(self, number: int, now_ns: int) -> LiveStep:
         # A step can end after the moment up to which events were asked for: its span comes with the events before it.
-        return self._step(number, self._step_start_ns, max(now_ns, self._step_start_ns))
+        start_ns = self._step_start_ns
+        return self._steps_until(np.array([number]), np.array([start_ns]), np.array([max(now_ns, start_ns)]))[0]
 
     def remove(self) -> None:
         """Remove the file: the recording has ended."""

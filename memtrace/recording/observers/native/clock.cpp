@@ -60,11 +60,10 @@ Clock::Reading Clock::read_both() {
   return best;
 }
 
-// The rate is known from the time since the library was loaded, or since the last recording, unless the machine was suspended.
+// The rate is known from the time since the library was loaded, or since the last recording.
 void Clock::start() {
   newest_ = kNoLine;
   start_ns_ = steady_ns();
-  if (uses_counter_ && std::abs(suspended_ns() - last_.suspended_ns) > kSuspendedPrecisionNs) last_ = read_both();
   adjust();
 }
 
@@ -72,28 +71,35 @@ void Clock::adjust() {
   if (!uses_counter_) return;
   const Reading reading = read_both();
   const uint32_t number = newest_.load(std::memory_order_relaxed);
+  const Line* line = number == kNoLine ? nullptr : &lines_[number % lines_.size()];
+  const bool was_suspended = std::abs(reading.suspended_ns - last_.suspended_ns) > kSuspendedPrecisionNs;
   const int64_t interval_ns = reading.steady_ns - last_.steady_ns, ticks = reading.ticks - last_.ticks;
-  if (interval_ns < (number == kNoLine ? kFirstIntervalNs : kIntervalNs)) return;
+  if (!was_suspended && interval_ns < (line == nullptr ? kFirstIntervalNs : kIntervalNs)) return;
   last_ = reading;
+  double rate = 0;
+  if (!was_suspended && ticks > 0) {
+    const auto unit = static_cast<double>(int64_t{1} << kRateBits);
+    rate = unit * static_cast<double>(interval_ns) / static_cast<double>(ticks);
+  } else if (line != nullptr) {
+    rate = static_cast<double>(line->rate);
+  } else {
+    return;   // these two readings give no rate, and there is none from before
+  }
   const int64_t exact = reading.steady_ns - start_ns_.load(std::memory_order_relaxed);
-  const auto unit = static_cast<double>(int64_t{1} << kRateBits);
-  if (ticks <= 0) return;
-  double rate = unit * static_cast<double>(interval_ns) / static_cast<double>(ticks);
   int64_t time_ns = exact;
-  if (number != kNoLine) {
-    const Line& line = lines_[number % lines_.size()];
-    const __int128 since = static_cast<__int128>(reading.ticks - line.ticks) * line.rate;
-    const int64_t continued = line.time_ns + static_cast<int64_t>(since >> kRateBits), difference = exact - continued;
+  if (line != nullptr) {
+    const __int128 since = static_cast<__int128>(reading.ticks - line->ticks) * line->rate;
+    const int64_t continued = line->time_ns + static_cast<int64_t>(since >> kRateBits), difference = exact - continued;
     if (std::abs(difference) <= kMaxDifferenceNs) {
       time_ns = continued;   // so that times do not go back
       rate *= 1 + static_cast<double>(difference) / kCorrectionNs;
     }
   }
   const uint32_t next = number + 1 == kNoLine ? number + 2 : number + 1;
-  Line& line = lines_[next % lines_.size()];
-  line.ticks = reading.ticks;
-  line.time_ns = time_ns;
-  line.rate = static_cast<int64_t>(rate);
+  Line& target = lines_[next % lines_.size()];
+  target.ticks = reading.ticks;
+  target.time_ns = time_ns;
+  target.rate = static_cast<int64_t>(rate);
   newest_.store(next, std::memory_order_release);
 }
 
