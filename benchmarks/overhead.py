@@ -109,6 +109,7 @@ def ratios(step: Step, rounds: int, steps: int, folder: Path) -> dict[str, dict[
         times = step_times(step, steps, nullcontext())
         ratio_by_mode["after"].append(min(times) / min(plain))
         times_by_mode["after"] += times
+        clear(folder)
     return {
         "best": {name: statistics.median(values) for name, values in ratio_by_mode.items()},
         "fastest": {
