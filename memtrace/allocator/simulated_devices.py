@@ -105,6 +105,7 @@ class ReplayDevice:
         self._capacity = FIRST_SYNTHETIC_ADDRESS if capacity is None else capacity
         self._to_refuse = set(refused_requests)
         self._ranges: dict[int, int] = {}  # end of each range by its start
+        self._last_mapped = (0, 0)  # the last request that mapped pages, and how often it did
         self._synthetic = SyntheticDevice(total_bytes=total_bytes)
 
     def allocate(self, size: int, *, request: int, reserved: int) -> int | None:
@@ -117,9 +118,16 @@ class ReplayDevice:
         return FIRST_SYNTHETIC_ADDRESS + (self._synthetic.allocate(size, request=request, reserved=reserved) or 0)
 
     def reserve_range(self, free_list: FreeList, *, request: int) -> tuple[int, int]:
-        """Return a range that starts where the next recorded pages of this stream and pool were mapped."""
+        """Return a range that starts where the next recorded pages of this stream and pool were mapped.
+
+        A request may have mapped pages before: if the device then refused more, the allocator released their range with
+        its cache, and tries again in a new one.
+        """
         length = self.range_size(free_list.page)
-        for pages in self._pages[bisect_left(self._pages, request, key=lambda pages: pages.request) :]:
+        last_request, num_mapped = self._last_mapped
+        next_pages = bisect_left(self._pages, request, key=lambda pages: pages.request)
+        next_pages += num_mapped if request == last_request else 0
+        for pages in self._pages[next_pages:]:
             size_matches = pages.size == free_list.page if free_list.pool.small else pages.size % free_list.page == 0
             same_list = pages.stream == free_list.stream and pages.pool == free_list.pool.private
             in_known_range = any(start <= pages.address < end for start, end in self._ranges.items())
@@ -145,7 +153,11 @@ class ReplayDevice:
 
     def map_pages(self, size: int, *, request: int, reserved: int) -> bool:
         """Return False where the device refuses."""
-        return not self._refuses(size, request, reserved)
+        if self._refuses(size, request, reserved):
+            return False
+        last_request, num_mapped = self._last_mapped
+        self._last_mapped = request, num_mapped + 1 if request == last_request else 1
+        return True
 
     def _refuses(self, size: int, request: int, reserved: int) -> bool:
         if request in self._to_refuse:

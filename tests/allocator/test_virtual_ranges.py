@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from memtrace.allocator.history import ALLOC, SEGMENT_MAP, SEGMENT_UNMAP, AllocatorHistory, RecordedSegments
+from memtrace.allocator.history import ALLOC, OOM, SEGMENT_MAP, SEGMENT_UNMAP, AllocatorHistory, RecordedSegments
 from memtrace.allocator.rules import LARGE_SEGMENT_BYTES, TORCH, device_size_of_range, virtual_range_size
 from memtrace.allocator.settings import MIB
 from memtrace.allocator.virtual_ranges import estimate_device_bytes, walk_back
@@ -96,6 +96,24 @@ def test_a_range_older_than_the_history_is_told_from_one_at_the_same_addresses_a
     assert num_contradictions == 0
     assert [(found.key[2], found.first) for found in ranges] == [(False, 8), (True, 3), (False, -1)]
     assert_exact(history)
+
+
+def test_a_refused_request_gives_up_the_range_in_which_it_has_mapped_pages() -> None:
+    """As torch did on the null device: the request fills a gap, is refused the rest, and tries again in a new range."""
+    pages = [START + 20 * MIB * number for number in range(3)]
+    entries: list[Entry] = [
+        *(entry for page in pages for entry in ((SEGMENT_MAP, page, 20 * MIB), (ALLOC, page, 20 * MIB))),
+        *free_entries(pages[1], 20 * MIB),
+        (SEGMENT_UNMAP, pages[1], 20 * MIB, 1),
+        *free_entries(pages[0], 20 * MIB),
+        *free_entries(pages[2], 20 * MIB),
+        (SEGMENT_MAP, pages[1], 20 * MIB),
+        (SEGMENT_UNMAP, pages[0], 60 * MIB, 0),
+        (OOM, -1, 300 * MIB),
+        (SEGMENT_MAP, pages[0], 20 * MIB),
+        (ALLOC, pages[0], 15 * MIB),
+    ]
+    assert_exact(expandable_history(entries, [(START, 20 * MIB, False)], [(START, 15 * MIB, 15 * MIB)]))
 
 
 def test_ranges_that_did_not_exist_together_tell_nothing_about_the_device() -> None:
