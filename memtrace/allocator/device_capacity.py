@@ -15,6 +15,7 @@ import numpy as np
 from memtrace.allocator.history import (
     ALLOC,
     FREE,
+    FREE_REQUESTED,
     OOM,
     SEGMENT_ALLOC,
     SEGMENT_FREE,
@@ -76,11 +77,14 @@ def find_cache_releases(history: AllocatorHistory) -> CacheReleases:
     first, end = np.flatnonzero(changes & (cause[1:] != -2)), np.flatnonzero(changes & (cause[:-1] != -2))
     following = np.append(history.kind, -1)[end]
     is_followed_by_need = np.isin(following, (SEGMENT_ALLOC, SEGMENT_MAP, OOM))
-    is_followed_by_need |= _is_first_of_two(history, first, end)
+    is_first_of_two = _is_first_of_two(history, first, end)
+    is_followed_by_need |= is_first_of_two
     by_program = history.by_program[first]
     last_request = np.flatnonzero((history.kind == ALLOC) | (history.kind == OOM)).max(initial=-1)
     by_program = np.where(((by_program == -1) & ~is_followed_by_need) | (end > last_request), 1, by_program)
     before, asked = _refusals(history, first, end)
+    # The device, or the limit, refused the request before the first of the two releases.
+    before[1:] = np.where(is_first_of_two[:-1], before[:-1], before[1:])
     within_known_capacity = before + asked <= history.peak_reserved
     runs = zip(first.tolist(), end.tolist(), strict=True)
     would_serve = np.array([_would_serve(history, *run) for run in runs], bool)
@@ -113,11 +117,17 @@ def _could_be_garbage_collection(history: AllocatorHistory, first: Int64s, end: 
     settings, is_garbage = history.settings, np.zeros(len(first), np.bool_)
     if not settings.collects_garbage or history.allowed_bytes is None:
         return is_garbage
-    is_large = (history.kind == SEGMENT_FREE) & (history.size != SMALL_SEGMENT_BYTES) & (history.pool <= 0)
     for i, (begin, stop) in enumerate(zip(first.tolist(), end.tolist(), strict=True)):
-        is_garbage[i] = is_large[begin:stop].all()
+        is_garbage[i] = _may_be_garbage(history, np.arange(begin, stop)).all()
     is_garbage &= before > int(settings.garbage_collection_threshold * history.allowed_bytes)
     return is_garbage
+
+
+def _may_be_garbage(history: AllocatorHistory, rows: Int64s) -> Bools:
+    """Return which entries released an ordinary segment of the large pool, and so can be garbage collection."""
+    is_large = (history.kind[rows] == SEGMENT_FREE) & (history.size[rows] != SMALL_SEGMENT_BYTES)
+    may_be: Bools = is_large & (history.pool[rows] <= 0) & history.settings.collects_garbage
+    return may_be
 
 
 def _would_serve(history: AllocatorHistory, first: int, end: int) -> bool:
@@ -128,24 +138,47 @@ def _would_serve(history: AllocatorHistory, first: int, end: int) -> bool:
         return True
     row, settings = end + int(requests[0]), history.settings
     rounded = settings.round_size(int(history.size[row]))
-    released = history.size[first:end][history.stream[first:end] == history.stream[row]]
+    rows = np.arange(first, end)
+    rows = rows[(history.stream[rows] == history.stream[row]) & ~_was_freed_by_wait(history, first, end)]
+    released = history.size[rows]
     if uses_small_pool(rounded):
         return bool((released == SMALL_SEGMENT_BYTES).any())
     limit = block_size_limit(rounded, settings.max_split_bytes or NO_LIMIT, settings.effective_max_rounding_bytes)
     return bool(((released >= rounded) & (released != SMALL_SEGMENT_BYTES) & (released < limit)).any())
 
 
+def _was_freed_by_wait(history: AllocatorHistory, first: int, end: int) -> Bools:
+    """Return which entries of a run released memory that was in use until the allocator waited for the streams.
+
+    Such memory could not serve the request that caused the run: the allocator had searched its free blocks before.
+    """
+    begin = first_of_frees(history, first)
+    before = slice(max(begin - 1, 0), begin)
+    is_immediate = (history.kind[before] == FREE_REQUESTED) & (history.address[before] == history.address[begin])
+    freed = history.address[begin + int(is_immediate.sum()) : first]
+    address, size = history.address[first:end, None], history.size[first:end, None]
+    was_freed: Bools = ((address <= freed) & (freed < address + size)).any(axis=1)
+    return was_freed
+
+
+def first_of_frees(history: AllocatorHistory, row: int) -> int:
+    """Return the first of the completed frees directly before an entry; the entry itself where there is none."""
+    while row > 0 and history.kind[row - 1] == FREE:
+        row -= 1
+    return row
+
+
 def bound_capacity(history: AllocatorHistory, releases: CacheReleases) -> CapacityBounds:
     """Return the capacities under which exactly the recorded refusals happen."""
-    refused: list[int] = []
-    if not history.settings.collects_garbage:
-        before, asked = _refusals(history, releases.first, releases.end)
-        # A request can release twice and asks the device again only after the second time: the first release counts.
-        by_allocator = np.flatnonzero(~releases.by_program)
-        _, first = np.unique(_releasing_requests(history, releases), return_index=True)
-        runs = by_allocator[first]
-        runs = runs[~exceeds_limit(history, releases.end[runs], before[runs])]
-        refused = (before + asked)[runs].tolist()
+    before, asked = _refusals(history, releases.first, releases.end)
+    # A request can release twice and asks the device again only after the second time: the first release counts.
+    by_allocator = np.flatnonzero(~releases.by_program)
+    _, first = np.unique(_releasing_requests(history, releases), return_index=True)
+    runs = by_allocator[first]
+    runs = runs[~exceeds_limit(history, releases.end[runs], before[runs])]
+    # Garbage collection comes first, and the request is then refused with less reserved than before the run.
+    runs = runs[~_may_be_garbage(history, releases.first[runs])]
+    refused: list[int] = (before + asked)[runs].tolist()
     reserved = history.reserved()
     failed = np.flatnonzero(history.kind == OOM)
     for row in failed[~exceeds_limit(history, failed, reserved[failed])].tolist():

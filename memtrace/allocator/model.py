@@ -196,7 +196,10 @@ class CachingAllocator:
         if self._allowed is not None and self.memory.reserved + segment > self._allowed:
             return None
         if self.settings.expandable_segments:
-            return grow_segment(self.memory, free_list, size)
+            block = grow_segment(self.memory, free_list, size)
+            if block is None and self.memory.reserved > self.peak_reserved:
+                self.record_peak()  # by the pages that were mapped before the device refused the rest
+            return block
         address = self.memory.take_segment(segment)
         if address is None:
             return None

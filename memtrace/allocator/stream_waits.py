@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memtrace.allocator.device_capacity import CacheReleases, exceeds_limit
+from memtrace.allocator.device_capacity import CacheReleases, exceeds_limit, first_of_frees
 from memtrace.allocator.history import ALLOC, FREE, FREE_REQUESTED, OOM, AllocatorHistory, Bools, Int64s
 from memtrace.allocator.rules import SMALL_SEGMENT_BYTES
 
@@ -59,7 +59,7 @@ def find_stream_waits(
         if len(later):
             waits.append(StreamWait(int(later[0]), int(later[-1]) + 1, served))
         elif not pools[served] % 2:  # while a graph is captured, the allocator never waits
-            begin = _first_of_frees(history, end)
+            begin = first_of_frees(history, end)
             is_pending = (requested < begin) & (pending_until[requested] > served)
             is_likely = _waited_first(history, served, runs, pools) and not (runs and is_pending.any())
             waits.append(StreamWait(begin, end, served, is_likely, is_ambiguous=begin < end))
@@ -82,13 +82,6 @@ def released_from_largest(history: AllocatorHistory, pools: Int64s, first: int, 
     fits &= np.concatenate([[True], np.diff(sizes) <= 0])
     fits &= np.concatenate([[0], np.cumsum(sizes)[:-1]]) < wanted
     return rows[: int(np.argmin(np.append(fits, False)))]
-
-
-def _first_of_frees(history: AllocatorHistory, row: int) -> int:
-    """Return the first of the completed frees directly before an entry; the entry itself where there is none."""
-    while row > 0 and history.kind[row - 1] == FREE:
-        row -= 1
-    return row
 
 
 def _waited_first(history: AllocatorHistory, served: int, runs: list[tuple[int, int]], pools: Int64s) -> bool:

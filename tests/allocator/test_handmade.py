@@ -302,6 +302,37 @@ def test_large_blocks_are_released_before_the_allocator_waits_for_the_streams(fi
 
 COLLECTS = "garbage_collection_threshold:0.5,per_process_memory_fraction:0.5"  # of 200 MiB: 50 MiB and 100 MiB
 
+@pytest.mark.parametrize("waiting", [20 * MIB, 110 * MIB])
+def test_the_second_release_for_a_request_is_told_from_that_of_the_program_without_stacks(waiting: int) -> None:
+    """What is reserved after the first release would suffice for the request, and so would the block that was freed
+    while the allocator waited; but the device had refused, and the search for a free block was over."""
+    end = D + 2 * MIB
+    entries: list[Entry] = [
+        (SEGMENT_ALLOC, A, 60 * MIB),
+        (ALLOC, A, 60 * MIB),
+        (SEGMENT_ALLOC, B, 40 * MIB),
+        (ALLOC, B, 40 * MIB),
+        (SEGMENT_ALLOC, C, waiting),
+        (ALLOC, C, waiting),
+        *free_entries(A, 60 * MIB),
+        *free_entries(B, 40 * MIB),
+        (FREE_REQUESTED, C, waiting),
+        (SEGMENT_ALLOC, D, 2 * MIB),
+        (ALLOC, D, 512),
+        (SEGMENT_FREE, A, 60 * MIB),
+        (SEGMENT_FREE, B, 40 * MIB),
+        (FREE, C, waiting),
+        (SEGMENT_FREE, C, waiting),
+        (SEGMENT_ALLOC, A, 110 * MIB),
+        (ALLOC, A, 110 * MIB),
+        (SEGMENT_ALLOC, end, 36 * MIB),
+        (ALLOC, end, 36 * MIB),
+    ]
+    live = [(A, 110 * MIB, 110 * MIB), (D, 512, 512), (end, 36 * MIB, 36 * MIB)]
+    segments = [(A, 110 * MIB), (D, 2 * MIB), (end, 36 * MIB)]
+    assert_exact(make_history(entries, segments, live, "max_split_size_mb:32"))
+
+
 
 def test_where_the_limit_refuses_a_request_frees_complete_after_the_search_for_a_block() -> None:
     """The freed block would serve the request, had it been free when the allocator looked for one."""

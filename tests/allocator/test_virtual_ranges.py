@@ -9,7 +9,7 @@ import pytest
 
 from memtrace.allocator.history import ALLOC, OOM, SEGMENT_MAP, SEGMENT_UNMAP, AllocatorHistory, RecordedSegments
 from memtrace.allocator.rules import LARGE_SEGMENT_BYTES, TORCH, device_size_of_range, virtual_range_size
-from memtrace.allocator.settings import MIB
+from memtrace.allocator.settings import MIB, AllocatorSettings
 from memtrace.allocator.virtual_ranges import estimate_device_bytes, walk_back
 from tests.allocator.test_handmade import Entry, assert_exact, free_entries, make_history
 
@@ -114,6 +114,40 @@ def test_a_refused_request_gives_up_the_range_in_which_it_has_mapped_pages() -> 
         (ALLOC, pages[0], 15 * MIB),
     ]
     assert_exact(expandable_history(entries, [(START, 20 * MIB, False)], [(START, 15 * MIB, 15 * MIB)]))
+
+
+def test_a_refusal_bounds_the_capacity_where_garbage_could_be_collected() -> None:
+    """Garbage collection never unmaps pages, so the device has refused the second request."""
+    entries: list[Entry] = [
+        (SEGMENT_MAP, START, 40 * MIB),
+        (ALLOC, START, 30 * MIB),
+        *free_entries(START, 30 * MIB),
+        (SEGMENT_UNMAP, START, 40 * MIB, 0),
+        (SEGMENT_MAP, SECOND, 2 * MIB),
+        (ALLOC, SECOND, 100),
+    ]
+    settings = "expandable_segments:True,garbage_collection_threshold:0.5,per_process_memory_fraction:0.9"
+    history = expandable_history(entries, [(SECOND, 2 * MIB, True)], [(SECOND, 512, 100)])
+    assert_exact(replace(history, settings=AllocatorSettings.parse(settings)))
+
+
+def test_pages_that_a_request_maps_before_it_is_refused_count_in_the_peak() -> None:
+    pages = [START + 20 * MIB * number for number in range(3)]
+    entries: list[Entry] = [
+        *(entry for page in pages for entry in ((SEGMENT_MAP, page, 20 * MIB), (ALLOC, page, 20 * MIB))),
+        *free_entries(pages[1], 20 * MIB),
+        (SEGMENT_UNMAP, pages[1], 20 * MIB, 1),
+        *free_entries(pages[2], 20 * MIB),
+        (SEGMENT_MAP, SECOND, 2 * MIB),
+        (ALLOC, SECOND, 100),
+        (SEGMENT_MAP, pages[1], 20 * MIB),
+        (SEGMENT_UNMAP, pages[1], 40 * MIB, 0),
+        (OOM, -1, 300 * MIB),
+    ]
+    segments = [(START, 20 * MIB, False), (SECOND, 2 * MIB, True)]
+    history = expandable_history(entries, segments, [(START, 20 * MIB, 20 * MIB), (SECOND, 512, 100)])
+    assert history.peak_reserved == 62 * MIB
+    assert_exact(history)
 
 
 def test_ranges_that_did_not_exist_together_tell_nothing_about_the_device() -> None:
