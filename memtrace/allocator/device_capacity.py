@@ -125,8 +125,10 @@ def _could_be_garbage_collection(history: AllocatorHistory, first: Int64s, end: 
 
 def _may_be_garbage(history: AllocatorHistory, rows: Int64s) -> Bools:
     """Return which entries released an ordinary segment of the large pool, and so can be garbage collection."""
+    if not history.settings.collects_garbage:
+        return np.zeros(len(rows), np.bool_)
     is_large = (history.kind[rows] == SEGMENT_FREE) & (history.size[rows] != SMALL_SEGMENT_BYTES)
-    may_be: Bools = is_large & (history.pool[rows] <= 0) & history.settings.collects_garbage
+    may_be: Bools = is_large & (history.pool[rows] <= 0)
     return may_be
 
 
@@ -157,7 +159,7 @@ def _was_freed_by_wait(history: AllocatorHistory, first: int, end: int) -> Bools
     is_immediate = (history.kind[before] == FREE_REQUESTED) & (history.address[before] == history.address[begin])
     freed = history.address[begin + int(is_immediate.sum()) : first]
     address, size = history.address[first:end, None], history.size[first:end, None]
-    was_freed: Bools = ((address <= freed) & (freed < address + size)).any(axis=1)
+    was_freed: Bools = np.any((address <= freed) & (freed < address + size), axis=1)
     return was_freed
 
 
@@ -181,8 +183,8 @@ def bound_capacity(history: AllocatorHistory, releases: CacheReleases) -> Capaci
     refused: list[int] = (before + asked)[runs].tolist()
     reserved = history.reserved()
     failed = np.flatnonzero(history.kind == OOM)
-    for row in failed[~exceeds_limit(history, failed, reserved[failed])].tolist():
-        refused.append(int(reserved[row]) + _bytes_from_device(history, row))
+    refused_rows = failed[~exceeds_limit(history, failed, reserved[failed])].tolist()
+    refused += [int(reserved[row]) + _bytes_from_device(history, row) for row in refused_rows]
     free = history.device_free[failed]
     estimates = (reserved[failed] + free)[free >= 0]
     estimate = int(estimates.max()) if len(estimates) else None

@@ -302,6 +302,7 @@ def test_large_blocks_are_released_before_the_allocator_waits_for_the_streams(fi
 
 COLLECTS = "garbage_collection_threshold:0.5,per_process_memory_fraction:0.5"  # of 200 MiB: 50 MiB and 100 MiB
 
+
 @pytest.mark.parametrize("waiting", [20 * MIB, 110 * MIB])
 def test_the_second_release_for_a_request_is_told_from_that_of_the_program_without_stacks(waiting: int) -> None:
     """What is reserved after the first release would suffice for the request, and so would the block that was freed
@@ -331,7 +332,6 @@ def test_the_second_release_for_a_request_is_told_from_that_of_the_program_witho
     live = [(A, 110 * MIB, 110 * MIB), (D, 512, 512), (end, 36 * MIB, 36 * MIB)]
     segments = [(A, 110 * MIB), (D, 2 * MIB), (end, 36 * MIB)]
     assert_exact(make_history(entries, segments, live, "max_split_size_mb:32"))
-
 
 
 def test_where_the_limit_refuses_a_request_frees_complete_after_the_search_for_a_block() -> None:
